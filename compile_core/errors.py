@@ -1,0 +1,63 @@
+"""The errors of the compiler.
+
+Users meet three kinds. ``ValueError`` and ``TypeError`` mean a wrong argument of a public function. The
+``CompileError`` family means that a program could not be compiled: it says what happened, where in the user's code,
+and what to do next. ``InternalError`` means that one of our own invariants broke: a bug in gradsplit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodeLocation:
+    """A line of the user's code, as an error or a graph node points to it."""
+
+    filename: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        shown = f'File "{self.filename}", line {self.line}, in {self.function}'
+        return f"{shown}\n    {self.text}" if self.text else shown
+
+
+class CompileError(Exception):
+    """A program that cannot be compiled as asked."""
+
+
+class Unsupported(CompileError):
+    """Something in the user's program that a stage has no rule for.
+
+    Under ``fullgraph=True`` it reaches the user; else the stage's caller logs it and runs plain Python or torch's own
+    kernels instead, which is always correct.
+
+    Args:
+        reason_id: stable kebab-case name of the reason, e.g. ``"data-dependent-branch"``.
+        explanation: one sentence: what happened.
+        hint: one sentence: what the user can do.
+        location: the user's line, if known.
+    """
+
+    def __init__(
+        self, reason_id: str, explanation: str, hint: str = "", location: CodeLocation | None = None
+    ) -> None:
+        self.reason_id = reason_id
+        self.explanation = explanation
+        self.hint = hint
+        self.location = location
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [f"[{self.reason_id}] {self.explanation}"]
+        if self.location is not None:
+            lines.append(f"  {self.location}")
+        if self.hint:
+            lines.append(f"Hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class InternalError(CompileError):
+    """A broken invariant of the compiler itself; please report it with the message."""

@@ -1,0 +1,62 @@
+"""What the compiler knows of a tensor without its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides (elements), dtype and device of a strided tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a real or fake tensor of the strided layout."""
+        return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @staticmethod
+    def contiguous(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+        """The spec of a row-major tensor of this shape."""
+        return TensorSpec(tuple(shape), contiguous_strides(shape), dtype, device)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements (not of the storage that strides may span)."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements lie row-major without gaps; strides of size-1 dims do not count."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        layout = "" if self.is_contiguous else f" strides {list(self.stride)}"
+        return f"{dtype}{list(self.shape)}{layout} {self.device}"
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
