@@ -26,8 +26,8 @@ def build_region(
     module: GraphModule,
     nodes: Sequence[Node],
     results: Sequence[Node],
-    destinations: Mapping[Node, str] | None = None,
-    scale: Mapping[Node, float] | None = None,
+    destinations: Mapping[str, Node] | None = None,
+    factor: float = 1.0,
 ) -> Compute:
     """The region that computes ``nodes``, which lie in graph order.
 
@@ -36,15 +36,16 @@ def build_region(
         module: the graph that the nodes are from; its attributes are shared.
         nodes: computed here. Whatever else they read becomes an input of the region.
         results: those of the nodes that are known outside under their own names.
-        destinations: values to store into a persistent buffer, with its name; computed here or an input. The region's
-            result for it is called ``<node>_stored``.
-        scale: factors by which values are multiplied on their way to their destination.
+        destinations: name of a persistent buffer -> the value to store there, computed here or an input. The region's
+            result for it has the buffer's name.
+        factor: by which every value is multiplied on its way to its destination.
     """
-    destinations, scale = destinations or {}, scale or {}
+    destinations = destinations or {}
     here = set(nodes)
     read = dict.fromkeys(
-        [source for node in nodes for source in node.all_input_nodes if source not in here]
-        + [node for node in destinations if node not in here]
+        source
+        for source in (*(source for node in nodes for source in node.all_input_nodes), *destinations.values())
+        if source not in here
     )
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -54,10 +55,10 @@ def build_region(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     returned = [copies[node] for node in results]
-    for node in destinations:
+    for node in destinations.values():
         stored = copies[node]
-        if node in scale:
-            stored = graph.call_function(torch.ops.aten.mul.Tensor, (stored, scale[node]))
+        if factor != 1.0:
+            stored = graph.call_function(torch.ops.aten.mul.Tensor, (stored, factor))
             stored.meta = {"val": node.meta["val"]}
         returned.append(stored)
     graph.output(tuple(returned))
@@ -65,8 +66,8 @@ def build_region(
         name=name,
         module=GraphModule(module, graph),
         inputs=tuple(node.name for node in read),
-        outputs=(*(node.name for node in results), *(f"{node.name}_stored" for node in destinations)),
-        destinations={f"{node.name}_stored": destination for node, destination in destinations.items()},
+        outputs=(*(node.name for node in results), *destinations),
+        destinations={destination: destination for destination in destinations},
     )
 
 
