@@ -25,8 +25,7 @@ def batch(
     context: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The inputs and targets of one rank at one step: two int64 [batch_size, context], the second one byte
-    later.
+    """The inputs and targets of one rank at one step: two int64 [batch_size, context], one byte apart.
 
     All ranks draw the same ``world_size * batch_size`` places in ``tokens`` and take their own slice, so
     the ranks' batches together do not depend on how many processes share them.

@@ -75,3 +75,30 @@ def test_no_parameters_need_no_bucket():
 def test_negative_limits_are_refused():
     with pytest.raises(ValueError, match="sizes in bytes"):
         reducer_plan([], -1)
+
+
+@pytest.fixture
+def process_group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "limits_bytes"), [(None, (25 * 1024**2, 1024**2)), (3, (3 * 1024**2, 3 * 1024**2))]
+)
+def test_equals_what_ddp_rebuilds(process_group_of_one, bucket_cap_mb, limits_bytes):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    ready = []
+    for name, parameter in model.named_parameters():
+        described = Parameter(name, parameter.numel(), 4, str(parameter.dtype), str(parameter.device))
+        parameter.register_post_accumulate_grad_hook(lambda _, described=described: ready.append(described))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    # Rebuilt at the start of the second iteration, in the first one's order of arrival; logged by the third.
+    for _ in range(3):
+        ddp(torch.ones(1, 512)).sum().backward()
+    plan = reducer_plan(ready[: len(ready) // 3], *limits_bytes)
+    rebuilt_sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    sizes = [sum(parameter.bytes for parameter in bucket.parameters) for bucket in plan.buckets]
+    assert len(sizes) > 1
+    assert rebuilt_sizes == ", ".join(map(str, sizes))
