@@ -124,7 +124,7 @@ def _compile_regions(
     schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
 ) -> Mapping[str, Region]:
     dump(schedule.name, print_schedule(schedule))
-    return {compute.name: backend.compile_region(compute, options) for compute in schedule.computes}
+    return {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
 
 
 def _device_type(examples: Sequence[torch.Tensor]) -> str:

@@ -32,7 +32,9 @@ class BoundGraph:
     def __call__(self, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         signature = self.signature
         if self.backward is None:
-            outputs = self.forward(primals)
+            # Inputs may require gradients although no result does; ``out=`` kernels would refuse them.
+            with torch.no_grad():
+                outputs = [_standalone(value) for value in self.forward(primals)]
         else:
             outputs = _CompiledGraph.apply(self, *primals)
         if signature.mutated:
@@ -61,7 +63,7 @@ class _CompiledGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = bound.forward(primals)
-        outputs = tuple(results[: bound.num_outputs])
+        outputs = tuple(_standalone(value) for value in results[: bound.num_outputs])
         computed = iter(results[bound.num_outputs :])
         ctx.save_for_backward(*(next(computed) if k is None else primals[k] for k in bound.saved_primals))
         ctx.bound = bound
@@ -93,6 +95,14 @@ def _as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tens
         return gradient
     expected = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     return expected.zero_() if gradient is None else expected.copy_(gradient)
+
+
+def _standalone(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that autograd does not take for a view: users may change a result in place."""
+    if not value._is_view():
+        return value
+    plain = torch.empty(0, dtype=value.dtype, device=value.device)
+    return plain.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def _make_alias(alias: InputAlias, primals: Sequence[torch.Tensor]) -> torch.Tensor:

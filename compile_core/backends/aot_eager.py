@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compile_core.ir.schedule import Compute
+from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
 
@@ -18,9 +19,9 @@ def decompositions(device_type: str) -> Mapping[Any, Callable[..., Any]]:
     return {}
 
 
-def compile_region(compute: Compute, options: CompileOptions) -> Region:
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
     """Interprets the region's graph; a result with a destination is copied there."""
-    del options
+    del options, dump
     num_inputs = len(compute.inputs)
     stored = [(k, position) for position, k in enumerate(_stored_outputs(compute))]
 

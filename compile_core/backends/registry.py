@@ -11,6 +11,7 @@ import torch
 
 from compile_core.backends import aot_eager, eager, triton
 from compile_core.ir.schedule import Compute
+from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions, unknown_name
 from compile_core.runtime.executable import Region
 
@@ -36,7 +37,7 @@ class RegionBackend:
     """
 
     name: str
-    compile_region: Callable[[Compute, CompileOptions], Region]
+    compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
     decompositions: Callable[[str], Mapping[Any, Callable[..., Any]]]
 
 
