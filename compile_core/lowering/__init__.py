@@ -1,0 +1,1 @@
+"""From functional ATen graphs to kernels: decompose, lower to loops, fuse, generate code, build."""
