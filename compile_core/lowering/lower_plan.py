@@ -39,6 +39,7 @@ class GraphPlan:
         places: where the caller wants the node's data.
         factors: matrix products that are computed with a factor.
         absorbed: the multiplications that those factors were; they are the identity now.
+        viewed: how many elements of a node its views in memory cover.
     """
 
     alive: set[torch.fx.Node] = field(default_factory=set)
@@ -48,6 +49,7 @@ class GraphPlan:
     places: dict[torch.fx.Node, View] = field(default_factory=dict)
     factors: dict[torch.fx.Node, float] = field(default_factory=dict)
     absorbed: set[torch.fx.Node] = field(default_factory=set)
+    viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
 
 
 def use_kind(node: torch.fx.Node) -> str:
@@ -89,8 +91,8 @@ def is_loop_dtype(dtype: torch.dtype) -> bool:
 
 
 def numel_of(node: torch.fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> GraphPlan:
