@@ -28,7 +28,7 @@ from compile_core.lowering.lower_index import Affine, Index
 from compile_core.lowering.lower_plan import INLINE, MEMORY, RE_INDEX, GraphPlan, is_loop_dtype, plan_graph, use_kind
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
 from compile_core.lowering.reduction_rules import has_positions, is_reduction, lower_reduction, reductions_of
-from compile_core.lowering.scalar_rules import CONVERSIONS, is_pointwise, operand_dtype, scalar_rule
+from compile_core.lowering.scalar_rules import CONVERSIONS, OPERANDS, is_pointwise, operand_dtype, scalar_rule
 from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride, split_reindex, view_of
 
 aten = torch.ops.aten
@@ -249,7 +249,11 @@ class _Lowering:
             for position, operand in enumerate(operands):
                 wanted = torch.bool if rule.conditional and position == 0 else dtype
                 if isinstance(operand, LazyTensor):
-                    emitted.append(emitter.cast(emitter.broadcast(operand, index), wanted))
+                    value = emitter.broadcast(operand, index)
+                    if rule.kind == OPERANDS:
+                        # equality with an extremum that went through memory must see the same rounding
+                        value = emitter.round_to(value, operand.dtype)
+                    emitted.append(emitter.cast(value, wanted))
                 else:
                     emitted.append(emitter.constant(operand, wanted))
             value = rule.compute(emitter, emitted, dtype)

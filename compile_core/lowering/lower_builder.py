@@ -132,7 +132,9 @@ class ProgramBuilder:
 
         def body(emitter: Emitter, index: Index) -> None:
             element = emitter.element(tensor, index)
-            if operation not in ("argmax", "argmin"):
+            if operation in ("argmax", "argmin"):
+                element = emitter.round_to(element, tensor.dtype)  # ties are between elements as stored
+            else:
                 element = emitter.cast(element, dtype)
             result = finish(emitter, emitter.reduce(operation, element, dtype))
             kept = [
