@@ -20,8 +20,8 @@ import torch
 
 from compile_core.ir.loops import Constant, Load, LoopNest, LoopProgram, Step, Store
 from compile_core.ir.step_effects import mutated, reads, writes
-from compile_core.lowering.fuse_axes import OtherPoints, Transplant, simplified, without_dead_statements
-from compile_core.lowering.fuse_match import NoMatch, axis_terms, match
+from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified, without_dead_statements
+from compile_core.lowering.fuse_match import NoMatchError, axis_terms, match
 from compile_core.lowering.lower_body import BodyBuilder
 
 # Beyond these, registers and compile time cost more than memory traffic saves.
@@ -96,7 +96,8 @@ class _Fusion:
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
         steps = [
-            simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step for step in self._ordered()
+            simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
+            for step in self._ordered()
         ]
         steps = _renamed(steps)
         touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
@@ -203,12 +204,12 @@ class _Fusion:
         assert isinstance(earlier, LoopNest) and isinstance(later, LoopNest)
         try:
             if self.before[first] >> second & 1:
-                raise NoMatch("they depend on each other through other steps")
+                raise NoMatchError("they depend on each other through other steps")
             for other in self.direct[second] - {first}:
                 if self.before[other] >> first & 1:
-                    raise NoMatch(f"{_step_name(self.steps[other])} must run between them")
+                    raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
             joined = self._joined_nest(earlier, later)
-        except (NoMatch, OtherPoints) as reason:
+        except (NoMatchError, OtherPointsError) as reason:
             size = self._shared_bytes(earlier, later)
             self.refused[first, second] = Refusal(earlier.name, later.name, size, str(reason))
             return False
@@ -217,19 +218,19 @@ class _Fusion:
 
     def _joined_nest(self, earlier: LoopNest, later: LoopNest) -> LoopNest:
         if reads(earlier) & writes(later):
-            raise NoMatch("the later one overwrites what the earlier one reads")
+            raise NoMatchError("the later one overwrites what the earlier one reads")
         found = match(earlier, later, self.buffer_dtype)
         builder = BodyBuilder(found.extents, self.buffer_dtype)
         transplant = Transplant(builder)
         transplant.copy(found.first, axis_terms(found.first_axes))
         transplant.copy(found.second, axis_terms(found.second_axes))
         if not reads(earlier) & writes(earlier) and not self._saves(earlier, later, builder):
-            raise NoMatch("they read the same buffers at different points")
+            raise NoMatchError("they read the same buffers at different points")
         body = without_dead_statements(builder.statements)
         if len(body) > _MOST_STATEMENTS:
-            raise NoMatch("the joined body would be too long")
+            raise NoMatchError("the joined body would be too long")
         if len({s.access.buffer for s in body if isinstance(s, (Load, Store))}) > _MOST_BUFFERS:
-            raise NoMatch("the joined nest would touch too many buffers")
+            raise NoMatchError("the joined nest would touch too many buffers")
         origins = tuple(dict.fromkeys([*earlier.origins, *later.origins]))
         return LoopNest(later.name, found.extents, found.reduced_axes, body, origins)
 

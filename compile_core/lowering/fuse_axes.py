@@ -12,7 +12,18 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Gather, Load, LoopNest, Reduce, Statement, Store
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    Gather,
+    Load,
+    LoopNest,
+    Reduce,
+    Statement,
+    Store,
+)
 from compile_core.lowering.lower_body import BodyBuilder
 
 # For each old axis, its terms (new axis, coefficient); an axis of extent 1 has none.
@@ -39,7 +50,7 @@ class Transplant:
         """Appends a nest's body; loads of what was stored before become the stored values.
 
         Raises:
-            OtherPoints: a load reads what was stored before, but not at the very point where it was.
+            OtherPointsError: a load reads what was stored before, but not at the very point where it was.
         """
         values: list[int] = []
         for statement in nest.body:
@@ -75,7 +86,7 @@ class Transplant:
                     return value
                 other = self.builder.constant(load.other, load.dtype)
                 return self.builder.apply("where", (mask, value, other), load.dtype)
-        raise OtherPoints(access.buffer)
+        raise OtherPointsError(access.buffer)
 
     def _position(self, terms: Sequence[tuple[int, int]]) -> int:
         builder = self.builder
@@ -95,7 +106,7 @@ class Transplant:
         return Access(access.buffer, tuple(strides), access.offset, gathers)
 
 
-class OtherPoints(Exception):
+class OtherPointsError(Exception):
     """A buffer is read at other points of the iteration space than it was written."""
 
     def __init__(self, buffer: str) -> None:
@@ -134,7 +145,9 @@ def _renumbered(statement: Statement, new_number: dict[int, int]) -> Statement:
     if isinstance(statement, Reduce):
         return replace(statement, argument=new_number[statement.argument])
     if isinstance(statement, (Load, Store)):
-        gathers = tuple(replace(gather, value=new_number[gather.value]) for gather in statement.access.gathers)
+        gathers = tuple(
+            replace(gather, value=new_number[gather.value]) for gather in statement.access.gathers
+        )
         access = replace(statement.access, gathers=gathers)
         mask = None if statement.mask is None else new_number[statement.mask]
         if isinstance(statement, Store):
@@ -195,7 +208,9 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
         merged = False
         for outer in extents:
             for inner in extents:
-                if outer != inner and _walk_as_one(outer, inner, extents, stride_of, indexed, parallel, keep_reduced):
+                if outer != inner and _walk_as_one(
+                    outer, inner, extents, stride_of, indexed, parallel, keep_reduced
+                ):
                     extents[inner] *= extents.pop(outer)
                     merged = True
                     break

@@ -14,7 +14,7 @@ from compile_core.ir.loops import Access, Load, LoopNest, Store
 from compile_core.lowering.fuse_axes import BufferDtype, can_split, split_axis
 
 
-class NoMatch(Exception):
+class NoMatchError(Exception):
     """Why two nests have no common iteration space."""
 
 
@@ -40,7 +40,7 @@ def match(first: LoopNest, second: LoopNest, buffer_dtype: BufferDtype) -> Match
     """Matches two nests, of which ``second`` runs later.
 
     Raises:
-        NoMatch: with the reason.
+        NoMatchError: with the reason.
     """
     while True:
         cut = _wanted_cut(first, second)
@@ -69,7 +69,7 @@ def match(first: LoopNest, second: LoopNest, buffer_dtype: BufferDtype) -> Match
 
 def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise NoMatch(reason)
+        raise NoMatchError(reason)
 
 
 def _require_cover(wide: LoopNest, narrow: LoopNest, pairing: dict[int, int]) -> None:
@@ -120,7 +120,9 @@ def _wanted_cut(first: LoopNest, second: LoopNest) -> tuple[int, int, int] | Non
     for *both, is_flow in _shared(first, second):
         for which in (0, 1):
             nest, mine, theirs, other = nests[which], both[which], both[1 - which], nests[1 - which]
-            edges = {edge for s, e in zip(theirs.strides, other.extents, strict=True) if s for edge in (s, s * e)}
+            edges = {
+                edge for s, e in zip(theirs.strides, other.extents, strict=True) if s for edge in (s, s * e)
+            }
             for axis, (stride, extent) in enumerate(zip(mine.strides, nest.extents, strict=True)):
                 for edge in sorted(edges):
                     if stride <= 0 or not stride < edge < stride * extent:
@@ -129,7 +131,7 @@ def _wanted_cut(first: LoopNest, second: LoopNest) -> tuple[int, int, int] | Non
                     if edge % stride == 0 and extent % inner == 0 and can_split(nest, axis):
                         return which, axis, inner
                     if is_flow:
-                        raise NoMatch(f"{mine.buffer} is walked in unlike steps")
+                        raise NoMatchError(f"{mine.buffer} is walked in unlike steps")
     return None
 
 

@@ -17,6 +17,9 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 # (arguments, keywords, fake result, origin) -> tensor, or None where this call has no rule
+# Reading rows from all over memory is worth avoiding twice.
+_GATHER_OPERATIONS = 20
+
 Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor, str], LazyTensor | None]
 
 
@@ -85,7 +88,7 @@ def _embedding(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, 
 
 
 def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torch.Tensor) -> Cost:
-    cost = _plus([source, *indices], 1)
+    cost = _plus([source, *indices], _GATHER_OPERATIONS)
     return Cost(
         frozenset((buffer, min(count, result.numel())) for buffer, count in cost.reads),
         cost.operations,

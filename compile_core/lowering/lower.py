@@ -25,10 +25,10 @@ from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
 from compile_core.lowering.index_rules import INDEX_RULES
 from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise
 from compile_core.lowering.lower_index import Affine, Index
-from compile_core.lowering.lower_plan import MEMORY, GraphPlan, is_loop_dtype, plan_graph, use_kind
+from compile_core.lowering.lower_plan import INLINE, MEMORY, RE_INDEX, GraphPlan, is_loop_dtype, plan_graph, use_kind
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
 from compile_core.lowering.reduction_rules import has_positions, is_reduction, lower_reduction, reductions_of
-from compile_core.lowering.scalar_rules import CONVERSIONS, is_pointwise, operand_dtype, scalar_rule
+from compile_core.lowering.scalar_rules import CONVERSIONS, OPERANDS, is_pointwise, operand_dtype, scalar_rule
 from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride, split_reindex, view_of
 
 aten = torch.ops.aten
@@ -249,7 +249,11 @@ class _Lowering:
             for position, operand in enumerate(operands):
                 wanted = torch.bool if rule.conditional and position == 0 else dtype
                 if isinstance(operand, LazyTensor):
-                    emitted.append(emitter.cast(emitter.broadcast(operand, index), wanted))
+                    value = emitter.broadcast(operand, index)
+                    if rule.kind == OPERANDS:
+                        # equality with an extremum that went through memory must see the same rounding
+                        value = emitter.round_to(value, operand.dtype)
+                    emitted.append(emitter.cast(value, wanted))
                 else:
                     emitted.append(emitter.constant(operand, wanted))
             value = rule.compute(emitter, emitted, dtype)
@@ -293,16 +297,32 @@ class _Lowering:
         return tensor.base is not None and tensor.base.located() is not None
 
     def _worth_memory(self, node: torch.fx.Node, tensor: LazyTensor) -> bool:
+        """Whether writing a tensor once beats computing it in every nest that reads it."""
         cost = tensor.current_cost()
         if cost.operations > _MOST_OPERATIONS:
             return True
-        if len(self.plan.readers.get(node, ())) < 2 or not cost.reads:
+        if not cost.reads:
             return False
-        if tensor.numel == 1:
-            return bool(cost.transcendental)
+        if cost.transcendental and self.plan.widest_user.get(node, 0) >= 4 * tensor.numel:
+            return True  # a root or logarithm per row, say, which every element of the row would repeat
+        user = self._only_user(node)
+        if user is not None and use_kind(user) == INLINE:
+            return False  # left to the user, whose cost includes this one's
+        if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1:
+            return False
         if cost.transcendental or cost.operations > _CHEAP_OPERATIONS:
             return True
         return sum(count for _, count in cost.reads) >= 2 * tensor.numel
+
+    def _only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The single node (behind views) that uses a node's elements, if it is only one."""
+        while True:
+            users = [user for user in node.users if user in self.plan.alive]
+            if len(users) != 1:
+                return None
+            node = users[0]
+            if use_kind(node) != RE_INDEX:
+                return node
 
     def _reduction(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         target, tensor, fake = node.target, args[0], node.meta["val"]
@@ -397,8 +417,12 @@ class _Lowering:
             and node not in self.plan.in_memory
             and node not in self.plan.places
             and len(args[0].shape) == 1
-            and len(self.plan.readers.get(node, ())) == 1
+            and (len(self.plan.readers.get(node, ())) == 1 or self._one_body_uses(node))
         )
+
+    def _one_body_uses(self, node: torch.fx.Node) -> bool:
+        user = self._only_user(node)
+        return user is not None and use_kind(user) != MEMORY
 
     def _product_plus_bias(self, node: torch.fx.Node, args: Any) -> LazyTensor:
         bias, left, right = args

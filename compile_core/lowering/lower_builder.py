@@ -15,8 +15,8 @@ import torch
 from compile_core.ir.loops import ExternCall, LoopNest, Step, View
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from compile_core.lowering.lower_body import compute_dtype
-from compile_core.lowering.lower_index import Affine, AxisSplit, Index
-from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor, NeedsMemory
+from compile_core.lowering.lower_index import Affine, AxisSplitError, Index
+from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor, NeedsMemoryError
 
 _NAME_LENGTH = 60
 
@@ -91,7 +91,9 @@ class ProgramBuilder:
     def realise_at(self, tensor: LazyTensor, view: View) -> View:
         """Gives a tensor its place in memory: computes it into ``view``."""
         self.store_into(view, tensor)
-        tensor.view, tensor.body = view, None
+        tensor.view = view
+        if not tensor.is_free:
+            tensor.body = None
         return view
 
     def realise_row_major(self, tensor: LazyTensor) -> None:
@@ -130,7 +132,9 @@ class ProgramBuilder:
 
         def body(emitter: Emitter, index: Index) -> None:
             element = emitter.element(tensor, index)
-            if operation not in ("argmax", "argmin"):
+            if operation in ("argmax", "argmin"):
+                element = emitter.round_to(element, tensor.dtype)  # ties are between elements as stored
+            else:
                 element = emitter.cast(element, dtype)
             result = finish(emitter, emitter.reduce(operation, element, dtype))
             kept = [
@@ -175,13 +179,13 @@ class ProgramBuilder:
             emitter = Emitter(extents, self.buffer_dtype)
             try:
                 body(emitter, tuple(entries[d] for d in range(len(shape))))
-            except AxisSplit as split:
+            except AxisSplitError as split:
                 if uncut is not None:
                     self.realise_row_major(uncut)
                     continue
                 d, position = axes[split.axis]
                 cuts[d][position : position + 1] = [cuts[d][position] // split.inner, split.inner]
-            except NeedsMemory as need:
+            except NeedsMemoryError as need:
                 if need.tensor.base is None and need.tensor.located() is None:
                     self.realise(need.tensor)
                 else:

@@ -2,7 +2,7 @@
 
 An entry is ``Affine`` in the loop axes or ``Indirect`` through an integer value of the body (a gather). Reshapes need
 division with remainder of an affine entry. It has an exact answer where the loop axes are cut finely enough; where one
-axis straddles the divisor, ``AxisSplit`` asks the caller to cut this axis and start again.
+axis straddles the divisor, ``AxisSplitError`` asks the caller to cut this axis and start again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Entry = Affine | Indirect
 Index = tuple[Entry, ...]
 
 
-class AxisSplit(Exception):
+class AxisSplitError(Exception):
     """Cut loop axis ``axis`` so that its inner part has extent ``inner``."""
 
     def __init__(self, axis: int, inner: int) -> None:
@@ -65,7 +65,7 @@ class AxisSplit(Exception):
         self.inner = inner
 
 
-class NotAffine(Exception):
+class NotAffineError(Exception):
     """The wanted index is no affine function of any refinement of the loop axes."""
 
 
@@ -73,8 +73,8 @@ def divide(entry: Affine, divisor: int, extents: Sequence[int]) -> tuple[Affine,
     """Quotient and remainder of a nonnegative entry, both affine.
 
     Raises:
-        AxisSplit: a finer iteration space makes it possible.
-        NotAffine: nothing does.
+        AxisSplitError: a finer iteration space makes it possible.
+        NotAffineError: nothing does.
     """
     quotient: list[tuple[int, int]] = []
     remainder: list[tuple[int, int]] = []
@@ -91,8 +91,8 @@ def divide(entry: Affine, divisor: int, extents: Sequence[int]) -> tuple[Affine,
         if coefficient > 0 and divisor % coefficient == 0:
             inner = divisor // coefficient
             if inner < extents[axis] and extents[axis] % inner == 0:
-                raise AxisSplit(axis, inner)
-    raise NotAffine
+                raise AxisSplitError(axis, inner)
+    raise NotAffineError
 
 
 def regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
@@ -137,7 +137,7 @@ def reshape_index(
         for d in dims:
             entry = index[d]
             if isinstance(entry, Indirect):
-                raise NotAffine
+                raise NotAffineError
             flat = flat.plus(entry.scaled(prod(shape[d + 1 : dims.stop])))
         for position, d in enumerate(reversed(wide_base)):
             if position == len(wide_base) - 1:

@@ -142,11 +142,13 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
         if kind == NEST:
             reaches = numel_of(argument)
         plan.widest_user[argument] = max(plan.widest_user.get(argument, 0), reaches)
-        whole = (
-            numel_of(argument) <= numel_of(user) or argument.op == "call_function" and not numel_of(argument)
-        )
-        if kind == MEMORY or (kind == RE_INDEX and user in plan.in_memory and whole):
+        if kind == MEMORY:
             plan.in_memory.add(argument)
+        elif kind == RE_INDEX and user in plan.in_memory:
+            # views that lie in memory force their base there once they cover it together
+            plan.viewed[argument] = plan.viewed.get(argument, 0) + numel_of(user)
+            if plan.viewed[argument] >= numel_of(argument):
+                plan.in_memory.add(argument)
 
 
 def _carry_back(node: torch.fx.Node, plan: GraphPlan) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from compile_core.ir.loops import Access, Gather, View
 from compile_core.lowering.lower_body import BodyBuilder
-from compile_core.lowering.lower_index import Affine, Entry, Index, Indirect, NotAffine
+from compile_core.lowering.lower_index import Affine, Entry, Index, Indirect, NotAffineError
 
 Body = Callable[["Emitter", Index], int]
 Reindex = Callable[["Emitter", Index], Index]
@@ -68,6 +68,11 @@ class LazyTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether computing an element takes less than reading it: constants, positions."""
+        return self.body is not None and not self.cost.reads and self.cost.operations <= 4
+
     def located(self) -> View | None:
         """Its place in memory if it has one already."""
         if self.view is None and self.base is not None and self.restride is not None:
@@ -79,12 +84,12 @@ class LazyTensor:
 
     def current_cost(self) -> Cost:
         view = self.located()
-        if view is not None:
+        if view is not None and not self.is_free:
             return Cost(frozenset({(view.buffer, self.numel)}))
         return self.cost if self.base is None else self.base.current_cost()
 
 
-class NeedsMemory(Exception):
+class NeedsMemoryError(Exception):
     """The nest being emitted can only index ``tensor`` once that lies in memory, row-major."""
 
     def __init__(self, tensor: LazyTensor) -> None:
@@ -112,13 +117,13 @@ class Emitter(BodyBuilder):
 
     def _emit(self, tensor: LazyTensor, index: Index) -> int:
         view = tensor.located()
-        if view is not None:
+        if view is not None and not tensor.is_free:
             return self.load(self.access(view, index), self._mask)
         if tensor.base is not None and tensor.reindex is not None:
             try:
                 base_index = tensor.reindex(self, index)
-            except NotAffine:
-                raise NeedsMemory(tensor.base) from None
+            except NotAffineError:
+                raise NeedsMemoryError(tensor.base) from None
             return self.element(tensor.base, base_index)
         assert tensor.body is not None
         value = tensor.body(self, index)

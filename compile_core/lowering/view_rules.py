@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compile_core.ir.loops import View
-from compile_core.lowering.lower_index import Affine, Index, NotAffine, reshape_index
+from compile_core.lowering.lower_index import Affine, Index, NotAffineError, reshape_index
 from compile_core.lowering.lower_values import Emitter, LazyTensor, Reindex
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def _diagonal_reindex(rank: int, offset: int, dim1: int, dim2: int) -> Reindex:
     def reindex(_: Emitter, index: Index) -> Index:
         last = index[-1]
         if not isinstance(last, Affine):
-            raise NotAffine
+            raise NotAffineError
         ends = {dim1: last.scaled(1, max(-offset, 0)), dim2: last.scaled(1, max(offset, 0))}
         rest = iter(index[:-1])
         return tuple(ends[d] if d in ends else next(rest) for d in range(rank))
@@ -109,14 +109,14 @@ def _unfold_reindex(dim: int, step: int) -> Reindex:
     def reindex(_: Emitter, index: Index) -> Index:
         start, within = index[dim], index[-1]
         if not (isinstance(start, Affine) and isinstance(within, Affine)):
-            raise NotAffine
+            raise NotAffineError
         return *index[:dim], start.scaled(step).plus(within), *index[dim + 1 : -1]
 
     return reindex
 
 
 def _not_affine(_: Emitter, __: Index) -> Index:
-    raise NotAffine
+    raise NotAffineError
 
 
 # One rule makes a ``Reindex`` from the base's shape, the result's shape and the operator's other arguments.
