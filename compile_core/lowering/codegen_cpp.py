@@ -19,6 +19,7 @@ loop stays innermost, inside the reduced ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -54,68 +55,83 @@ def generate_cpp(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSou
     """
     names = buffers_of(nest)
     simple = simplify(nest)
-    writer = _NestWriter(simple, buffers, {name: index for index, name in enumerate(names)})
-    written = stored_buffers(nest)
-    parameters = []
-    for index, name in enumerate(names):
-        qualifier = "" if name in written else "const "
-        parameters.append(f"{qualifier}{memory_type(buffers[name].dtype)} *__restrict p{index}")
+    pointers = tuple(_pointer(index, buffers[name].dtype, name in stored_buffers(nest)) for index, name in enumerate(names))
+    body = _NestWriter(simple, buffers, {name: index for index, name in enumerate(names)}, pointers).lines()
     cost = points(simple) * sum(statement_cost(statement) for statement in simple.body)
-    text = "\n".join(
-        (
-            f"static int {KERNEL_SYMBOL}_loops({', '.join(parameters)}) {{",
-            *(f"  {line}" for line in writer.lines()),
-            "}",
-            _entry(names, buffers, written, releases_lock=cost > _LONG_KERNEL_COST),
-        )
+    parts = (
+        f"static int {KERNEL_SYMBOL}_loops({_parameters(pointers)}) {{",
+        *(f"  {line}" for line in body),
+        "}",
+        *_entry(pointers, releases_lock=cost > _LONG_KERNEL_COST),
     )
-    return KernelSource(nest.name, "cpp", text, names, torch.device("cpu"))
+    return KernelSource(nest.name, "cpp", "\n".join(parts), names, torch.device("cpu"))
 
 
-def _entry(
-    names: Sequence[str], buffers: Mapping[str, TensorSpec], written: frozenset[str], releases_lock: bool
-) -> str:
+@dataclass(frozen=True)
+class _Variable:
+    """Something that a function of the kernel takes by value. Loops must not see variables that a lambda captured:
+    g++ reads those anew in every iteration, and gathers what it would load."""
+
+    kind: str
+    name: str
+
+
+def _pointer(index: int, dtype: torch.dtype, is_written: bool) -> _Variable:
+    return _Variable(f"{'' if is_written else 'const '}{memory_type(dtype)} *", f"p{index}")
+
+
+def _parameters(variables: Sequence[_Variable]) -> str:
+    return ", ".join(f"{v.kind}{'__restrict ' if v.kind.endswith('*') else ' '}{v.name}" for v in variables)
+
+
+def _called_in_parallel(
+    function: str, count: int, grain: int, variables: Sequence[_Variable], lines: Sequence[str]
+) -> tuple[list[str], str]:
+    """A function of a range and of ``variables``, and the expression that runs it over ``[0, count)``."""
+    taken = (_Variable("int64_t", "begin"), _Variable("int64_t", "end"), *variables)
+    definition = [f"auto {function} = []({_parameters(taken)}) -> int {{", *lines, "};"]
+    arguments = ", ".join(v.name for v in taken)
+    body = f"[&](int64_t begin, int64_t end) {{ return {function}({arguments}); }}"
+    return definition, f"parallel_ranges({count}, {grain}, {body})"
+
+
+def _entry(pointers: Sequence[_Variable], releases_lock: bool) -> list[str]:
     """The function that Python calls, and its method definition."""
-    arguments = []
-    for index, name in enumerate(names):
-        qualifier = "" if name in written else "const "
-        arguments.append(f"({qualifier}{memory_type(buffers[name].dtype)} *)p[{index}]")
-    call = f"{KERNEL_SYMBOL}_loops({', '.join(arguments)})"
-    lock = (
-        ("  void *state = PyEval_SaveThread();", "  PyEval_RestoreThread(state);")
-        if releases_lock
-        else ("", "")
-    )
-    lines = (
+    arguments = ", ".join(f"({pointer.kind})p[{index}]" for index, pointer in enumerate(pointers))
+    call = f"  int status = {KERNEL_SYMBOL}_loops({arguments});"
+    unlocked = ["  void *state = PyEval_SaveThread();", call, "  PyEval_RestoreThread(state);"]
+    return [
         f"static PyObject *{KERNEL_SYMBOL}_call(PyObject *, PyObject *const *arguments, intptr_t given) {{",
-        f"  void *p[{max(1, len(names))}];",
-        f"  if (!read_pointers(arguments, given, {len(names)}, p)) return nullptr;",
-        lock[0],
-        f"  int status = {call};",
-        lock[1],
+        f"  void *p[{max(1, len(pointers))}];",
+        f"  if (!read_pointers(arguments, given, {len(pointers)}, p)) return nullptr;",
+        *(unlocked if releases_lock else [call]),
         "  return finished(status);",
         "}",
         f'extern "C" MethodDefinition {KERNEL_SYMBOL} = '
         f'{{"{KERNEL_SYMBOL}", {KERNEL_SYMBOL}_call, METH_FASTCALL_FLAG, nullptr}};',
-    )
-    return "\n".join(line for line in lines if line)
+    ]
 
 
 class _NestWriter:
     """Writes the units and passes of one kernel."""
 
     def __init__(
-        self, nest: LoopNest, buffers: Mapping[str, TensorSpec], pointers: Mapping[str, int]
+        self,
+        nest: LoopNest,
+        buffers: Mapping[str, TensorSpec],
+        positions: Mapping[str, int],
+        pointers: Sequence[_Variable],
     ) -> None:
         self.nest = nest
+        self.pointers = pointers
         self.tiling = tile_for_cpu(nest)
         self.parallel = parallel_axes(nest)
         vector = self.tiling.vector_axis
         block = self.tiling.blocks[vector] if vector is not None and vector < self.parallel else 1
         self.scratch_points = max(1, prod(nest.extents[self.parallel :]) * block)
-        keep_limit = _SCRATCH_BYTES // (8 * self.scratch_points) if self.tiling.split_axis is None else 0
+        keep_limit = _SCRATCH_BYTES // (4 * self.scratch_points) if self.tiling.split_axis is None else 0
         self.analysis = analyse(nest, keep_limit)
-        self.body = BodyWriter(self.analysis, self.tiling, buffers, pointers)
+        self.body = BodyWriter(self.analysis, self.tiling, buffers, positions)
 
     def lines(self) -> list[str]:
         """The body of the kernel's function, which returns whether an index was out of range."""
@@ -123,17 +139,12 @@ class _NestWriter:
             return ["return 0;"]
         extents, blocks = self.nest.extents[: self.parallel], self.tiling.blocks
         counts = [-(-extent // block) for extent, block in zip(extents, blocks, strict=True)]
-        loop = [
-            "  int bad = 0;",
-            "  for (int64_t unit = begin; unit < end; ++unit) {",
-            *(f"    {line}" for line in (*self._unit_ranges(counts), *self._unit())),
-            "  }",
-            "  return bad;",
-        ]
-        head = "[&](int64_t begin, int64_t end) -> int {"
+        unit = [f"    {line}" for line in (*self._unit_ranges(counts), *self._unit())]
+        loop = ["  int bad = 0;", "  for (int64_t unit = begin; unit < end; ++unit) {", *unit, "  }", "  return bad;"]
         if self.tiling.split_axis is not None:  # its passes are parallel inside, so its units are not
-            return [f"auto units = {head}", *loop, "};", f"return units(0, {prod(counts)});"]
-        return [f"return parallel_ranges({prod(counts)}, {self.tiling.grain}, {head}", *loop, "});"]
+            return [f"  const int64_t begin = 0, end = {prod(counts)};", *loop]
+        definition, call = _called_in_parallel("units", prod(counts), self.tiling.grain, self.pointers, loop)
+        return [*definition, f"return {call};"]
 
     def _unit_ranges(self, counts: Sequence[int]) -> list[str]:
         """Which indices of the parallel axes a unit covers."""
@@ -163,10 +174,24 @@ class _NestWriter:
         for step in self.analysis.passes:
             for n in step.keeps:
                 lines.append(f"alignas(64) {value_type(self.body.dtypes[n])} k{n}[{self.scratch_points}];")
+        lines += self._staged_tiles()
         for step in self.analysis.passes:
             lines += self._before(step)
             if step.walks:
                 lines += self._pass(step)
+        return lines
+
+    def _staged_tiles(self) -> list[str]:
+        """Copies of what a transposing nest loads, turned over in the first-level cache: read along their contiguous
+        axis, stored element by element, so that the vectorised loop reads them along its own."""
+        lines = []
+        for n, (axis, element) in self.body.staged.items():
+            kind = memory_type(self.body.buffers[self.body.access(n).buffer].dtype)
+            lines.append(f"alignas(64) {kind} s{n}[{prod(self.tiling.blocks)}];")
+            other = self.tiling.vector_axis
+            for loop in (axis_loop(other, f"low{other}", f"high{other}"), axis_loop(axis, f"low{axis}", f"high{axis}")):
+                lines.append(loop.header)
+            lines += [f"{self.body.staged_element(n)} = {element};", "}", "}"]
         return lines
 
     def _before(self, step: Pass) -> list[str]:
@@ -242,12 +267,15 @@ class _NestWriter:
         extent, chunks, columns = self.nest.extents[axis], self.tiling.chunks, self.body.columns
         at, partial = ("[c]", f"[chunk * {columns} + c]") if self.body.by_column else ("", "[chunk]")
         lines, chunk, saves, combine = [], [], [], []
+        partial_results = []
         for reduction in reductions:
             n, second = reduction.number, reduction.second_type
             lines.append(f"alignas(64) {reduction.total_type} part{n}[{chunks * columns}];")
+            partial_results.append(_Variable(f"{reduction.total_type} *", f"part{n}"))
             saves.append(f"part{n}{partial} = t{n}{at};")
             if second:
                 lines.append(f"alignas(64) {second} mark{n}[{chunks * columns}];")
+                partial_results.append(_Variable(f"{second} *", f"mark{n}"))
                 saves.append(f"mark{n}{partial} = u{n}{at};")
             chunk += reduction.declare("t", columns)
             combine.append(reduction.flush(f"part{n}{partial}", f"mark{n}{partial}", at))
@@ -256,17 +284,27 @@ class _NestWriter:
         bounds = [(a, "first", "past") if a == axis else (a, s, e) for a, s, e in self._reduced_bounds()]
         chunk += self._walk(step, reductions, bounds)
         chunk.append(self._each_column(" ".join(saves)))
-        return [
-            *lines,
-            f"bad |= parallel_ranges({chunks}, 1, [&](int64_t begin, int64_t end) -> int {{",
+        body = [
             "  int bad = 0;",
             "  for (int64_t chunk = begin; chunk < end; ++chunk) {",
             *(f"    {line}" for line in chunk),
             "  }",
             "  return bad;",
-            "});",
-            f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {self._each_column(' '.join(combine))}",
         ]
+        function = f"pass_{min((*step.reduces, *step.stores))}"
+        definition, call = _called_in_parallel(function, chunks, 1, [*self._outer_variables(step), *partial_results], body)
+        combined = f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {self._each_column(' '.join(combine))}"
+        return [*lines, *definition, f"bad |= {call};", combined]
+
+    def _outer_variables(self, step: Pass) -> list[_Variable]:
+        """What a pass reads of the unit around it."""
+        variables = list(self.pointers)
+        for axis in range(self.parallel):
+            names = (f"i{axis}",) if self.tiling.blocks[axis] == 1 else (f"low{axis}", f"high{axis}")
+            variables += [_Variable("int64_t", name) for name in names]
+        scalars, arrays = self.body.read_from_outside((*step.values, *step.reduces, *step.stores))
+        variables += [_Variable(value_type(self.body.dtypes[n]), f"v{n}") for n in scalars]
+        return variables + [_Variable(f"const {value_type(self.body.dtypes[n])} *", f"a{n}") for n in arrays]
 
     def _each_column(self, statements: str) -> str:
         if not self.body.by_column:

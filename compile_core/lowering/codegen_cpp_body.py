@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from compile_core.errors import InternalError
 from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
 from compile_core.lowering.passes import NestAnalysis, operands
-from compile_core.lowering.tiling import CpuTiling
+from compile_core.lowering.tiling import CpuTiling, is_transposed
 from compile_core.lowering.tiling_axes import parallel_axes
 
 
@@ -73,6 +74,34 @@ class BodyWriter:
             if isinstance(statement, Reduce)
         }
 
+        self.staged = self._staged()
+
+    def _staged(self) -> dict[int, tuple[int, str]]:
+        """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the element."""
+        axis, vector = self.tiling.tiled_axis, self.tiling.vector_axis
+        if axis is None or vector is None:
+            return {}
+        staged = {}
+        for n, statement in enumerate(self.nest.body):
+            plain = isinstance(statement, Load) and statement.mask is None and not statement.access.gathers
+            if plain and is_transposed(statement.access, axis, vector):
+                staged[n] = (axis, self._element(n, statement.access, "true", str)[1])
+        return staged
+
+    def access(self, n: int) -> Access:
+        """The access of a load or store."""
+        statement = self.nest.body[n]
+        if not isinstance(statement, Load | Store):
+            raise InternalError(f"statement {n} accesses no buffer")
+        return statement.access
+
+    def staged_element(self, n: int) -> str:
+        """The current position in the copy of a tile."""
+        axis, vector = self.tiling.tiled_axis, self.tiling.vector_axis
+        if axis is None or vector is None:
+            raise InternalError("no tile is staged")
+        return f"s{n}[(i{axis} - low{axis}) * {self.tiling.blocks[vector]} + i{vector} - low{vector}]"
+
     def is_fixed(self, value: int) -> bool:
         """Whether a value is one scalar a unit, given that it does not vary over the reduced axes."""
         return not self.by_column or self.tiling.vector_axis not in self.analysis.axes[value]
@@ -106,9 +135,8 @@ class BodyWriter:
         for n in kept:
             kind = scalar_cpp.value_type(self.dtypes[n])
             placed[innermost].append(f"const {kind} v{n} = k{n}[{self.scratch_index()}];")
-        here = {*numbers, *kept}
-        read = {operand for n in numbers for operand in operands(self.nest.body[n])} - here
-        arrays = {n: f"a{n}[{self.column()}]" for n in read if self.in_array(n)}
+        _, array_values = self.read_from_outside(numbers, kept)
+        arrays = {n: f"a{n}[{self.column()}]" for n in array_values}
         depths = dict.fromkeys(kept, innermost)
         for n in numbers:
             read_here = operands(self.nest.body[n])
@@ -122,6 +150,15 @@ class BodyWriter:
             placed[depth] += self.statement(n, arrays)
         placed[innermost] += tail
         return self._nested(loops, placed, self._pragma(numbers))
+
+    def read_from_outside(
+        self, numbers: Sequence[int], kept: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        """The unit's values that statements read, apart from ``kept`` ones: scalars, and elements of arrays."""
+        numbers = self._with_repeated(numbers)
+        read = {operand for n in numbers for operand in operands(self.nest.body[n])} - {*numbers, *kept}
+        arrays = sorted(n for n in read if self.in_array(n))
+        return sorted(read - set(arrays)), arrays
 
     def _with_repeated(self, numbers: Sequence[int]) -> list[int]:
         """Adds the loads of a column that an array would not make cheaper: they are repeated where they are used."""
@@ -193,6 +230,8 @@ class BodyWriter:
         dtype = self.buffers[statement.access.buffer].dtype
         active = "true" if statement.mask is None else value(statement.mask)
         lines, element = self._element(n, statement.access, active, value)
+        if n in self.staged:
+            element = self.staged_element(n)
         read = scalar_cpp.converted(scalar_cpp.loaded(element, dtype), _loaded_dtype(dtype), statement.dtype)
         if statement.mask is not None:
             read = f"{active} ? {read} : {scalar_cpp.literal(statement.other, statement.dtype)}"

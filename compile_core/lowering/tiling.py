@@ -31,6 +31,7 @@ class CpuTiling:
     Attributes:
         vector_axis: the innermost, vectorised axis; ``None`` for a nest without axes.
         blocks: for each parallel axis, how many of its indices a unit covers.
+        tiled_axis: the second axis of a transposing nest's tiles, or ``None``.
         split_axis: the reduced axis along which passes are split, or ``None``.
         chunks: into how many parts.
         grain: the fewest units that a thread is worth.
@@ -38,6 +39,7 @@ class CpuTiling:
 
     vector_axis: int | None
     blocks: tuple[int, ...]
+    tiled_axis: int | None
     split_axis: int | None
     chunks: int
     grain: int
@@ -47,15 +49,16 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
     """Chooses the tiling of a nest that ``simplify`` returned."""
     parallel = parallel_axes(nest)
     if not nest.extents:
-        return CpuTiling(None, (), None, 1, 1)
+        return CpuTiling(None, (), None, None, 1, 1)
     vector_axis = _vector_axis(nest)
     blocks = [1] * parallel
+    tiled = None
     if vector_axis < parallel:
         blocks[vector_axis] = max(1, _vector_block(nest, vector_axis))
         tiled = None if nest.reduced_axes else _transposed_axis(nest, vector_axis)
         if tiled is not None:
             blocks[tiled] = min(_TILE, nest.extents[tiled])
-            blocks[vector_axis] = min(2 * _TILE, nest.extents[vector_axis])
+            blocks[vector_axis] = min(_TILE, nest.extents[vector_axis])
     units = prod(-(-extent // block) for extent, block in zip(nest.extents, blocks, strict=False))
     split_axis, chunks = None, 1
     if nest.reduced_axes and units < _FEW_UNITS and points(nest) >= _SPLIT_POINTS:
@@ -65,7 +68,7 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
         split_axis = split_axis if chunks > 1 else None
     cost = sum(statement_cost(statement) for statement in nest.body)
     cost_of_unit = max(1, points(nest) * cost // (4 * max(1, units)))
-    return CpuTiling(vector_axis, tuple(blocks), split_axis, chunks, max(1, _GRAIN_COST // cost_of_unit))
+    return CpuTiling(vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, _GRAIN_COST // cost_of_unit))
 
 
 def _accesses(nest: LoopNest) -> list[Access]:
@@ -85,8 +88,11 @@ def _vector_axis(nest: LoopNest) -> int:
 def _vector_score(nest: LoopNest, axis: int) -> float:
     """How well vector instructions along an axis would do: contiguous accesses count, short axes lose."""
     worth = 0.0
+    reduced = range(parallel_axes(nest), len(nest.extents))
     for access in _accesses(nest):
-        worth += {0: 0.5, 1: 1.0}.get(abs(access.strides[axis]), 0.1)
+        # An access that stays put along the reduced axes happens rarely.
+        weight = 1.0 if any(access.strides[r] for r in reduced) else 0.02
+        worth += weight * {0: 0.5, 1: 1.0}.get(abs(access.strides[axis]), 0.1)
     extent = nest.extents[axis]
     return worth * extent / (extent + 16)
 
@@ -105,9 +111,12 @@ def _vector_block(nest: LoopNest, axis: int) -> int:
 def _transposed_axis(nest: LoopNest, vector_axis: int) -> int | None:
     """Another axis along which some access is contiguous that strides along the vectorised one."""
     for access in _accesses(nest):
-        if abs(access.strides[vector_axis]) < 16:
-            continue
-        for axis, stride in enumerate(access.strides):
-            if abs(stride) == 1 and axis != vector_axis and nest.extents[axis] >= 8:
+        for axis in range(len(nest.extents)):
+            if axis != vector_axis and nest.extents[axis] >= 8 and is_transposed(access, axis, vector_axis):
                 return axis
     return None
+
+
+def is_transposed(access: Access, contiguous_axis: int, vector_axis: int) -> bool:
+    """Whether an access is contiguous along another axis than the vectorised one, along which it strides."""
+    return access.strides[contiguous_axis] == 1 and abs(access.strides[vector_axis]) >= 16
