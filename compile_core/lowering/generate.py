@@ -1,0 +1,1 @@
+from compile_core.lowering.codegen_cpp import generate_cpp as generate
