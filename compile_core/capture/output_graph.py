@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,10 @@ class OutputGraph:
 
     def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
         """A placeholder for an existing tensor."""
-        fake = self.fake_mode.from_tensor(real, static_shapes=True)
+        with warnings.catch_warnings():
+            # Making a fake of an intermediate result looks at its .grad, which torch warns about.
+            warnings.simplefilter("ignore")
+            fake = self.fake_mode.from_tensor(real, static_shapes=True)
         name = _input_name(source, kind)
         # Placeholders come first, in the order in which the tensors were read.
         with (
