@@ -115,7 +115,7 @@ class OutputGraph:
         item.meta["is_item"] = True
         return item
 
-    def finish(self, outputs: list[fx.Node]) -> tuple[CapturedGraph, list[torch.Tensor]]:
+    def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
         """Close the graph; unused items of multi-output nodes and unused inputs are dropped."""
         self.graph.output(tuple(outputs))
         for node in reversed(list(self.graph.nodes)):
@@ -124,7 +124,7 @@ class OutputGraph:
         kept = [index for index, node in enumerate(self.input_nodes) if node.users]
         module = fx.GraphModule(torch.nn.Module(), self.graph, "CapturedGraph")
         inputs = tuple(self.inputs[index] for index in kept)
-        return CapturedGraph(module, inputs), [self.real_inputs[index] for index in kept]
+        return CapturedGraph(module, inputs)
 
 
 def _fake_of(node: fx.Node) -> Any:
