@@ -65,6 +65,8 @@ class CompiledFunction:
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
         cache_limit: how many different captures are kept before calls run as plain Python.
+        target: what to capture, if it is not what ``fn`` itself says.
+        callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
 
     Attributes:
         original: ``fn``.
@@ -81,6 +83,7 @@ class CompiledFunction:
         name: str | None = None,
         cache_limit: int = 64,
         target: Target | None = None,
+        callees: dict[types.FunctionType, CompiledFunction] | None = None,
     ) -> None:
         if isinstance(fn, CompiledFunction):
             fn = fn.original
@@ -93,7 +96,8 @@ class CompiledFunction:
         target = target or _find_target(fn)
         self._target, self._owner, self._is_module_call = target.function, target.owner, target.is_module_call
         self._continuations: dict[types.CodeType, CompiledFunction] = {}
-        self._callees: dict[types.FunctionType, CompiledFunction] = {}
+        # A function and all that continues it or is called by it share the compiled forms of callees.
+        self._callees = {} if callees is None else callees
         self.name = name or self._target.__qualname__
         self._arguments = argument_names(self._target.__code__)
         self._lock = threading.RLock()
@@ -243,7 +247,7 @@ class CompiledFunction:
         if found is None:
             function = resume_function(point, self._target)
             found = self._continuations[point.code] = CompiledFunction(
-                function, self.compile_graph, cache_limit=self.cache_limit
+                function, self.compile_graph, cache_limit=self.cache_limit, callees=self._callees
             )
         return found
 
@@ -263,6 +267,7 @@ class CompiledFunction:
                 cache_limit=self.cache_limit,
                 name=target.function.__qualname__,
                 target=shared,
+                callees=self._callees,
             )
         return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
 
