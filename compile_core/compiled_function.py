@@ -21,9 +21,10 @@ from compile_core.capture import (
     compile_function,
     explain_failure,
     must_run_plain,
+    resume_function,
 )
 from compile_core.errors import CodeLocation, InternalError, Unsupported
-from compile_core.ir.captured import CapturedFrame, CapturedGraph
+from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 
 logger = logging.getLogger("compile_core.capture")
 
@@ -43,6 +44,16 @@ class Entry:
     run: Callable[..., Any] | None
 
 
+@dataclass(frozen=True)
+class Target:
+    """The Python function that is captured, the object that is its first argument (or ``_NO_OWNER``), and whether
+    that object is a module which is called through ``nn.Module.__call__``."""
+
+    function: types.FunctionType
+    owner: Any
+    is_module_call: bool
+
+
 class CompiledFunction:
     """A function, method or module whose calls run compiled graphs.
 
@@ -54,6 +65,8 @@ class CompiledFunction:
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
         cache_limit: how many different captures are kept before calls run as plain Python.
+        target: what to capture, if it is not what ``fn`` itself says.
+        callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
 
     Attributes:
         original: ``fn``.
@@ -69,6 +82,8 @@ class CompiledFunction:
         fullgraph: bool = False,
         name: str | None = None,
         cache_limit: int = 64,
+        target: Target | None = None,
+        callees: dict[types.FunctionType, CompiledFunction] | None = None,
     ) -> None:
         if isinstance(fn, CompiledFunction):
             fn = fn.original
@@ -78,7 +93,11 @@ class CompiledFunction:
         self.cache_limit = cache_limit
         self.entries: list[Entry] = []
         self.break_reasons: list[Unsupported] = []
-        self._target, self._owner, self._is_module_call = _find_target(fn)
+        target = target or _find_target(fn)
+        self._target, self._owner, self._is_module_call = target.function, target.owner, target.is_module_call
+        self._continuations: dict[types.CodeType, CompiledFunction] = {}
+        # A function and all that continues it or is called by it share the compiled forms of callees.
+        self._callees = {} if callees is None else callees
         self.name = name or self._target.__qualname__
         self._arguments = argument_names(self._target.__code__)
         self._lock = threading.RLock()
@@ -100,6 +119,18 @@ class CompiledFunction:
             self.entries = []
             self.break_reasons = []
             self._limit_reported = False
+            self._continuations.clear()
+            self._callees.clear()
+
+    @property
+    def continuations(self) -> tuple[CompiledFunction, ...]:
+        """The resume functions behind this function's graph breaks."""
+        return tuple(self._continuations.values())
+
+    @property
+    def callees(self) -> tuple[CompiledFunction, ...]:
+        """The compiled forms of the functions that are called at graph breaks."""
+        return tuple(self._callees.values())
 
     def _make_dispatch(self) -> Callable[..., Any]:
         """A function with the target's own signature, which binds as Python does and walks the table."""
@@ -140,7 +171,7 @@ class CompiledFunction:
         names = list(self._arguments)
         parts = [f"l_{name}" for name in names[: code.co_argcount]]
         if self._owner is not _NO_OWNER:
-            parts = parts[1:]
+            parts = parts[1:]  # the original is bound to it
         position = code.co_argcount + code.co_kwonlyargcount
         keyword_only = names[code.co_argcount : position]
         if code.co_flags & inspect.CO_VARARGS:
@@ -183,14 +214,22 @@ class CompiledFunction:
 
     def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
         captured = capture(
-            self._target, arguments, is_module_call=self._is_module_call, original_of=_original_of
+            self._target,
+            arguments,
+            is_module_call=self._is_module_call,
+            allow_breaks=not self.fullgraph,
+            original_of=_original_of,
         )
         if captured.break_reason is not None:
             self._report_break(captured.break_reason)
         check = compile_check(captured)
         run = compiled = None
         if captured.runner is not None:
-            run = compile_function(captured.runner.text, "run", captured.runner.constants)
+            constants = dict(captured.runner.constants)
+            if captured.resume:
+                constants["call_compiled"] = self._call_compiled
+                constants |= {point.name: self._continuation(point) for point in captured.resume}
+            run = compile_function(captured.runner.text, "run", constants)
             if captured.graph is not None:
                 inputs = check(*arguments)
                 if type(inputs) is not list:
@@ -201,6 +240,36 @@ class CompiledFunction:
         entry = Entry(captured, compiled, check, run)
         self.entries = [entry, *self.entries]
         return entry
+
+    def _continuation(self, point: ResumePoint) -> CompiledFunction:
+        """The compiled resume function of a point, shared by all captures that stop there in the same way."""
+        found = self._continuations.get(point.code)
+        if found is None:
+            function = resume_function(point, self._target)
+            found = self._continuations[point.code] = CompiledFunction(
+                function, self.compile_graph, cache_limit=self.cache_limit, callees=self._callees
+            )
+        return found
+
+    def _call_compiled(self, callee: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call what a graph break calls, in its compiled form where it has one."""
+        target = None if isinstance(callee, CompiledFunction) else _find_shared_target(callee)
+        if target is None:
+            return callee(*args, **kwargs)
+        found = self._callees.get(target.function)
+        if found is None:
+            # One compiled form serves all modules (or bound objects) that share the function.
+            shared = Target(target.function, _NO_OWNER, target.is_module_call)
+            plain = _call_object if target.is_module_call else target.function
+            found = self._callees[target.function] = CompiledFunction(
+                plain,
+                self.compile_graph,
+                cache_limit=self.cache_limit,
+                name=target.function.__qualname__,
+                target=shared,
+                callees=self._callees,
+            )
+        return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
 
     def _report_break(self, reason: Unsupported) -> None:
         if self.fullgraph:
@@ -237,24 +306,33 @@ def _call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
-def _find_target(fn: Any) -> tuple[types.FunctionType, Any, bool]:
-    """The Python function behind a callable, the object that is its first argument, and whether that is a module
-    which is called through ``nn.Module.__call__``."""
+def _find_shared_target(callee: Any) -> Target | None:
+    """The target of a callee whose compiled form may be kept: not of functions that are made for one call."""
+    if isinstance(callee, (types.FunctionType, types.MethodType, torch.nn.Module)):
+        target = _find_target(callee)
+        made_once = target.function.__closure__ is None or "<locals>" not in target.function.__qualname__
+        if made_once and target.function is not _call_object:
+            return target
+    return None
+
+
+def _find_target(fn: Any) -> Target:
+    """The Python function behind a callable."""
     if isinstance(fn, types.FunctionType):
-        return fn, _NO_OWNER, False
+        return Target(fn, _NO_OWNER, False)
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, types.FunctionType):
-        return fn.__func__, fn.__self__, False
+        return Target(fn.__func__, fn.__self__, False)
     if isinstance(fn, torch.nn.Module):
         forward = inspect.getattr_static(type(fn), "forward")
         plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__
         if plain and isinstance(forward, types.FunctionType):
-            return forward, fn, True
-        return _call_object, fn, False
-    call = getattr(type(fn), "__call__", None)
+            return Target(forward, fn, True)
+        return Target(_call_object, fn, False)
+    call = inspect.getattr_static(type(fn), "__call__", None)
     if isinstance(call, types.FunctionType):
-        return call, fn, False
+        return Target(call, fn, False)
     if callable(fn):
-        return _call_object, fn, False
+        return Target(_call_object, fn, False)
     raise TypeError(f"cannot compile {fn!r}: it is not callable")
 
 

@@ -3,6 +3,7 @@
 from compile_core.capture.base import PlainCall
 from compile_core.capture.capture_frame import argument_names, capture
 from compile_core.capture.global_state import must_run_plain
+from compile_core.capture.graph_breaks import resume_function
 from compile_core.capture.guards import compile_check, compile_function, explain_failure
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "compile_function",
     "explain_failure",
     "must_run_plain",
+    "resume_function",
 ]

@@ -351,6 +351,18 @@ def _partial(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -
     return PartialValue(function, bound, kwargs)
 
 
+@call_rule(functools.reduce)
+def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, iterable, *start = args
+    items = [*start, *state.items_of(iterable)]
+    if not items:
+        raise state.raise_exception(TypeError, "reduce() of empty iterable with no initial value")
+    result = items[0]
+    for item in items[1:]:
+        result = function.call(state, [result, item], {})
+    return result
+
+
 @call_rule(typing.cast)
 def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return args[1]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.frame import Frame
+from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.global_state import global_state
+from compile_core.capture.graph_breaks import BreakWriter
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
 from compile_core.capture.state import Capture
@@ -35,6 +37,7 @@ def capture(
     arguments: tuple[Any, ...],
     *,
     is_module_call: bool = False,
+    allow_breaks: bool = True,
     original_of: Callable[[Any], Any] = lambda value: value,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.
@@ -44,6 +47,7 @@ def capture(
         arguments: one value per parameter in the order of ``argument_names``.
         is_module_call: the function is the ``forward`` of the module that is its first argument, called through the
             module, which must then have no hooks.
+        allow_breaks: end the graph at what has no rule and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
 
     Returns:
@@ -52,20 +56,49 @@ def capture(
     Raises:
         PlainCall: this call must run as plain Python, because the program itself raises.
     """
-    state = Capture(original_of)
+    call = _Call(function, arguments, is_module_call, original_of)
+    captured, step = _attempt(call, None, None)
+    if captured.break_reason is not None and allow_breaks and step is not None:
+        # What was captured of the failing instruction must go, so the capture is made again up to it.
+        shorter, _ = _attempt(call, step, captured.break_reason)
+        return shorter
+    return captured
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: types.FunctionType
+    arguments: tuple[Any, ...]
+    is_module_call: bool
+    original_of: Callable[[Any], Any]
+
+
+def _attempt(
+    call: _Call, stop_at_step: int | None, reason: Unsupported | None
+) -> tuple[CapturedFrame, int | None]:
+    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
+    state = Capture(call.original_of)
     grad_mode = torch.is_grad_enabled()
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
-    names = argument_names(function.__code__)
+    names = argument_names(call.function.__code__)
+    frame = None
+    finishing = False
     try:
-        frame = _start(state, function, dict(zip(names, arguments, strict=True)))
-        if is_module_call:
+        frame = _start(state, call.function, dict(zip(names, call.arguments, strict=True)))
+        frame.stop_at_step = stop_at_step
+        if call.is_module_call:
             module = state.realize(frame.locals.get(names[0]) or _content(frame, names[0]))
             assert isinstance(module, ModuleValue)
             check_no_hooks(state, module)
-        frame.run()
-        return _finish(state, frame, names, grad_mode)
+        try:
+            frame.run()
+        except BreakRequested:
+            pass
+        finishing = True
+        return _finish(state, frame, names, grad_mode, reason), None
     except Unsupported as error:
-        return CapturedFrame(None, tuple(state.guards), names, None, error)
+        step = None if frame is None or finishing or frame.steps == 0 else frame.steps - 1
+        return CapturedFrame(None, tuple(state.guards), names, None, error), step
     except SymbolicRaise as raised:
         raise PlainCall(f"the function raises {raised.value.describe()}") from None
     finally:
@@ -94,24 +127,30 @@ def _start(state: Capture, function: types.FunctionType, arguments: dict[str, An
     return Frame(state, value, lazy)
 
 
-def _finish(state: Capture, frame: Frame, names: tuple[str, ...], grad_mode: bool) -> CapturedFrame:
+def _finish(
+    state: Capture, frame: Frame, names: tuple[str, ...], grad_mode: bool, reason: Unsupported | None
+) -> CapturedFrame:
+    """Close the graph and write the runner; the frame has returned, or stands before the instruction to break at."""
     if torch.is_grad_enabled() != grad_mode or state.open_modes:
         raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
-    assert frame.result is not None
     writer = RunnerWriter(state)
-    returned = writer.emit(frame.result)
+    if frame.result is not None:
+        last_lines, points = [f"return {writer.emit(frame.result)}"], []
+    else:
+        ending = BreakWriter(state, frame, writer)
+        ending.build()
+        last_lines, points = ending.lines, ending.points
     writer.replay(state.effects)
     _guard_distinct(state)
     _check_inputs(state)
-    outputs = writer.outputs
     # Any operation may have an effect of its own (batch norm writes statistics, dropout draws numbers).
     has_graph = any(node.op != "placeholder" for node in state.graph.graph.nodes)
     graph = None
     if has_graph:
-        graph, _ = state.graph.finish(outputs)
+        graph = state.graph.finish(writer.outputs)
         verify_captured_graph(graph)
-    runner = writer.finish(names, has_graph, [f"return {returned}"])
-    return CapturedFrame(graph, tuple(state.guards), names, runner)
+    runner = writer.finish(names, has_graph, last_lines)
+    return CapturedFrame(graph, tuple(state.guards), names, runner, reason, tuple(points))
 
 
 def _guard_distinct(state: CaptureState) -> None:

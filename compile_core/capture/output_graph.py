@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,10 @@ class OutputGraph:
 
     def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
         """A placeholder for an existing tensor."""
-        fake = self.fake_mode.from_tensor(real, static_shapes=True)
+        with warnings.catch_warnings():
+            # Making a fake of an intermediate result looks at its .grad, which torch warns about.
+            warnings.simplefilter("ignore")
+            fake = self.fake_mode.from_tensor(real, static_shapes=True)
         name = _input_name(source, kind)
         # Placeholders come first, in the order in which the tensors were read.
         with (
@@ -111,7 +115,7 @@ class OutputGraph:
         item.meta["is_item"] = True
         return item
 
-    def finish(self, outputs: list[fx.Node]) -> tuple[CapturedGraph, list[torch.Tensor]]:
+    def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
         """Close the graph; unused items of multi-output nodes and unused inputs are dropped."""
         self.graph.output(tuple(outputs))
         for node in reversed(list(self.graph.nodes)):
@@ -120,7 +124,7 @@ class OutputGraph:
         kept = [index for index, node in enumerate(self.input_nodes) if node.users]
         module = fx.GraphModule(torch.nn.Module(), self.graph, "CapturedGraph")
         inputs = tuple(self.inputs[index] for index in kept)
-        return CapturedGraph(module, inputs), [self.real_inputs[index] for index in kept]
+        return CapturedGraph(module, inputs)
 
 
 def _fake_of(node: fx.Node) -> Any:

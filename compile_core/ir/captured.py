@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,12 +68,25 @@ class RunnerCode:
 
 
 @dataclass(frozen=True)
+class ResumePoint:
+    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner passes.
+
+    The runner calls it under ``name``, and calls other functions through ``call_compiled(function, *arguments)``; who
+    runs the runner provides both.
+    """
+
+    name: str
+    code: types.CodeType
+
+
+@dataclass(frozen=True)
 class CapturedFrame:
     """The whole of what stage 0 stores for one call of a function under certain conditions.
 
     ``graph`` is None when the frame does no tensor work. ``arguments`` are the frame's argument names in order.
     ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner`` is None
-    for a frame that could not be captured at all: while the guards hold, it runs as plain Python.
+    for a frame that could not be captured at all: while the guards hold, it runs as plain Python. ``resume`` are the
+    points where the frame goes on after a graph break, two behind a branch that depends on data.
     """
 
     graph: CapturedGraph | None
@@ -80,6 +94,7 @@ class CapturedFrame:
     arguments: tuple[str, ...]
     runner: RunnerCode | None
     break_reason: Unsupported | None = None
+    resume: tuple[ResumePoint, ...] = ()
 
 
 def print_captured_graph(graph: CapturedGraph) -> str:
