@@ -29,6 +29,8 @@ _MOST_STATEMENTS = 400
 _MOST_BUFFERS = 28
 # Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
 _HORIZONTAL_REACH = 24
+# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this near.
+_SIBLING_REACH = 4
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096
 
@@ -182,6 +184,10 @@ class _Fusion:
                 if flow:
                     flows.add(other)
         entries = []
+        for other, sibling in self.steps.items():
+            close = abs(self.position[number] - self.position[other]) <= _SIBLING_REACH
+            if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
+                saved.setdefault(other, 0)
         for other, size in saved.items():
             first, second = self._in_order(number, other)
             near = abs(self.position[number] - self.position[other]) <= _HORIZONTAL_REACH
@@ -224,7 +230,7 @@ class _Fusion:
         transplant = Transplant(builder)
         transplant.copy(found.first, axis_terms(found.first_axes))
         transplant.copy(found.second, axis_terms(found.second_axes))
-        if not reads(earlier) & writes(earlier) and not self._saves(earlier, later, builder):
+        if not _alike(earlier, later) and not self._saves(earlier, later, builder):
             raise NoMatchError("they read the same buffers at different points")
         body = without_dead_statements(builder.statements)
         if len(body) > _MOST_STATEMENTS:
@@ -283,6 +289,18 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
         Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
     ]
     return replace(nest, body=without_dead_statements(body))
+
+
+def _alike(one: LoopNest, other: LoopNest) -> bool:
+    """Whether two nests have the same iteration space, up to the order of axes."""
+    if one.reduced_axes != other.reduced_axes:
+        return False
+    parallel = len(one.extents) - one.reduced_axes
+    return (
+        len(one.extents) == len(other.extents)
+        and sorted(one.extents[:parallel]) == sorted(other.extents[:parallel])
+        and sorted(one.extents[parallel:]) == sorted(other.extents[parallel:])
+    )
 
 
 def _step_name(step: Step) -> str:

@@ -25,7 +25,7 @@ from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
 from compile_core.lowering.index_rules import INDEX_RULES
 from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise
 from compile_core.lowering.lower_index import Affine, Index
-from compile_core.lowering.lower_plan import INLINE, MEMORY, RE_INDEX, GraphPlan, is_loop_dtype, plan_graph, use_kind
+from compile_core.lowering.lower_plan import INLINE, MEMORY, GraphPlan, is_loop_dtype, plan_graph, use_kind
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
 from compile_core.lowering.reduction_rules import has_positions, is_reduction, lower_reduction, reductions_of
 from compile_core.lowering.scalar_rules import CONVERSIONS, OPERANDS, is_pointwise, operand_dtype, scalar_rule
@@ -305,7 +305,7 @@ class _Lowering:
             return False
         if cost.transcendental and self.plan.widest_user.get(node, 0) >= 4 * tensor.numel:
             return True  # a root or logarithm per row, say, which every element of the row would repeat
-        user = self._only_user(node)
+        user = self.plan.only_user(node)
         if user is not None and use_kind(user) == INLINE:
             return False  # left to the user, whose cost includes this one's
         if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1:
@@ -313,16 +313,6 @@ class _Lowering:
         if cost.transcendental or cost.operations > _CHEAP_OPERATIONS:
             return True
         return sum(count for _, count in cost.reads) >= 2 * tensor.numel
-
-    def _only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The single node (behind views) that uses a node's elements, if it is only one."""
-        while True:
-            users = [user for user in node.users if user in self.plan.alive]
-            if len(users) != 1:
-                return None
-            node = users[0]
-            if use_kind(node) != RE_INDEX:
-                return node
 
     def _reduction(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         target, tensor, fake = node.target, args[0], node.meta["val"]
@@ -366,7 +356,7 @@ class _Lowering:
         target, fake, place = node.target, node.meta.get("val"), self.plan.places.get(node)
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
-        if target is aten.addmm.default and self._splits_bias(node, args, kwargs):
+        if node in self.plan.bare:
             return self._product_plus_bias(node, args)
         single = isinstance(fake, torch.Tensor)
         if single and (target in OUT_VARIANTS or place is not None):
@@ -408,21 +398,6 @@ class _Lowering:
     def _new_like(self, name: str, fake: torch.Tensor) -> View:
         stride = dense_strides(fake.shape, fake.stride())
         return self.builder.new_buffer(name, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
-
-    def _splits_bias(self, node: torch.fx.Node, args: Any, kwargs: Any) -> bool:
-        """On CPUs ``addmm`` first fills its result with the bias: a pass that a fused addition saves."""
-        return (
-            node.meta["val"].device.type == "cpu"
-            and not kwargs
-            and node not in self.plan.in_memory
-            and node not in self.plan.places
-            and len(args[0].shape) == 1
-            and (len(self.plan.readers.get(node, ())) == 1 or self._one_body_uses(node))
-        )
-
-    def _one_body_uses(self, node: torch.fx.Node) -> bool:
-        user = self._only_user(node)
-        return user is not None and use_kind(user) != MEMORY
 
     def _product_plus_bias(self, node: torch.fx.Node, args: Any) -> LazyTensor:
         bias, left, right = args
