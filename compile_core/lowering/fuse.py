@@ -71,6 +71,7 @@ class _Fusion:
         steps: what is left, by step number.
         before: all steps that must run before a step, as a bit set over step numbers.
         direct: those that it depends on directly.
+        position, last_position: where the first and the last part of a step were at the beginning.
     """
 
     def __init__(self, program: LoopProgram) -> None:
@@ -82,6 +83,7 @@ class _Fusion:
         self.writers: dict[str, set[int]] = {}
         self.refused: dict[tuple[int, int], Refusal] = {}
         self.position: dict[int, int] = {}
+        self.last_position: dict[int, int] = {}
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = returned | set(program.inputs) | set(program.destinations)
 
@@ -123,7 +125,7 @@ class _Fusion:
             if isinstance(step, LoopNest):
                 step = simplified(step, self.buffer_dtype)
             self.steps[number] = step
-            self.position[number] = number
+            self.position[number] = self.last_position[number] = number
             direct: set[int] = set()
             overwritten = mutated(step)
             for name in reads(step):
@@ -185,15 +187,20 @@ class _Fusion:
                     flows.add(other)
         entries = []
         for other, sibling in self.steps.items():
-            close = abs(self.position[number] - self.position[other]) <= _SIBLING_REACH
+            close = self._span(number, other) <= _SIBLING_REACH
             if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
                 saved.setdefault(other, 0)
         for other, size in saved.items():
             first, second = self._in_order(number, other)
-            near = abs(self.position[number] - self.position[other]) <= _HORIZONTAL_REACH
+            near = self._span(number, other) <= _HORIZONTAL_REACH
             if other in flows or near:
                 entries.append((-(size + _LAUNCH_BYTES), first, second))
         return entries
+
+    def _span(self, one: int, other: int) -> int:
+        """How many steps apart the first and the last part of two nests were at the beginning."""
+        last = max(self.last_position[one], self.last_position[other])
+        return last - min(self.position[one], self.position[other])
 
     def _in_order(self, one: int, other: int) -> tuple[int, int]:
         if self.before[one] >> other & 1:
@@ -267,6 +274,7 @@ class _Fusion:
         before = (self.before[first] | self.before[second]) & ~(1 << first) & ~(1 << second)
         self.before[second] = before
         self.steps[second] = joined
+        self.last_position[second] = max(self.last_position[first], self.last_position[second])
         self.position[second] = min(self.position[first], self.position[second])
         del self.steps[first], self.direct[first], self.before[first]
         for number, direct in self.direct.items():

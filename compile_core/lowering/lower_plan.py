@@ -148,7 +148,12 @@ def _leaves_bias(node: torch.fx.Node, plan: GraphPlan) -> bool:
     if node.target is not aten.addmm.default or node.kwargs or node in plan.in_memory or node in plan.places:
         return False
     bias, *factors = node.all_input_nodes
-    if bias in factors or bias.meta["val"].dim() != 1 or node.meta["val"].device.type != "cpu" or not _is_real(node):
+    if (
+        bias in factors
+        or bias.meta["val"].dim() != 1
+        or node.meta["val"].device.type != "cpu"
+        or not _is_real(node)
+    ):
         return False
     user = plan.only_user(node)
     return len(plan.readers.get(node, ())) == 1 or (user is not None and use_kind(user) != MEMORY)

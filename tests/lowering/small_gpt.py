@@ -23,14 +23,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         parts = self.attention(self.norm_1(x)).split(width, dim=2)
-        q, k, v = (part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.narrow(F.gelu(self.widen(self.norm_2(x)), approximate="tanh"))
 
 
 class SmallGPT(nn.Module):
-    def __init__(self, vocabulary: int = 67, width: int = 32, heads: int = 2, layers: int = 2, length: int = 24) -> None:
+    def __init__(
+        self, vocabulary: int = 67, width: int = 32, heads: int = 2, layers: int = 2, length: int = 24
+    ) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -46,14 +50,18 @@ class SmallGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def joint_graph(model: nn.Module, *arguments: Tensor, autocast: torch.dtype | None = None) -> torch.fx.GraphModule:
+def joint_graph(
+    model: nn.Module, *arguments: Tensor, autocast: torch.dtype | None = None
+) -> torch.fx.GraphModule:
     """``(parameters, *arguments) -> (loss, *gradients)``."""
     names = [name for name, _ in model.named_parameters()]
     device = arguments[0].device.type
 
     def step(parameters: list[Tensor], *arguments: Tensor) -> tuple[Tensor, ...]:
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-        with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
+        with torch.autocast(
+            device, autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False
+        ):
             loss = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), arguments)
         return loss, *torch.autograd.grad(loss, leaves)
 
