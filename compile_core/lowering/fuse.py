@@ -29,6 +29,8 @@ _MOST_STATEMENTS = 400
 _MOST_BUFFERS = 28
 # Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
 _HORIZONTAL_REACH = 24
+# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this near.
+_SIBLING_REACH = 4
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096
 
@@ -69,6 +71,7 @@ class _Fusion:
         steps: what is left, by step number.
         before: all steps that must run before a step, as a bit set over step numbers.
         direct: those that it depends on directly.
+        position, last_position: where the first and the last part of a step were at the beginning.
     """
 
     def __init__(self, program: LoopProgram) -> None:
@@ -80,6 +83,7 @@ class _Fusion:
         self.writers: dict[str, set[int]] = {}
         self.refused: dict[tuple[int, int], Refusal] = {}
         self.position: dict[int, int] = {}
+        self.last_position: dict[int, int] = {}
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = returned | set(program.inputs) | set(program.destinations)
 
@@ -121,7 +125,7 @@ class _Fusion:
             if isinstance(step, LoopNest):
                 step = simplified(step, self.buffer_dtype)
             self.steps[number] = step
-            self.position[number] = number
+            self.position[number] = self.last_position[number] = number
             direct: set[int] = set()
             overwritten = mutated(step)
             for name in reads(step):
@@ -182,12 +186,21 @@ class _Fusion:
                 if flow:
                     flows.add(other)
         entries = []
+        for other, sibling in self.steps.items():
+            close = self._span(number, other) <= _SIBLING_REACH
+            if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
+                saved.setdefault(other, 0)
         for other, size in saved.items():
             first, second = self._in_order(number, other)
-            near = abs(self.position[number] - self.position[other]) <= _HORIZONTAL_REACH
+            near = self._span(number, other) <= _HORIZONTAL_REACH
             if other in flows or near:
                 entries.append((-(size + _LAUNCH_BYTES), first, second))
         return entries
+
+    def _span(self, one: int, other: int) -> int:
+        """How many steps apart the first and the last part of two nests were at the beginning."""
+        last = max(self.last_position[one], self.last_position[other])
+        return last - min(self.position[one], self.position[other])
 
     def _in_order(self, one: int, other: int) -> tuple[int, int]:
         if self.before[one] >> other & 1:
@@ -224,7 +237,7 @@ class _Fusion:
         transplant = Transplant(builder)
         transplant.copy(found.first, axis_terms(found.first_axes))
         transplant.copy(found.second, axis_terms(found.second_axes))
-        if not reads(earlier) & writes(earlier) and not self._saves(earlier, later, builder):
+        if not _alike(earlier, later) and not self._saves(earlier, later, builder):
             raise NoMatchError("they read the same buffers at different points")
         body = without_dead_statements(builder.statements)
         if len(body) > _MOST_STATEMENTS:
@@ -261,6 +274,7 @@ class _Fusion:
         before = (self.before[first] | self.before[second]) & ~(1 << first) & ~(1 << second)
         self.before[second] = before
         self.steps[second] = joined
+        self.last_position[second] = max(self.last_position[first], self.last_position[second])
         self.position[second] = min(self.position[first], self.position[second])
         del self.steps[first], self.direct[first], self.before[first]
         for number, direct in self.direct.items():
@@ -283,6 +297,18 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
         Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
     ]
     return replace(nest, body=without_dead_statements(body))
+
+
+def _alike(one: LoopNest, other: LoopNest) -> bool:
+    """Whether two nests have the same iteration space, up to the order of axes."""
+    if one.reduced_axes != other.reduced_axes:
+        return False
+    parallel = len(one.extents) - one.reduced_axes
+    return (
+        len(one.extents) == len(other.extents)
+        and sorted(one.extents[:parallel]) == sorted(other.extents[:parallel])
+        and sorted(one.extents[parallel:]) == sorted(other.extents[parallel:])
+    )
 
 
 def _step_name(step: Step) -> str:

@@ -25,11 +25,32 @@ from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
 from compile_core.lowering.index_rules import INDEX_RULES
 from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise
 from compile_core.lowering.lower_index import Affine, Index
-from compile_core.lowering.lower_plan import INLINE, MEMORY, RE_INDEX, GraphPlan, is_loop_dtype, plan_graph, use_kind
+from compile_core.lowering.lower_plan import (
+    INLINE,
+    MEMORY,
+    GraphPlan,
+    is_loop_dtype,
+    numel_of,
+    plan_graph,
+    use_kind,
+)
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
-from compile_core.lowering.reduction_rules import has_positions, is_reduction, lower_reduction, reductions_of
+from compile_core.lowering.reduction_rules import (
+    Reduction,
+    has_positions,
+    is_reduction,
+    lower_reduction,
+    reductions_of,
+)
 from compile_core.lowering.scalar_rules import CONVERSIONS, OPERANDS, is_pointwise, operand_dtype, scalar_rule
-from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride, split_reindex, view_of
+from compile_core.lowering.view_rules import (
+    SPLITTING_VIEWS,
+    VIEW_RULES,
+    reshaped,
+    restride,
+    split_reindex,
+    view_of,
+)
 
 aten = torch.ops.aten
 
@@ -305,7 +326,7 @@ class _Lowering:
             return False
         if cost.transcendental and self.plan.widest_user.get(node, 0) >= 4 * tensor.numel:
             return True  # a root or logarithm per row, say, which every element of the row would repeat
-        user = self._only_user(node)
+        user = self.plan.only_user(node)
         if user is not None and use_kind(user) == INLINE:
             return False  # left to the user, whose cost includes this one's
         if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1:
@@ -314,20 +335,15 @@ class _Lowering:
             return True
         return sum(count for _, count in cost.reads) >= 2 * tensor.numel
 
-    def _only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The single node (behind views) that uses a node's elements, if it is only one."""
-        while True:
-            users = [user for user in node.users if user in self.plan.alive]
-            if len(users) != 1:
-                return None
-            node = users[0]
-            if use_kind(node) != RE_INDEX:
-                return node
-
     def _reduction(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         target, tensor, fake = node.target, args[0], node.meta["val"]
         assert isinstance(target, torch._ops.OpOverload)
         pair = has_positions(target)
+        parts = self._parts_along_last_dim(node.all_input_nodes[0])
+        if parts is not None and not pair:
+            (reduction,) = reductions_of(target, tensor, args, kwargs, fake)
+            if len(tensor.shape) - 1 not in reduction.dims and not reduction.flat and tensor.numel:
+                return self._reduction_of_parts(node, parts, reduction)
         fakes = list(fake) if pair else [fake]
         names = [node.name, f"{node.name}_positions"]
         place = self.plan.places.get(node)
@@ -340,6 +356,45 @@ class _Lowering:
                 self.builder.realise_at(lowered, place)
             results.append(lowered)
         return results if pair else results[0]
+
+    def _parts_along_last_dim(self, node: torch.fx.Node) -> list[LazyTensor] | None:
+        """What was concatenated along the last dim to get a node (or a view of leading dims), if all lies in memory."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return None
+        if node.target is aten.cat.default:
+            tensors = [self.values[tensor] for tensor in node.all_input_nodes]
+            dim = node.args[1] if len(node.args) > 1 else 0
+            on_last = dim in (-1, value.dim() - 1) and all(
+                len(tensor.shape) == value.dim() for tensor in tensors
+            )
+            whole = on_last and sum(tensor.shape[-1] for tensor in tensors) == value.shape[-1]
+            alike = all(tensor.dtype == value.dtype and tensor.located() is not None for tensor in tensors)
+            return tensors if whole and alike else None
+        if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            base = node.all_input_nodes[0]
+            parts = self._parts_along_last_dim(base) if numel_of(base) else None
+            if parts is None or base.meta["val"].shape[-1] != value.shape[-1]:
+                return None
+            return [reshaped(part, (*value.shape[:-1], part.shape[-1]), node.name) for part in parts]
+        return None
+
+    def _reduction_of_parts(
+        self, node: torch.fx.Node, parts: Sequence[LazyTensor], reduction: Reduction
+    ) -> LazyTensor:
+        """Reduces what was concatenated instead of the concatenation, whose nests then fuse with the reductions."""
+        fake = node.meta["val"]
+        spec = TensorSpec.contiguous(tuple(fake.shape), fake.dtype, fake.device)
+        place = self.plan.places.get(node) or self.builder.new_buffer(node.name, spec)
+        start = 0
+        for part in parts:
+            length = part.shape[-1]
+            window = restride(place, lambda t, start=start, length=length: t.narrow(-1, start, length))
+            assert window is not None
+            like = torch.empty(window.shape, dtype=fake.dtype, device="meta")
+            lower_reduction(self.builder, part, reduction, like, node.name, window)
+            start += length
+        return self.builder.in_memory(place, tuple(fake.stride()), node.name)
 
     def _concatenation(self, node: torch.fx.Node, args: Any, kwargs: Any) -> LazyTensor:
         fake = node.meta["val"]
@@ -366,7 +421,7 @@ class _Lowering:
         target, fake, place = node.target, node.meta.get("val"), self.plan.places.get(node)
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
-        if target is aten.addmm.default and self._splits_bias(node, args, kwargs):
+        if node in self.plan.bare:
             return self._product_plus_bias(node, args)
         single = isinstance(fake, torch.Tensor)
         if single and (target in OUT_VARIANTS or place is not None):
@@ -408,21 +463,6 @@ class _Lowering:
     def _new_like(self, name: str, fake: torch.Tensor) -> View:
         stride = dense_strides(fake.shape, fake.stride())
         return self.builder.new_buffer(name, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
-
-    def _splits_bias(self, node: torch.fx.Node, args: Any, kwargs: Any) -> bool:
-        """On CPUs ``addmm`` first fills its result with the bias: a pass that a fused addition saves."""
-        return (
-            node.meta["val"].device.type == "cpu"
-            and not kwargs
-            and node not in self.plan.in_memory
-            and node not in self.plan.places
-            and len(args[0].shape) == 1
-            and (len(self.plan.readers.get(node, ())) == 1 or self._one_body_uses(node))
-        )
-
-    def _one_body_uses(self, node: torch.fx.Node) -> bool:
-        user = self._only_user(node)
-        return user is not None and use_kind(user) != MEMORY
 
     def _product_plus_bias(self, node: torch.fx.Node, args: Any) -> LazyTensor:
         bias, left, right = args

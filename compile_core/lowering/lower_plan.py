@@ -40,6 +40,7 @@ class GraphPlan:
         factors: matrix products that are computed with a factor.
         absorbed: the multiplications that those factors were; they are the identity now.
         viewed: how many elements of a node its views in memory cover.
+        bare: ``addmm`` nodes that become a product, whose bias the next loop body adds.
     """
 
     alive: set[torch.fx.Node] = field(default_factory=set)
@@ -50,6 +51,17 @@ class GraphPlan:
     factors: dict[torch.fx.Node, float] = field(default_factory=dict)
     absorbed: set[torch.fx.Node] = field(default_factory=set)
     viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
+    bare: set[torch.fx.Node] = field(default_factory=set)
+
+    def only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The single node (behind views) that uses a node's elements, if it is only one."""
+        while True:
+            users = [user for user in node.users if user in self.alive]
+            if len(users) != 1:
+                return None
+            node = users[0]
+            if use_kind(node) != RE_INDEX:
+                return node
 
 
 def use_kind(node: torch.fx.Node) -> str:
@@ -131,9 +143,32 @@ def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:
         plan.absorbed.add(node)
 
 
+def _leaves_bias(node: torch.fx.Node, plan: GraphPlan) -> bool:
+    """On CPUs ``addmm`` first fills its result with the bias: a pass that the next loop body can save."""
+    if node.target is not aten.addmm.default or node.kwargs or node in plan.in_memory or node in plan.places:
+        return False
+    bias, *factors = node.all_input_nodes
+    if (
+        bias in factors
+        or bias.meta["val"].dim() != 1
+        or node.meta["val"].device.type != "cpu"
+        or not _is_real(node)
+    ):
+        return False
+    user = plan.only_user(node)
+    return len(plan.readers.get(node, ())) == 1 or (user is not None and use_kind(user) != MEMORY)
+
+
 def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
     """Tells a user's arguments how they are used; the user's own uses are known already."""
     kind = RE_INDEX if user in plan.absorbed else use_kind(user)
+    if _leaves_bias(user, plan):
+        plan.bare.add(user)
+        bias = user.all_input_nodes[0]
+        plan.readers.setdefault(bias, set()).update(plan.readers.get(user, set()))
+        plan.widest_user[bias] = numel_of(user)
+        plan.in_memory.update(user.all_input_nodes[1:])
+        return
     inlined = kind in (INLINE, RE_INDEX) and user not in plan.in_memory
     readers = plan.readers.get(user, set()) if inlined else {user}
     for argument in user.all_input_nodes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from compile_core.ir.loops import View
+from compile_core.ir.tensor_spec import contiguous_strides
 from compile_core.lowering.lower_index import Affine, Index, NotAffineError, reshape_index
 from compile_core.lowering.lower_values import Emitter, LazyTensor, Reindex
 
@@ -49,6 +50,20 @@ def view_of(
         base=base,
         reindex=reindex,
         restride=lambda view: restride(view, function),
+    )
+
+
+def reshaped(base: LazyTensor, shape: tuple[int, ...], origin: str) -> LazyTensor:
+    """The tensor in another shape of as many elements."""
+    return LazyTensor(
+        shape,
+        base.dtype,
+        base.device,
+        contiguous_strides(shape),
+        origin,
+        base=base,
+        reindex=reshape_reindex(base.shape, shape),
+        restride=lambda view: restride(view, lambda tensor: tensor.view(shape)),
     )
 
 

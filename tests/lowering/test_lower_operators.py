@@ -176,7 +176,9 @@ def test_forward_and_backward(number: int, dtype: torch.dtype) -> None:
     x, w = _x(8, 7, dtype=dtype), _x(7, dtype=dtype)
     target = _integers(8, low=0, high=7)
     # 16-bit graphs round after every operator and ours rarely do, hence the wide tolerance
-    check_module(trace_joint(gradients, x, w, target), (x, w, target), 1e-4 if dtype == torch.float32 else 0.1)
+    check_module(
+        trace_joint(gradients, x, w, target), (x, w, target), 1e-4 if dtype == torch.float32 else 0.1
+    )
 
 
 def test_scalars_size_one_and_empty_tensors() -> None:
