@@ -59,7 +59,7 @@ class DiskCache:
                 there is no entry.
         """
         place = self._entries / key
-        with self._locked(key):
+        with self.lock(key):
             if not _is_sound(place):
                 self._fill(place, fill)
                 self._evict(keep=key)
@@ -85,8 +85,8 @@ class DiskCache:
             shutil.rmtree(work, ignore_errors=True)
 
     @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        """Holds the entry's lock file."""
+    def lock(self, key: str) -> Iterator[None]:
+        """Makes other processes and threads wait that want the same key."""
         locks = self.folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         path = locks / key
