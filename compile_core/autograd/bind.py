@@ -42,7 +42,8 @@ class BoundGraph:
                 for position, output in signature.mutated:
                     primals[position].copy_(outputs[output])
         return tuple(
-            outputs[result] if isinstance(result, int) else _make_alias(result, primals) for result in signature.results
+            outputs[result] if isinstance(result, int) else _make_alias(result, primals)
+            for result in signature.results
         )
 
 
@@ -91,18 +92,31 @@ class _CompiledGraph(torch.autograd.Function):
 
 def _as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
     """The arriving gradient in the layout that the backward was traced with; zeros where none arrived."""
-    if gradient is not None and tuple(gradient.stride()) == spec.stride and not gradient.is_conj():
+    if (
+        gradient is not None
+        and _has_layout(gradient, spec)
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+    ):
         return gradient
     expected = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     return expected.zero_() if gradient is None else expected.copy_(gradient)
 
 
+def _has_layout(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    stride = tuple(tensor.stride())
+    if stride == spec.stride:
+        return True
+    # Strides of dims of one element say nothing.
+    return all(n == 1 or a == b for n, a, b in zip(spec.shape, stride, spec.stride, strict=True))
+
+
 def _standalone(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that autograd does not take for a view: users may change a result in place."""
-    if not value._is_view():
-        return value
-    plain = torch.empty(0, dtype=value.dtype, device=value.device)
-    return plain.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    """The same memory as a tensor that autograd does not take for a view: users may change a result in place.
+
+    It shares its version counter with the original, so that a change is noticed where the original is saved.
+    """
+    return value.detach() if value._is_view() else value
 
 
 def _make_alias(alias: InputAlias, primals: Sequence[torch.Tensor]) -> torch.Tensor:

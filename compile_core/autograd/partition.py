@@ -11,7 +11,7 @@ Limits: no memory budget, no user checkpoint tags.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx
 import torch
@@ -44,24 +44,43 @@ def partition(joint: JointGraph) -> PartitionedGraph:
     for output in outputs:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
-    saved = _choose_saved(joint.module.graph, set(primals), only_backward, gradients)
-    computed = [node for node in saved if node.op != "placeholder"]
-    forward = _extract(joint.module, primals, [*outputs, *computed], keep_random=True)
-    backward = _extract(joint.module, [*saved, *tangents], gradients, keep_random=False)
+    changed = {primals[position] for position, _ in joint.signature.mutated}
+    saved = _choose_saved(joint.module.graph, primals, changed, only_backward, gradients)
+    computed = [node for node in saved if node.op != "placeholder" or node in changed]
+    random = [node for node in joint.module.graph.nodes if is_random(node)]
+    forward = _extract(
+        joint.module,
+        {node: node.name for node in primals},
+        [*outputs, *computed],
+        effects=[node for node in random if node not in only_backward],
+    )
+    names = {node: _copy_input(forward, node.name) if node in changed else node.name for node in saved}
+    backward = _extract(
+        joint.module,
+        names | {node: node.name for node in tangents},
+        gradients,
+        effects=[node for node in random if node in only_backward],
+    )
     return PartitionedGraph(
         forward=forward,
         backward=backward,
         num_outputs=joint.num_outputs,
-        saved=tuple(node.name for node in saved),
+        saved=tuple(names.values()),
         saved_bytes=sum(_bytes(node) for node in computed),
         signature=joint.signature,
     )
 
 
 def _choose_saved(
-    graph: Graph, primals: set[Node], only_backward: set[Node], gradients: Iterable[Node | None]
+    graph: Graph,
+    primals: Sequence[Node],
+    changed: set[Node],
+    only_backward: set[Node],
+    gradients: Iterable[Node | None],
 ) -> list[Node]:
     """The values to save, in graph order: a minimum cut between the primals and the backward."""
+    sources = set(primals)
+    free = sources - changed
     needed = _needed_by_backward(only_backward, gradients)
     distances = _distances(graph, only_backward, needed)
 
@@ -69,8 +88,8 @@ def _choose_saved(
     for node in graph.nodes:
         if node in only_backward or node.op == "output" or node not in needed:
             continue
-        network.add_edge((node, "in"), (node, "out"), capacity=_capacity(node, primals, distances.get(node, 0)))
-        if node in primals or _must_not_recompute(node, only_backward, needed):
+        network.add_edge((node, "in"), (node, "out"), capacity=_capacity(node, free, distances.get(node, 0)))
+        if node in sources or _must_not_recompute(node, only_backward, needed):
             network.add_edge("source", (node, "in"), capacity=math.inf)
         for user in node.users:
             if user in only_backward:
@@ -135,10 +154,10 @@ def _materialised_in_backward(node: Node, only_backward: set[Node], needed: set[
     return False
 
 
-def _capacity(node: Node, primals: set[Node], distance: int) -> float:
+def _capacity(node: Node, free: set[Node], distance: int) -> float:
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return math.inf  # several results: each of its ``getitem`` is saved, never the tuple
-    if node in primals:
+    if node in free:
         return _PRIMAL_BYTES
     return max(_bytes(node), 1) * _DISTANCE_WEIGHT ** min(distance, _MAX_DISTANCE)
 
@@ -165,25 +184,28 @@ def _results(graph: Graph) -> list[Node | None]:
 
 
 def _extract(
-    module: GraphModule, inputs: list[Node], results: list[Node | None], *, keep_random: bool
+    module: GraphModule, inputs: Mapping[Node, str], results: Sequence[Node | None], effects: Sequence[Node]
 ) -> GraphModule:
-    """The part of a graph between two sets of values, in the order of the original."""
-    from_inputs = set(inputs)
+    """The part of a graph between two sets of values, in the order of the original.
+
+    Args:
+        module: the graph.
+        inputs: values that come from outside -> names of their placeholders.
+        results: what the part returns.
+        effects: nodes to keep although nobody may use them: a random operator moves the generator.
+    """
     needed: set[Node] = set()
-    frontier = [node for node in results if node is not None]
-    if keep_random:
-        # A random operator moves the generator even where its numbers are not used.
-        frontier += [node for node in module.graph.nodes if is_random(node)]
+    frontier = [*(node for node in results if node is not None), *effects]
     while frontier:
         node = frontier.pop()
         if node not in needed:
             needed.add(node)
-            if node not in from_inputs:
+            if node not in inputs:
                 frontier.extend(node.all_input_nodes)
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
+    for node, name in inputs.items():
+        copies[node] = graph.placeholder(name)
         copies[node].meta = dict(node.meta)
     for node in module.graph.nodes:
         if node in copies or node not in needed:
@@ -196,3 +218,17 @@ def _extract(
     graph.lint()
     return extracted
 
+
+def _copy_input(forward: GraphModule, name: str) -> str:
+    """Makes the forward return a copy of an input in the input's stead; returns the copy's name.
+
+    Inputs that the program changes are changed when the forward has ended, and the backward needs the old values.
+    """
+    (source,) = (node for node in forward.graph.find_nodes(op="placeholder") if node.name == name)
+    (output,) = forward.graph.find_nodes(op="output")
+    with forward.graph.inserting_before(output):
+        copy = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
+    copy.meta["val"] = source.meta["val"].clone()
+    output.replace_input_with(source, copy)
+    forward.recompile()
+    return copy.name

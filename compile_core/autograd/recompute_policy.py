@@ -53,4 +53,14 @@ def is_fusible(node: Node) -> bool:
     return is_recomputable(node) or packet(node) in _REDUCTIONS
 
 
-_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.prod, aten.any, aten.all, aten.var, aten.var_mean}
+_REDUCTIONS = {
+    aten.sum,
+    aten.mean,
+    aten.amax,
+    aten.amin,
+    aten.prod,
+    aten.any,
+    aten.all,
+    aten.var,
+    aten.var_mean,
+}

@@ -13,12 +13,16 @@ from torch.fx import GraphModule, Node
 aten = torch.ops.aten
 
 # Below autograd these only pass their argument on.
-PASS_THROUGH = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
+PASS_THROUGH = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+)
 
 
 def is_random(node: Node) -> bool:
     """Whether the node draws from a generator."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
+        node.target, "tags", ()
+    )
 
 
 def simplify(module: GraphModule) -> GraphModule:
@@ -46,7 +50,9 @@ def simplify(module: GraphModule) -> GraphModule:
         if twin is not node:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
+    )
     graph.lint()
     module.recompile()
     return module
@@ -62,7 +68,9 @@ def _undone_transpose(node: Node) -> Node | None:
 
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is None and node.target.__name__ != "getitem" or bool(schema is not None and schema.is_mutable)
+    return (
+        schema is None and node.target.__name__ != "getitem" or bool(schema is not None and schema.is_mutable)
+    )
 
 
 def _key(node: Node) -> Any:

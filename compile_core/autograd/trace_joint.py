@@ -5,12 +5,13 @@ gradients, and record every operator below autograd. Three dispatch modes are st
 mutation and views into pure operators, the proxy mode below it records (and decomposes), fake tensors compute shapes.
 
 Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
-requires gradients is changed in place, an input's metadata is changed, results that share storage with one another,
-tensor subclasses, sparse or quantised layouts.
+requires gradients, or comes to, is changed in place; so is one that shares memory with another input; an input's
+metadata is changed; results that share memory with one another; tensor subclasses, sparse or quantised layouts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile_core.autograd import random_order
+from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
+from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import GraphSignature, InputAlias, JointGraph
@@ -58,37 +62,33 @@ def trace_joint(
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
         with FunctionalTensorMode():
             wrapped = [FunctionalTensor.to_functional(primal) for primal in inputs[: len(examples)]]
-            outputs = [out for out, keep in zip(module(*wrapped), plan.kept, strict=True) if keep]
+            outputs = [out for out, keep in zip(module.forward(*wrapped), plan.kept, strict=True) if keep]
             gradients: Sequence[torch.Tensor | None] = ()
             if trainable:
                 wrapped_seeds = [FunctionalTensor.to_functional(seed) for seed in inputs[len(examples) :]]
-                with torch.autocast(wrapped[0].device.type, enabled=False):
+                with without_autocast():
                     gradients = torch.autograd.grad(
                         [outputs[position] for position in plan.tangents],
                         [wrapped[position] for position in plan.gradient_inputs],
                         wrapped_seeds,
                         allow_unused=True,
                     )
-            mutated.extend(k for k, tensor in enumerate(wrapped) if torch._functionalize_has_data_mutation(tensor.elem))
+            mutated.extend(
+                k for k, tensor in enumerate(wrapped) if torch._functionalize_has_data_mutation(tensor.elem)
+            )
             updated = [wrapped[position] for position in mutated]
             return [_unwrap(value) for value in (*outputs, *updated, *gradients)]
 
-    with _preserved_state(), fake_mode:
+    with preserved_modes(), fake_mode, _failures_explained():
         traced = make_fx(
             joint,
-            decomposition_table=dict(decompositions),
+            decomposition_table={**random_order.DECOMPOSITIONS, **decompositions},
             tracing_mode="real",
             _allow_non_fake_inputs=True,
             record_stack_traces=False,
         )(*leaves, *seeds)
+    _check_overlap(examples, mutated)
 
-    for position in mutated:
-        if examples[position].requires_grad:
-            raise Unsupported(
-                "mutated-input-requires-grad",
-                f"input {position} is changed in place and takes part in autograd",
-                "write the out-of-place form, or compile the part that follows the mutation",
-            )
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_results = sum(plan.kept)
     signature = GraphSignature(
@@ -99,11 +99,13 @@ def trace_joint(
         tangents=plan.tangents if trainable else (),
         tangent_specs=plan.tangent_specs if trainable else (),
     )
+    num_outputs = num_results + len(mutated)
+    tangents = tuple(placeholders[len(examples) :])
     return JointGraph(
-        module=simplify(traced),
+        module=separate_results(simplify(traced), num_outputs, set(tangents)),
         primals=tuple(placeholders[: len(examples)]),
-        tangents=tuple(placeholders[len(examples) :]),
-        num_outputs=num_results + len(mutated),
+        tangents=tangents,
+        num_outputs=num_outputs,
         signature=signature,
     )
 
@@ -120,27 +122,37 @@ class _Probe:
     gradient_inputs: tuple[int, ...]
 
 
-def _probe(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_mode: FakeTensorMode) -> _Probe:
+def _probe(
+    module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_mode: FakeTensorMode
+) -> _Probe:
     """Runs the program without functionalization, where aliasing is visible as shared storage."""
     for example in examples:
         if example.layout is not torch.strided:
-            raise Unsupported("layout", f"an input has layout {example.layout}", "only strided tensors are compiled")
-    with _preserved_state(), fake_mode:
-        inputs = [_as_leaf(example) for example in examples]
-        layouts = [(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()) for tensor in inputs]
+            raise Unsupported(
+                "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
+            )
+    with preserved_modes(), fake_mode:
+        inputs = [_as_intermediate(example) for example in examples]
+        before = [_metadata(tensor) for tensor in inputs]
+        versions = [tensor._version for tensor in inputs]
         storages = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(inputs)}
-        # In-place operators refuse leaves that require gradients; eager would have refused the real ones alike.
-        try:
-            outputs = module(*inputs)
-        except RuntimeError as error:
-            raise Unsupported("trace-failed", f"the captured graph does not run on fake tensors: {error}") from error
-        for tensor, layout in zip(inputs, layouts, strict=True):
-            if (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()) != layout:
-                raise Unsupported("metadata-mutation", "the program changes the shape or strides of an input in place")
+        with _failures_explained():
+            outputs = module.forward(*inputs)
+        for position, tensor in enumerate(inputs):
+            if _metadata(tensor) != before[position]:
+                raise Unsupported(
+                    "metadata-mutation", "the program changes the shape or strides of an input in place"
+                )
+            if tensor._version != versions[position] and tensor.requires_grad:
+                raise Unsupported(
+                    "mutated-input-requires-grad",
+                    f"input {position} is changed in place and takes part in autograd",
+                    "write the out-of-place form, or compile the part that follows the mutation",
+                )
 
         results: list[int | InputAlias] = []
         kept: list[bool] = []
-        fresh: set[int] = set()
+        fresh: dict[int, int] = {}
         graph_outputs: list[torch.Tensor] = []
         for output in outputs:
             storage = output.untyped_storage()._cdata
@@ -149,10 +161,13 @@ def _probe(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_
                 results.append(_alias(output, inputs[alias], alias))
                 kept.append(False)
                 continue
-            if storage in fresh:
-                raise Unsupported("results-share-storage", "two results of the program share memory")
-            fresh.add(storage)
-            results.append(len(graph_outputs))
+            known = fresh.setdefault(storage, len(graph_outputs))
+            results.append(known)
+            if known < len(graph_outputs):
+                if graph_outputs[known] is not output:
+                    raise Unsupported("results-share-storage", "two results of the program share memory")
+                kept.append(False)
+                continue
             kept.append(True)
             graph_outputs.append(output)
         tangents = tuple(k for k, output in enumerate(graph_outputs) if output.requires_grad)
@@ -167,7 +182,11 @@ def _probe(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_
 
 
 def _alias(output: torch.Tensor, source: torch.Tensor, position: int) -> InputAlias:
-    if output.dtype != source.dtype or output.is_conj() != source.is_conj() or output.is_neg() != source.is_neg():
+    if (
+        output.dtype != source.dtype
+        or output.is_conj() != source.is_conj()
+        or output.is_neg() != source.is_neg()
+    ):
         raise Unsupported("reinterpreting-view", "a result is a view of an input with another dtype")
     detached = source.requires_grad and not output.requires_grad
     if output is source:
@@ -188,6 +207,17 @@ def _as_leaf(example: torch.Tensor) -> torch.Tensor:
     return _empty(TensorSpec.of(example)).requires_grad_(example.requires_grad)
 
 
+def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
+    """Like a leaf, but in-place operators do not refuse it: the real input may be an activation."""
+    leaf = _as_leaf(example)
+    return leaf.clone() if leaf.requires_grad and TensorSpec.of(leaf).is_dense else leaf
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+    return (*layout, tensor.untyped_storage()._cdata)
+
+
 def _empty(spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
@@ -206,13 +236,21 @@ def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @contextmanager
-def _preserved_state() -> Iterator[None]:
-    """Grad mode may be switched by nodes of the graph; autocast must not keep casts of tensors that are not real."""
-    grad_enabled = torch.is_grad_enabled()
-    cache_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def _failures_explained() -> Iterator[None]:
     try:
         yield
-    finally:
-        torch.set_autocast_cache_enabled(cache_enabled)
-        torch.set_grad_enabled(grad_enabled)
+    except RuntimeError as error:
+        raise Unsupported(
+            "trace-failed", f"the captured graph does not run on fake tensors: {error}"
+        ) from error
+
+
+def _check_overlap(examples: Sequence[torch.Tensor], mutated: Sequence[int]) -> None:
+    """The functional graph knows its inputs as separate tensors: a change of one does not reach another."""
+    owners = Counter(example.untyped_storage()._cdata for example in examples)
+    for position in mutated:
+        if owners[examples[position].untyped_storage()._cdata] > 1:
+            raise Unsupported(
+                "overlapping-inputs",
+                f"input {position} is changed in place and shares its memory with another input",
+            )
