@@ -6,12 +6,11 @@ from compile_core.ir.loops import LoopNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import build
+from compile_core.lowering.build import build, generate
 from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.gemm_speed import gemm_speed
-from compile_core.lowering.generate import generate
 from compile_core.lowering.lower import lower
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions

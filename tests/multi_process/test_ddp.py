@@ -30,6 +30,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.multi_process
 @pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ddp")  # one worker runs the ranks once for all cases
 @pytest.mark.parametrize("case", CASES)
 def test_ddp(case: str, outcomes: list[dict[str, str]]) -> None:
     for rank, outcome in enumerate(outcomes):

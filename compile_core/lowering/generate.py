@@ -1,1 +1,0 @@
-from compile_core.lowering.codegen_cpp import generate_cpp as generate
