@@ -53,6 +53,7 @@ class Target:
     function: types.FunctionType
     owner: Any
     is_module_call: bool
+    cells_argument: bool = False
 
 
 class CompiledFunction:
@@ -100,7 +101,8 @@ class CompiledFunction:
         # A function and all that continues it or is called by it share the compiled forms of callees.
         self._callees = {} if callees is None else callees
         self.name = name or self._target.__qualname__
-        self._arguments = argument_names(self._target.__code__)
+        self._cells_argument = target.cells_argument
+        self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._lock = threading.RLock()
         self._limit_reported = False
         self._call_plain = self._make_plain_call()
@@ -137,6 +139,8 @@ class CompiledFunction:
         """A function with the target's own signature, which binds as Python does and walks the table."""
         function = self._target
         signature, passed = _signature_text(function, skip_first=self._owner is not _NO_OWNER)
+        if self._cells_argument:
+            signature, passed = f"_gs_cells, {signature}", f"_gs_cells, {passed}"
         # The parameters keep the user's names, so everything else has a name that no program uses.
         text = (
             f"def dispatch({signature}):\n"
@@ -169,7 +173,7 @@ class CompiledFunction:
     def _make_plain_call(self) -> Callable[..., Any]:
         """Call the original with the bound arguments."""
         code = self._target.__code__
-        names = list(self._arguments)
+        names = list(argument_names(code))
         parts = [f"l_{name}" for name in names[: code.co_argcount]]
         if self._owner is not _NO_OWNER:
             parts = parts[1:]  # the original is bound to it
@@ -181,9 +185,14 @@ class CompiledFunction:
         parts += [f"{name}=l_{name}" for name in keyword_only]
         if code.co_flags & inspect.CO_VARKEYWORDS:
             parts.append(f"**l_{names[position]}")
-        arguments = ", ".join(f"l_{name}" for name in names)
-        text = f"def plain({arguments}):\n    return original({', '.join(parts)})\n"
-        return compile_function(text, "plain", {"original": self.original})
+        arguments = ", ".join(f"l_{name}" for name in self._arguments)
+        called = "with_cells(l__gs_cells)" if self._cells_argument else "original"
+        text = f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"
+        return compile_function(text, "plain", {"original": self.original, "with_cells": self._with_cells})
+
+    def _with_cells(self, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+        function = self._target
+        return types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
 
     def _move_to_front(self, entry: Entry) -> None:
         self.entries = [entry, *(other for other in self.entries if other is not entry)]
@@ -218,6 +227,7 @@ class CompiledFunction:
             self._target,
             arguments,
             is_module_call=self._is_module_call,
+            cells_argument=self._cells_argument,
             allow_breaks=not self.fullgraph,
             original_of=_original_of,
         )
@@ -249,7 +259,11 @@ class CompiledFunction:
         if found is None:
             function = resume_function(point, self._target)
             found = self._continuations[point.code] = CompiledFunction(
-                function, self.compile_graph, cache_limit=self.cache_limit, callees=self._callees
+                function,
+                self.compile_graph,
+                cache_limit=self.cache_limit,
+                target=Target(function, _NO_OWNER, False, point.cells_argument),
+                callees=self._callees,
             )
         return found
 

@@ -22,14 +22,20 @@ from compile_core.capture.state import Capture
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from compile_core.ir.sources import CellSource, LocalSource
+from compile_core.ir.sources import ItemSource, LocalSource
 
 
-def argument_names(code: types.CodeType) -> tuple[str, ...]:
-    """The parameters of a code object in the order of its locals: positional, keyword-only, *args, **kwargs."""
+CELLS_ARGUMENT = "_gs_cells"
+
+
+def argument_names(code: types.CodeType, cells_argument: bool = False) -> tuple[str, ...]:
+    """The parameters of a code object in the order of its locals: positional, keyword-only, *args, **kwargs.
+
+    With ``cells_argument`` the tuple of closure cells comes before them.
+    """
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return code.co_varnames[:count]
+    return ((CELLS_ARGUMENT,) if cells_argument else ()) + code.co_varnames[:count]
 
 
 def capture(
@@ -37,6 +43,7 @@ def capture(
     arguments: tuple[Any, ...],
     *,
     is_module_call: bool = False,
+    cells_argument: bool = False,
     allow_breaks: bool = True,
     original_of: Callable[[Any], Any] = lambda value: value,
 ) -> CapturedFrame:
@@ -47,6 +54,8 @@ def capture(
         arguments: one value per parameter in the order of ``argument_names``.
         is_module_call: the function is the ``forward`` of the module that is its first argument, called through the
             module, which must then have no hooks.
+        cells_argument: the first argument is the tuple of the function's closure cells, which differ from call to
+            call; the cells of ``function`` itself are not used.
         allow_breaks: end the graph at what has no rule and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
 
@@ -56,7 +65,7 @@ def capture(
     Raises:
         PlainCall: this call must run as plain Python, because the program itself raises.
     """
-    call = _Call(function, arguments, is_module_call, original_of)
+    call = _Call(function, arguments, is_module_call, cells_argument, original_of)
     captured, step = _attempt(call, None, None)
     if captured.break_reason is not None and allow_breaks and step is not None:
         # What was captured of the failing instruction must go, so the capture is made again up to it.
@@ -70,6 +79,7 @@ class _Call:
     function: types.FunctionType
     arguments: tuple[Any, ...]
     is_module_call: bool
+    cells_argument: bool
     original_of: Callable[[Any], Any]
 
 
@@ -87,11 +97,11 @@ def _interpret(
     state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None
 ) -> tuple[CapturedFrame, int | None]:
     grad_mode = torch.is_grad_enabled()
-    names = argument_names(call.function.__code__)
+    names = argument_names(call.function.__code__, call.cells_argument)
     frame = None
     finishing = False
     try:
-        frame = _start(state, call.function, dict(zip(names, call.arguments, strict=True)))
+        frame = _start(state, call, dict(zip(names, call.arguments, strict=True)))
         frame.stop_at_step = stop_at_step
         if call.is_module_call:
             module = state.realize(frame.locals.get(names[0]) or _content(frame, names[0]))
@@ -102,7 +112,7 @@ def _interpret(
         except BreakRequested:
             pass
         finishing = True
-        return _finish(state, frame, names, grad_mode, reason), None
+        return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
         step = None if frame is None or finishing or frame.steps == 0 else frame.steps - 1
         return CapturedFrame(None, tuple(state.guards), names, None, error), step
@@ -118,11 +128,17 @@ def _content(frame: Frame, name: str) -> Any:
     return frame.cells[name].content
 
 
-def _start(state: Capture, function: types.FunctionType, arguments: dict[str, Any]) -> Frame:
-    cells = tuple(
-        wrap_cell(state, cell, CellSource(state.reference(name, cell)))
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    )
+def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
+    function = call.function
+    if call.cells_argument:
+        passed = arguments.pop(CELLS_ARGUMENT)
+        place = LocalSource(CELLS_ARGUMENT)
+        cells = tuple(wrap_cell(state, cell, ItemSource(place, index)) for index, cell in enumerate(passed))
+    else:
+        cells = tuple(
+            wrap_cell(state, cell, state.reference_source(name, cell))
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
     value = FunctionValue(
         function.__code__, function.__globals__, cells, [], {}, function, None, function.__qualname__
     )
@@ -135,16 +151,25 @@ def _start(state: Capture, function: types.FunctionType, arguments: dict[str, An
 
 
 def _finish(
-    state: Capture, frame: Frame, names: tuple[str, ...], grad_mode: bool, reason: Unsupported | None
+    state: Capture,
+    frame: Frame,
+    names: tuple[str, ...],
+    grad_mode: bool,
+    reason: Unsupported | None,
+    cells_argument: bool,
 ) -> CapturedFrame:
     """Close the graph and write the runner; the frame has returned, or stands before the instruction to break at."""
+    ending = None
+    writer = RunnerWriter(state)
+    if frame.result is None:
+        ending = BreakWriter(state, frame, writer, cells_argument)
+        ending.check()
     if torch.is_grad_enabled() != grad_mode or state.open_modes:
         raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
-    writer = RunnerWriter(state)
-    if frame.result is not None:
+    if ending is None:
+        assert frame.result is not None
         last_lines, points = [f"return {writer.emit(frame.result)}"], []
     else:
-        ending = BreakWriter(state, frame, writer)
         ending.build()
         last_lines, points = ending.lines, ending.points
     writer.replay(state.effects)
@@ -163,6 +188,7 @@ def _finish(
 def _guard_distinct(state: CaptureState) -> None:
     """Where an object was changed, other objects of its type must not turn out to be the same one."""
     changed = list(state.effects.containers.values())
+    changed += state.effects.cells.values()
     changed += [owner for owner in {id(owner): owner for owner in state.effects.attributes.values()}.values()]
     others = [value for _, value in state.known.values() if value.source is not None]
     for value in changed:

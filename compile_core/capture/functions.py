@@ -6,24 +6,35 @@ import functools
 import types
 from typing import Any
 
-from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.libraries import is_library_name
 from compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 
 class CellValue(Value):
-    """A closure cell: one variable that several functions share. ``content`` is None while it is empty."""
+    """A closure cell: one variable that several functions share. ``content`` is None while it is empty.
 
-    def __init__(self, content: Value | None, real: types.CellType | None = None) -> None:
+    ``source`` is where an existing cell itself is found.
+    """
+
+    def __init__(
+        self,
+        content: Value | LazyValue | None,
+        real: types.CellType | None = None,
+        source: Source | None = None,
+    ) -> None:
         self.content = content
         self.real = real
+        self.source = source
 
     def python_type(self) -> type:
         return types.CellType
 
     def store(self, state: CaptureState, value: Value | None) -> None:
         self.content = value
+        if self.real is not None and self.source is None:
+            raise state.unsupported("library-state", "a store to a closure variable of a library")
         if self.real is not None:
             state.effects.cell_changed(self)
 

@@ -19,7 +19,14 @@ from compile_core.capture.instructions import Instruction
 from compile_core.capture.iterators import EnumerateIterator, ZipIterator
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.reconstruct import RunnerWriter
-from compile_core.capture.resume import ITERATOR, NULL_PLACE, STACK_PREFIX, VALUE, make_resume_code
+from compile_core.capture.resume import (
+    ITERATOR,
+    NULL_PLACE,
+    STACK_PREFIX,
+    VALUE,
+    can_resume,
+    make_resume_code,
+)
 from compile_core.ir.captured import ResumePoint
 
 
@@ -83,26 +90,32 @@ _STEPS["CONVERT_VALUE"] = lambda instruction: _format_value(
 class BreakWriter:
     """Writes the end of a runner whose capture stopped at the frame's next instruction."""
 
-    def __init__(self, state: CaptureState, frame: Frame, writer: RunnerWriter) -> None:
+    def __init__(
+        self, state: CaptureState, frame: Frame, writer: RunnerWriter, cells_argument: bool
+    ) -> None:
         self.state = state
         self.frame = frame
         self.writer = writer
+        # The resume functions of a function with cells of its own get all cells as an argument.
+        self.passes_cells = cells_argument or bool(frame.code.code.co_cellvars)
+        self._cells = ""
         self.points: list[ResumePoint] = []
         self.lines: list[str] = []
 
     def check(self) -> None:
         """Raise Unsupported where a break cannot be taken at this instruction."""
-        frame, code = self.frame, self.frame.code.code
+        frame = self.frame
         if frame.code.handler_at(frame.index) is not None:
             raise self.state.unsupported("break-in-block", "a graph break inside a with or try block")
-        if code.co_cellvars:
-            raise self.state.unsupported("break-with-cells", "a graph break in a function whose variables are shared with inner functions")
+        if not can_resume(frame.code.code):
+            raise self.state.unsupported(
+                "break-with-cells", "a graph break in a function with a cell of a comprehension"
+            )
         if frame.handled:
             raise self.state.unsupported("break-in-handler", "a graph break inside an except block")
 
     def build(self) -> None:
         """Rebuild stack and locals (before any effect is stored), and note the lines that come after the effects."""
-        self.check()
         frame = self.frame
         stack = list(frame.stack)
         # The stack parameters of a resume function are dead once its prologue has pushed them.
@@ -116,6 +129,10 @@ class BreakWriter:
             kind, text = self._place(value)
             kinds.append(kind)
             shown.append(text)
+        if self.passes_cells:
+            code = frame.code.code
+            cells = [frame.cells[name] for name in (*code.co_cellvars, *code.co_freevars)]
+            self._cells = ", ".join(self.writer.emit(cell) for cell in cells)
         local_texts = [self.writer.emit(frame.locals[name]) for name in names]
         instruction = frame.code.instructions[frame.index]
         if instruction.name in _JUMPS:
@@ -153,8 +170,10 @@ class BreakWriter:
         frame = self.frame
         code = make_resume_code(frame.code.code, index, tuple(kinds), tuple(names))
         name = f"resume_{len(self.points)}"
-        self.points.append(ResumePoint(name, code))
+        self.points.append(ResumePoint(name, code, self.passes_cells))
         arguments = [text for kind, text in zip(kinds, shown, strict=True) if kind != NULL_PLACE]
+        if self.passes_cells:
+            arguments.insert(0, f"({self._cells}{',' if self._cells else ''})")
         return f"{name}({', '.join([*arguments, *local_texts])})"
 
     def _step(self, instruction: Instruction, stack: list[Value], shown: list[str]) -> tuple[Step, list[str]]:
@@ -233,5 +252,11 @@ def _is_snapshot(iterator: Value) -> bool:
 def resume_function(
     point: ResumePoint, original: types.FunctionType
 ) -> types.FunctionType:
-    """The resume function of a point, with the globals and cells of the original function."""
-    return types.FunctionType(point.code, original.__globals__, point.code.co_name, None, original.__closure__)
+    """The resume function of a point, with the globals and cells of the original function.
+
+    Where the cells come as an argument, those of the function itself are empty and only fill the places.
+    """
+    closure = original.__closure__
+    if point.cells_argument:
+        closure = tuple(types.CellType() for _ in point.code.co_freevars)
+    return types.FunctionType(point.code, original.__globals__, point.code.co_name, None, closure)

@@ -27,6 +27,9 @@ INTRINSICS_1 = {3: "stopiteration_error", 5: "unary_positive", 6: "list_to_tuple
 # Loads a local variable that is known to be set.
 PLAIN_LOAD_FAST = "LOAD_FAST"
 
+# Instructions that push a cell itself; their argument is a plain name in some versions.
+LOADS_OF_CELLS = frozenset({"LOAD_CLOSURE", "LOAD_FAST"})
+
 # Comprehensions are functions of their own up to 3.11.
 COMPREHENSIONS_ARE_INLINED = VERSION >= (3, 12)
 

@@ -65,7 +65,7 @@ class RunnerWriter:
         """The name of a value in the runner; the same value always has the same name."""
         if isinstance(value, LazyValue):
             return self.constant(value.real) if value.source is None else self.fetch(value.source)
-        if value.source is not None and not isinstance(value, CellValue):
+        if value.source is not None:
             return self.fetch(value.source)
         name = self._names.get(id(value))
         if name is None:
@@ -157,7 +157,7 @@ class RunnerWriter:
 
     def _build_cell(self, value: CellValue) -> str:
         if value.real is not None:
-            return self.constant(value.real)
+            return self.constant(value.real)  # of a library, which is trusted to stay
         name = self._name(value, f"{self.constant(types.CellType)}()")
         if value.content is not None:
             self._lines.append(f"{name}.cell_contents = {self.emit(value.content)}")
@@ -186,7 +186,7 @@ class RunnerWriter:
                 self._effects.append(f"setattr({name}, {attribute!r}, {self.emit(value)})")
         for cell in effects.cells.values():
             assert isinstance(cell, CellValue)
-            place = f"{self.constant(cell.real)}.cell_contents"
+            place = f"{self.emit(cell)}.cell_contents"
             self._effects.append(
                 f"del {place}" if cell.content is None else f"{place} = {self.emit(cell.content)}"
             )

@@ -35,7 +35,6 @@ from compile_core.capture.torch_rules import find_torch_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
-    CellSource,
     ItemSource,
     LocalSource,
     ModuleEntrySource,
@@ -224,11 +223,9 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         if library:
             place: Source | None = None
         elif owner is source and source is not None:
-            place = AttributeSource(
-                ItemSource(AttributeSource(source, "__closure__"), index), "cell_contents"
-            )
+            place = ItemSource(AttributeSource(source, "__closure__"), index)
         else:
-            place = CellSource(state.reference(name, cell))
+            place = state.reference_source(name, cell)
         cells.append(wrap_cell(state, cell, place))
     defaults = _wrap_defaults(state, real, owner)
     keyword_defaults = {
@@ -262,18 +259,31 @@ def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source 
     ]
 
 
+def is_empty_cell(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
 def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) -> CellValue:
-    """The one value of an existing cell; its content is read when it is used."""
+    """The one value of an existing cell, which lies at ``source``; its content is read when it is used."""
     found = state.known.get(id(cell))
     if found is not None:
-        assert isinstance(found[1], CellValue)
-        return found[1]
+        value = found[1]
+        assert isinstance(value, CellValue)
+        if source is not None and value.source is not None and source != value.source:
+            state.guards.same(value.source, source)
+        return value
     try:
-        content: Any = LazyValue(cell.cell_contents, source)
+        place = None if source is None else AttributeSource(source, "cell_contents")
+        content: Any = LazyValue(cell.cell_contents, place)
     except ValueError:
         content = None
-    value = CellValue(content, cell)
-    value.source = source
+        if source is not None:
+            state.guards.add([source], "{c0}({0})", [is_empty_cell], f"{source} is empty")
+    value = CellValue(content, cell, source)
     state.known[id(cell)] = (cell, value)
     return value
 

@@ -71,12 +71,14 @@ class RunnerCode:
 class ResumePoint:
     """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner passes.
 
+    With ``cells_argument`` the tuple of its closure cells comes before them.
     The runner calls it under ``name``, and calls other functions through ``call_compiled(function, *arguments)``; who
     runs the runner provides both.
     """
 
     name: str
     code: types.CodeType
+    cells_argument: bool
 
 
 @dataclass(frozen=True)

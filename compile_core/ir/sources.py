@@ -1,7 +1,7 @@
 """Sources: where a value that existed before the call is found again at the next call.
 
 A source is a path of steps from an argument of the captured frame, or from an object that the compiled function holds
-on to (a globals dictionary, a closure cell), to the value. Each prints as a Python expression, from which the guard
+on to (a globals dictionary, a closure cell, a class), to the value. Each prints as a Python expression, from which the guard
 check and the fetching of the graph's inputs are generated.
 """
 
@@ -75,16 +75,6 @@ class GlobalSource(Source):
 
 
 @dataclass(frozen=True)
-class CellSource(Source):
-    """The content of a closure cell that the compiled function holds."""
-
-    cell: Reference
-
-    def expression(self, base: str, name_of: NameOf) -> str:
-        return f"{name_of(self.cell)}.cell_contents"
-
-
-@dataclass(frozen=True)
 class _Step(Source):
     parent: Source
 
@@ -144,13 +134,11 @@ def path_words(source: Source) -> list[str]:
         return [source.name]
     if isinstance(source, ReferenceSource):
         return [source.reference.label]
-    if isinstance(source, CellSource):
-        return [source.cell.label]
     if isinstance(source, ModuleEntrySource):
         return [*path_words(source.parent), source.key]
     assert isinstance(source, _Step)
     before = path_words(source.parent)
     if isinstance(source, AttributeSource):
-        return before if source.name == "__dict__" else [*before, source.name]
+        return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]
     assert isinstance(source, ItemSource)
     return before if source.key in ("_parameters", "_buffers", "_modules") else [*before, str(source.key)]

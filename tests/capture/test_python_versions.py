@@ -34,15 +34,15 @@ print(json.dumps(found))
 
 
 def find_interpreter(version: str) -> str | None:
+    """An interpreter of this version that runs: this one, one on the path, or one that a version manager keeps."""
     if "%d.%d" % sys.version_info[:2] == version:
         return sys.executable
     found = shutil.which(f"python{version}")
-    if found is not None:
-        return found
-    # Interpreters that a version manager keeps beside the one in use.
-    for base in (Path.home() / ".pyenv" / "versions",):
-        for candidate in sorted(base.glob(f"{version}.*/bin/python")):
-            return str(candidate)
+    candidates = [] if found is None else [found]
+    candidates += map(str, sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")))
+    for candidate in candidates:
+        if subprocess.run([candidate, "-c", ""], capture_output=True, timeout=60).returncode == 0:
+            return candidate
     return None
 
 
@@ -54,7 +54,6 @@ def test_every_instruction_has_a_handler(version):
     listed = subprocess.run(
         [interpreter, "-I", "-c", LISTER, *map(str, CORPUS)], capture_output=True, text=True, timeout=60
     )
-    if listed.returncode != 0:
-        pytest.skip(f"Python {version} does not run here: {listed.stderr.strip()[-200:]}")
+    assert listed.returncode == 0, listed.stderr
     missing = {name: where for name, where in json.loads(listed.stdout).items() if name not in OPCODES}
     assert not missing
