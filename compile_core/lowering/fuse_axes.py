@@ -201,6 +201,7 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]
     indexed = {s.axis for s in nest.body if isinstance(s, AxisIndex)}
     walked = accesses(nest)
+    is_load = [isinstance(statement, Load) for statement in nest.body if isinstance(statement, (Load, Store))]
     extents = {axis: nest.extents[axis] for axis in kept}
     stride_of = {axis: [access.strides[axis] for access in walked] for axis in kept}
     merged = True
@@ -217,7 +218,7 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
             if merged:
                 break
     weights = [prod(nest.extents[a] for a in range(rank) if access.strides[a]) for access in walked]
-    heavy_first = sorted(range(len(walked)), key=lambda n: -weights[n])
+    heavy_first = sorted(range(len(walked)), key=lambda n: (-weights[n], is_load[n]))
 
     def order(axis: int) -> tuple[int, ...]:
         return tuple(-abs(stride_of[axis][n]) for n in heavy_first)

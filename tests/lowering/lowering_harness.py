@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +14,7 @@ from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
-
-sys.path.insert(0, str(Path(__file__).parent))
-from loop_evaluator import evaluate  # noqa: E402
+from tests.lowering.loop_evaluator import evaluate
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from lowering_harness import check, check_module, nests, trace, trace_joint
 
 from compile_core.ir.loops import ExternCall
 from compile_core.lowering.extern_rules import fallback_calls
+from tests.lowering.lowering_harness import check, check_module, nests, trace, trace_joint
 
 Function = Callable[..., object]
 
