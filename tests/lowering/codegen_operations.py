@@ -22,7 +22,7 @@ _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
 
 # Where Triton needs libdevice, which its interpreter does not have.
 LIBDEVICE = set(
-    "tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma pow atan2 hypot nextafter fmod remainder".split()
+    "tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma pow atan2 hypot nextafter fmod remainder floor_div".split()
 )
 LIBDEVICE_F64 = LIBDEVICE | {"expm1", "log1p", "log10"}
 
