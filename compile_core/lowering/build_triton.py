@@ -15,7 +15,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 # (device, text) -> launcher
 _loaded: dict[tuple[torch.device, str, tuple[int, ...]], Callable[..., None]] = {}
-_modules: dict[str, ModuleType] = {}
+# Text -> jit function, under the name that the text was first seen with.
+_functions: dict[str, Any] = {}
 
 
 def build_triton(sources: Sequence[KernelSource], cache_folder: Path) -> dict[str, Callable[..., None]]:
@@ -78,7 +78,7 @@ def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is
     Raises:
         CompileError: Triton is not installed, or fails.
     """
-    function = getattr(triton_module(source, cache_folder), KERNEL_SYMBOL)
+    function = triton_function(source, cache_folder)
     names = function.arg_names
     attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(names))} if is_aligned else {}
     unit = ASTSource(function, dict(zip(names, source.pointers, strict=True)), {}, attributes)
@@ -91,8 +91,8 @@ def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is
         ) from error
 
 
-def triton_module(source: KernelSource, cache_folder: Path) -> ModuleType:
-    """The imported module of a kernel; its function is called ``KERNEL_SYMBOL``.
+def triton_function(source: KernelSource, cache_folder: Path) -> Any:
+    """The kernel as a ``triton.jit`` function, imported from a file.
 
     Raises:
         CompileError: Triton is not installed.
@@ -102,16 +102,15 @@ def triton_module(source: KernelSource, cache_folder: Path) -> ModuleType:
             "Compiling for a GPU needs Triton, which is not installed. Install the triton package, or choose "
             'backend="aot_eager".'
         )
-    text = _module_text(source)
-    if text not in _modules:
+    if source.text not in _functions:
         path = _path(source, cache_folder)
-        spec = importlib.util.spec_from_file_location(f"gradsplit_triton_{content_key(text)[:16]}", path)
+        spec = importlib.util.spec_from_file_location(f"gradsplit_triton_{path.parent.name}", path)
         if spec is None or spec.loader is None:
             raise CompileError(f"cannot import {path}")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        _modules[text] = module
-    return _modules[text]
+        _functions[source.text] = getattr(module, _symbol(source))
+    return _functions[source.text]
 
 
 def gpu_target(kind: str, architecture: int, warp_size: int) -> Any:
@@ -131,7 +130,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _module_text(source: KernelSource) -> str:
-    return f"{_prelude()}\n\n{source.text}\n"
+    return f"{_prelude()}\n\n{source.text.replace(KERNEL_SYMBOL, _symbol(source))}\n"
+
+
+def _symbol(source: KernelSource) -> str:
+    """What a profiler shows."""
+    return "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
 
 
 @cache
