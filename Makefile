@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
 
 test: $(VENV)/installed
-	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) -m "not gpu"
+	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
 
 lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m ruff check .

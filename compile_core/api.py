@@ -72,5 +72,5 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
         model,
         functools.partial(compile_graph, backend=request.backend, options=request.options),
         fullgraph=request.fullgraph,
-        cache_size_limit=request.options.cache_size_limit,
+        cache_limit=request.options.cache_size_limit,
     )

@@ -51,10 +51,10 @@ class CompiledDDP:
         self._ran_in_graph = False
         self.graphs: list[CompiledGraph] = []
         self._local = CompiledFunction(
-            ddp.module, compile_local, fullgraph=request.fullgraph, cache_size_limit=limit
+            ddp.module, compile_local, fullgraph=request.fullgraph, cache_limit=limit
         )
         self._in_graph = CompiledFunction(
-            ddp.module, self._compile_in_graph, fullgraph=True, cache_size_limit=limit
+            ddp.module, self._compile_in_graph, fullgraph=True, cache_limit=limit
         )
 
     @property

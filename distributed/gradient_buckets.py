@@ -17,7 +17,9 @@ from bucketing.bucket import BucketPlan
 
 
 class CollectiveObserver(Protocol):
-    """Told when a bucket's all-reduce is started, to draw a measured step."""
+    """Told before and after a bucket's all-reduce is started, to draw a measured step."""
+
+    def collective_starting(self, bucket: int) -> None: ...
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
 
@@ -78,6 +80,8 @@ class GradientBuckets:
                 if held is not None:
                     self._gradients[parameter.name].add_(held, alpha=self.factor)
         buffer = self._buffers[bucket]
+        if self.observer is not None:
+            self.observer.collective_starting(bucket)
         work = dist.all_reduce(buffer, self._operation, group=self.group, async_op=True)
         self._works[bucket] = work
         if self.observer is not None:

@@ -20,6 +20,7 @@ class HostRecorder:
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
         self._started_s = 0.0
+        self._starting_s = 0.0
 
     def region_started(self, name: str) -> None:
         self._started_s = time.perf_counter()
@@ -27,8 +28,11 @@ class HostRecorder:
     def region_finished(self, name: str) -> None:
         self._intervals.append(Interval("compute", name, self._started_s, time.perf_counter()))
 
+    def collective_starting(self, bucket: int) -> None:
+        self._starting_s = time.perf_counter()
+
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
-        started_s = time.perf_counter()
+        started_s = self._starting_s
 
         def ended(_: Any) -> None:
             label = f"bucket {bucket}"
@@ -49,6 +53,7 @@ class DeviceRecorder:
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._started: torch.cuda.Event | None = None
+        self._starting: torch.cuda.Event | None = None
         self._pairs: list[tuple[Any, str, torch.cuda.Event, torch.cuda.Event, int]] = []
 
     def region_started(self, name: str) -> None:
@@ -58,8 +63,12 @@ class DeviceRecorder:
         assert self._started is not None
         self._pairs.append(("compute", name, self._started, self._mark(torch.cuda.current_stream(self._device)), 0))
 
+    def collective_starting(self, bucket: int) -> None:
+        self._starting = self._mark(torch.cuda.current_stream(self._device))
+
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
-        started = self._mark(torch.cuda.current_stream(self._device))
+        assert self._starting is not None
+        started = self._starting
         with torch.cuda.stream(self._stream):
             work.wait()
             ended = self._mark(self._stream)

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def main() -> None:
         report = make_report(eager, compiled, difference, timeline, tokens_per_step)
         report |= {"device": str(device.type), "processes": world_size}
         write_results(out, report, timeline)
-        Console().print(make_table(report))
+        # A pipe has no width of its own; the default of 80 would fold every line of the buckets.
+        Console(width=None if sys.stdout.isatty() else 120).print(make_table(report))
     dist.destroy_process_group()
 
 
@@ -229,7 +231,7 @@ def make_table(report: dict[str, Any]) -> Table:
     table = Table(title=f"eager and compiled DDP, {report['processes']} processes, {report['device']}")
     table.add_column("")
     table.add_column("eager DDP", justify="right")
-    table.add_column("compiled DDP", justify="right")
+    table.add_column("compiled DDP", justify="right", overflow="fold")
     table.add_row("median step", f"{report['eager_step_ms']:.1f} ms", f"{report['compiled_step_ms']:.1f} ms")
     speeds = (report["eager_tokens_per_s"], report["compiled_tokens_per_s"])
     table.add_row("tokens/s", *(f"{speed:,.0f}" for speed in speeds))

@@ -6,10 +6,11 @@ from compile_core.ir.loops import LoopNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import build
+from compile_core.lowering.build import build, generate
+from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
-from compile_core.lowering.generate import generate
+from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
@@ -20,7 +21,7 @@ decompositions = decomposition_table
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
     """Stages 5 to 7 for one region: loops, fusion, kernels, and the function that calls them."""
-    program = fuse(lower(compute))
+    program = fuse(choose_gemm(lower(compute), gemm_speed(options.cache_folder)))
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))

@@ -16,7 +16,8 @@ import torch
 
 from compile_core.errors import InternalError
 from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, Load, LoopNest, LoopProgram, Step, Store, View
+from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, View
+from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 
 Kernel = Callable[..., None]
@@ -89,7 +90,7 @@ class _Writer:
         freed_after = _freed_after(program)
         for position, step in enumerate(program.steps):
             if isinstance(step, LoopNest):
-                self._allocate(_written(step), allocated)
+                self._allocate(sorted(writes(step)), allocated)
                 self._call_kernel(step)
             else:
                 self._allocate([view.buffer for view in step.out.values()], allocated)
@@ -177,33 +178,15 @@ def _returns_tuple(call: ExternCall) -> bool:
     return len(returns) != 1 or returns[0].type.kind() == "ListType"
 
 
-def _written(nest: LoopNest) -> list[str]:
-    return [statement.access.buffer for statement in nest.body if isinstance(statement, Store)]
-
-
 def _freed_after(program: LoopProgram) -> list[list[str]]:
     """For each step, the temporaries that nothing reads or writes after it."""
     kept = {*program.inputs, *program.destinations, *program.constants}
     kept |= {view.buffer for view in program.outputs if view is not None}
     last: dict[str, int] = {}
     for position, step in enumerate(program.steps):
-        last.update(dict.fromkeys(_touched(step), position))
+        last.update(dict.fromkeys(reads(step) | writes(step), position))
     freed: list[list[str]] = [[] for _ in program.steps]
     for name, position in last.items():
         if name not in kept:
             freed[position].append(name)
     return freed
-
-
-def _touched(step: Step) -> set[str]:
-    if isinstance(step, LoopNest):
-        return {statement.access.buffer for statement in step.body if isinstance(statement, (Load, Store))}
-    found = {name for name in step.outputs if name is not None}
-    frontier = [*step.arguments, *step.keywords.values(), *step.out.values()]
-    while frontier:
-        value = frontier.pop()
-        if isinstance(value, View):
-            found.add(value.buffer)
-        elif isinstance(value, (list, tuple)):
-            frontier.extend(value)
-    return found

@@ -1,0 +1,19 @@
+"""The front end: from a Python function and its arguments to a graph, without running the function."""
+
+from compile_core.capture.base import PlainCall
+from compile_core.capture.capture_frame import argument_names, capture
+from compile_core.capture.global_state import must_run_plain, normal_tensors
+from compile_core.capture.graph_breaks import resume_function
+from compile_core.capture.guards import compile_check, compile_function, explain_failure
+
+__all__ = [
+    "PlainCall",
+    "argument_names",
+    "capture",
+    "compile_check",
+    "compile_function",
+    "explain_failure",
+    "must_run_plain",
+    "normal_tensors",
+    "resume_function",
+]

@@ -1,0 +1,236 @@
+"""The base of symbolic values, and the state that one capture carries.
+
+A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and answers
+the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is ever guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from compile_core.capture.guards import GuardSet
+from compile_core.errors import CodeLocation, Unsupported
+from compile_core.ir.sources import Reference, ReferenceSource, Source
+
+
+class PlainCall(Exception):
+    """This one call should run as plain Python: the user's program raises, or depends on something transient."""
+
+
+class SymbolicRaise(Exception):
+    """A Python exception of the captured program, on its way through the symbolic frames."""
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+class Value:
+    """A symbolic Python object. ``source`` says where the object was before the call, None if it did not exist."""
+
+    source: Source | None = None
+
+    def python_type(self) -> type:
+        """The type of the object."""
+        raise NotImplementedError(type(self).__name__)
+
+    def describe(self) -> str:
+        """A few words for error messages."""
+        return f"a {self.python_type().__name__}"
+
+    def truth(self, state: CaptureState) -> bool:
+        raise state.unsupported("truth-value", f"no rule for the truth value of {self.describe()}")
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        raise state.unsupported("attribute", f"no rule for the attribute {name!r} of {self.describe()}")
+
+    def has_attribute(self, state: CaptureState, name: str) -> bool:
+        try:
+            self.get_attribute(state, name)
+        except SymbolicRaise as raised:
+            if issubclass(raised.value.python_type(), AttributeError):
+                return False
+            raise
+        return True
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        raise state.unsupported(
+            "attribute-store", f"no rule to store the attribute {name!r} of {self.describe()}"
+        )
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        raise state.unsupported("attribute-delete", f"no rule to delete {name!r} of {self.describe()}")
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        raise state.unsupported("call", f"no rule for a call of {self.describe()}")
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        """Call a method; families with a table of methods override this."""
+        return self.get_attribute(state, name).call(state, args, kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        """What ``iter()`` returns: a value with ``advance``."""
+        raise state.unsupported("iteration", f"no rule to iterate over {self.describe()}")
+
+    def advance(self, state: CaptureState) -> Value | None:
+        """The next item of an iterator, None at its end."""
+        raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
+
+    def length(self, state: CaptureState) -> int:
+        raise state.unsupported("length", f"no rule for the length of {self.describe()}")
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        raise state.unsupported("subscript", f"no rule for a subscript of {self.describe()}")
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        raise state.unsupported("subscript-store", f"no rule for a subscript store to {self.describe()}")
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        raise state.unsupported("subscript-delete", f"no rule for a subscript deletion of {self.describe()}")
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        raise state.unsupported("containment", f"no rule for `in` of {self.describe()}")
+
+    def as_constant(self) -> Any:
+        """The real object, if it is known in full; else raises NotConstant."""
+        raise NotConstant(self)
+
+    def hash_key(self, state: CaptureState) -> Any:
+        """A real object that hashes and compares as the object does in a dictionary."""
+        raise state.unsupported("hash", f"no rule to use {self.describe()} as a dictionary key")
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        """The argument of a graph node that stands for the object."""
+        raise state.unsupported(
+            "graph-argument", f"{self.describe()} cannot be an argument of a tensor operation"
+        )
+
+
+class NotConstant(Exception):
+    """The object behind a value is not known in full."""
+
+
+class NullValue(Value):
+    """The NULL that CPython pushes below or above a callable, and an unset local variable."""
+
+    def python_type(self) -> type:
+        return type(None)
+
+
+NULL = NullValue()
+
+
+@dataclass(frozen=True)
+class LazyValue:
+    """An item of an existing container that was not read yet, and is hence not guarded."""
+
+    real: Any
+    source: Source | None
+
+
+class FrameLike(Protocol):
+    """What the state needs of a symbolic frame."""
+
+    def location(self) -> CodeLocation: ...
+
+
+class CaptureState:
+    """All that one capture changes; nothing of it outlives a capture that fails.
+
+    Families of values see this class only; ``state.Capture`` fills in the operations that need several families.
+    """
+
+    def __init__(self, graph: Any, effects: Any) -> None:
+        self.graph = graph
+        self.effects = effects
+        self.guards = GuardSet()
+        self.frames: list[FrameLike] = []
+        # Existing objects with identity that were met, so that a second path to one finds the same value.
+        self.known: dict[int, tuple[Any, Value]] = {}
+        # In-place operations return their operand: the same fake tensor means the same tensor.
+        self.tensor_of_fake: dict[int, Any] = {}
+        self._references: dict[int, Reference] = {}
+
+    def location(self) -> CodeLocation | None:
+        return self.frames[-1].location() if self.frames else None
+
+    def unsupported(self, reason_id: str, explanation: str, hint: str = "") -> Unsupported:
+        """An Unsupported that points at the user's line."""
+        return Unsupported(reason_id, explanation, hint, self.location())
+
+    def reference(self, label: str, value: Any) -> Reference:
+        """The one reference to an object that the compiled function holds."""
+        found = self._references.get(id(value))
+        if found is None:
+            found = self._references[id(value)] = Reference(label, value)
+        return found
+
+    def reference_source(self, label: str, value: Any) -> Source:
+        return ReferenceSource(self.reference(label, value))
+
+    def realize(self, item: Value | LazyValue) -> Value:
+        return self.wrap(item.real, item.source) if isinstance(item, LazyValue) else item
+
+    def wrap(self, real: Any, source: Source | None) -> Value:
+        """The value of an existing object. Without a source it is trusted to be the same at every call."""
+        raise NotImplementedError
+
+    def original_of(self, real: Any) -> Any:
+        """What a compiled function was made from; anything else is returned as it is."""
+        raise NotImplementedError
+
+    def from_constant(self, real: Any) -> Value:
+        """The value of what a pure function of constants returned."""
+        raise NotImplementedError
+
+    def inline(self, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Run a Python function symbolically."""
+        raise NotImplementedError
+
+    def wrap_trusted_function(self, function: Any) -> Value:
+        """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
+        return self.wrap(function, None)
+
+    def is_module_class(self, cls: type) -> bool:
+        """Whether a class is one of ``torch.nn.Module``."""
+        raise NotImplementedError
+
+    def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
+        """An exception that the captured program raises here; the caller raises the result."""
+        raise NotImplementedError
+
+    def equal(self, one: Value, other: Value) -> bool:
+        """``one == other`` where the answer is known."""
+        raise NotImplementedError
+
+    def items_of(self, value: Value) -> list[Value]:
+        """All items of an iterable."""
+        items = []
+        iterator = value.iterate(self)
+        while (item := iterator.advance(self)) is not None:
+            items.append(item)
+        return items
+
+    def class_attribute(self, owner: Value, name: str) -> Value:
+        """An attribute that is looked up on the class of a value and bound to it."""
+        raise NotImplementedError
+
+    def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Record an operation on tensors; ``op`` is call_function or call_method."""
+        raise NotImplementedError
+
+    def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """Record a change of a mode of torch and make it for the rest of the capture; returns the node."""
+        raise NotImplementedError
+
+    def loaded_module(self, name: str) -> Value | None:
+        """A Python module that was imported already."""
+        raise NotImplementedError
+
+
+def constants_of(values: list[Value]) -> list[Any]:
+    """The real objects of values that are all known; raises NotConstant."""
+    return [value.as_constant() for value in values]

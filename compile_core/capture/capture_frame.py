@@ -1,0 +1,232 @@
+"""Capture of one call: run the function's bytecode symbolically, then close the graph and write the runner."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.capture.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.frame import BreakRequested, Frame
+from compile_core.capture.functions import FunctionValue
+from compile_core.capture.global_state import global_state, normal_tensors
+from compile_core.capture.graph_breaks import BreakWriter
+from compile_core.capture.modules import ModuleValue, check_no_hooks
+from compile_core.capture.reconstruct import RunnerWriter
+from compile_core.capture.state import Capture
+from compile_core.capture.wrap import wrap_cell
+from compile_core.errors import Unsupported
+from compile_core.ir.captured import CapturedFrame, verify_captured_graph
+from compile_core.ir.sources import ItemSource, LocalSource
+
+
+CELLS_ARGUMENT = "_gs_cells"
+
+
+def argument_names(code: types.CodeType, cells_argument: bool = False) -> tuple[str, ...]:
+    """The parameters of a code object in the order of its locals: positional, keyword-only, *args, **kwargs.
+
+    With ``cells_argument`` the tuple of closure cells comes before them.
+    """
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return ((CELLS_ARGUMENT,) if cells_argument else ()) + code.co_varnames[:count]
+
+
+def capture(
+    function: types.FunctionType,
+    arguments: tuple[Any, ...],
+    *,
+    is_module_call: bool = False,
+    cells_argument: bool = False,
+    allow_breaks: bool = True,
+    original_of: Callable[[Any], Any] = lambda value: value,
+) -> CapturedFrame:
+    """Capture one call of a function, without running it and without changing anything that the user can see.
+
+    Args:
+        function: the Python function.
+        arguments: one value per parameter in the order of ``argument_names``.
+        is_module_call: the function is the ``forward`` of the module that is its first argument, called through the
+            module, which must then have no hooks.
+        cells_argument: the first argument is the tuple of the function's closure cells, which differ from call to
+            call; the cells of ``function`` itself are not used.
+        allow_breaks: end the graph at what has no rule and go on in a resume function.
+        original_of: what a compiled function was made from, so that it is inlined instead of called.
+
+    Returns:
+        The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason`` says why.
+
+    Raises:
+        PlainCall: this call must run as plain Python, because the program itself raises.
+    """
+    call = _Call(function, arguments, is_module_call, cells_argument, original_of)
+    captured, step = _attempt(call, None, None)
+    if captured.break_reason is not None and allow_breaks and step is not None:
+        # What was captured of the failing instruction must go, so the capture is made again up to it.
+        shorter, _ = _attempt(call, step, captured.break_reason)
+        return shorter
+    return captured
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: types.FunctionType
+    arguments: tuple[Any, ...]
+    is_module_call: bool
+    cells_argument: bool
+    original_of: Callable[[Any], Any]
+
+
+def _attempt(
+    call: _Call, stop_at_step: int | None, reason: Unsupported | None
+) -> tuple[CapturedFrame, int | None]:
+    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
+    state = Capture(call.original_of)
+    state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
+    with normal_tensors():
+        return _interpret(state, call, stop_at_step, reason)
+
+
+def _interpret(
+    state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None
+) -> tuple[CapturedFrame, int | None]:
+    grad_mode = torch.is_grad_enabled()
+    names = argument_names(call.function.__code__, call.cells_argument)
+    frame = None
+    finishing = False
+    try:
+        frame = _start(state, call, dict(zip(names, call.arguments, strict=True)))
+        frame.stop_at_step = stop_at_step
+        if call.is_module_call:
+            module = state.realize(frame.locals.get(names[0]) or _content(frame, names[0]))
+            assert isinstance(module, ModuleValue)
+            check_no_hooks(state, module)
+        try:
+            frame.run()
+        except BreakRequested:
+            pass
+        finishing = True
+        return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
+    except Unsupported as error:
+        step = None if frame is None or finishing or frame.steps == 0 else frame.steps - 1
+        return CapturedFrame(None, tuple(state.guards), names, None, error), step
+    except SymbolicRaise as raised:
+        raise PlainCall(f"the function raises {raised.value.describe()}") from None
+    finally:
+        for mode in reversed(state.open_modes):
+            mode.__exit__(None, None, None)
+        torch._C._set_grad_enabled(grad_mode)
+
+
+def _content(frame: Frame, name: str) -> Any:
+    return frame.cells[name].content
+
+
+def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
+    function = call.function
+    if call.cells_argument:
+        passed = arguments.pop(CELLS_ARGUMENT)
+        place = LocalSource(CELLS_ARGUMENT)
+        cells = tuple(wrap_cell(state, cell, ItemSource(place, index)) for index, cell in enumerate(passed))
+    else:
+        cells = tuple(
+            wrap_cell(state, cell, state.reference_source(name, cell))
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+    value = FunctionValue(
+        function.__code__, function.__globals__, cells, [], {}, function, None, function.__qualname__
+    )
+    lazy: dict[str, Any] = {name: LazyValue(real, LocalSource(name)) for name, real in arguments.items()}
+    if function.__code__.co_flags & (
+        inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    ):
+        raise Unsupported("generator", f"{function.__qualname__} is a generator or coroutine")
+    return Frame(state, value, lazy)
+
+
+def _finish(
+    state: Capture,
+    frame: Frame,
+    names: tuple[str, ...],
+    grad_mode: bool,
+    reason: Unsupported | None,
+    cells_argument: bool,
+) -> CapturedFrame:
+    """Close the graph and write the runner; the frame has returned, or stands before the instruction to break at."""
+    ending = None
+    writer = RunnerWriter(state)
+    if frame.result is None:
+        ending = BreakWriter(state, frame, writer, cells_argument)
+        ending.check()
+    if torch.is_grad_enabled() != grad_mode or state.open_modes:
+        raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
+    if ending is None:
+        assert frame.result is not None
+        last_lines, points = [f"return {writer.emit(frame.result)}"], []
+    else:
+        ending.build()
+        last_lines, points = ending.lines, ending.points
+    writer.replay(state.effects)
+    _guard_distinct(state)
+    _check_inputs(state)
+    # Any operation may have an effect of its own (batch norm writes statistics, dropout draws numbers).
+    has_graph = any(node.op != "placeholder" for node in state.graph.graph.nodes)
+    graph = None
+    if has_graph:
+        graph = state.graph.finish(writer.outputs)
+        verify_captured_graph(graph)
+    runner = writer.finish(names, has_graph, last_lines)
+    return CapturedFrame(graph, tuple(state.guards), names, runner, reason, tuple(points))
+
+
+def _guard_distinct(state: CaptureState) -> None:
+    """Where an object was changed, other objects of its type must not turn out to be the same one."""
+    changed = list(state.effects.containers.values())
+    changed += state.effects.cells.values()
+    changed += [owner for owner in {id(owner): owner for owner in state.effects.attributes.values()}.values()]
+    others = [value for _, value in state.known.values() if value.source is not None]
+    for value in changed:
+        for other in others:
+            alike = type(other) is type(value) and other.python_type() is value.python_type()
+            if alike and other is not value and not isinstance(value, ConstantValue):
+                assert value.source is not None and other.source is not None
+                state.guards.distinct(value.source, other.source)
+
+
+def _check_inputs(state: Capture) -> None:
+    """Inputs that the graph writes to keep their metadata, and no other input may overlap them."""
+    graph = state.graph
+    changed = []
+    for index, (entry, real, version) in enumerate(
+        zip(graph.inputs, graph.real_inputs, graph.input_versions, strict=True)
+    ):
+        fake = entry.example
+        if (
+            fake.requires_grad != real.requires_grad
+            or fake.shape != real.shape
+            or fake.stride() != real.stride()
+        ):
+            raise state.unsupported("input-metadata", f"the function changes the metadata of {entry.source}")
+        if fake._version != version:
+            changed.append(index)
+    for index in changed:
+        for other, entry in enumerate(graph.inputs):
+            if other != index and _overlap(graph.real_inputs[index], graph.real_inputs[other]):
+                raise state.unsupported(
+                    "overlapping-inputs",
+                    f"the function writes to {graph.inputs[index].source}, whose memory {entry.source} shares",
+                )
+        state.guards.no_overlap(graph.inputs, index)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and one.numel() * other.numel() != 0
+    )

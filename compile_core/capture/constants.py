@@ -1,0 +1,173 @@
+"""Values that are known in full: literals, and what pure functions of literals return."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+import torch
+
+from compile_core.capture.base import CaptureState, NotConstant, Value, constants_of
+
+LITERAL_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def is_literal(real: object) -> bool:
+    """Whether an object is immutable, compares by value, and prints as itself."""
+    return type(real) in LITERAL_TYPES or isinstance(real, enum.Enum)
+
+
+class ConstantValue(Value):
+    """A literal."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def python_type(self) -> type:
+        return type(self.value)
+
+    def describe(self) -> str:
+        return f"the constant {self.value!r}"
+
+    def as_constant(self) -> Any:
+        return self.value
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.value
+
+    def truth(self, state: CaptureState) -> bool:
+        return bool(self.value)
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        if isinstance(self.value, range):
+            return list(self.value)
+        if isinstance(self.value, enum.Enum):
+            raise state.unsupported("graph-argument", f"{self.value!r} as an argument of a tensor operation")
+        return self.value
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if isinstance(self.value, enum.Enum) and name not in ("name", "value", "_value_", "_name_"):
+            raise state.unsupported("enum-attribute", f"the attribute {name!r} of {self.value!r}")
+        try:
+            found = getattr(self.value, name)
+        except AttributeError as error:
+            raise state.raise_exception(AttributeError, str(error)) from None
+        if callable(found) and not isinstance(found, type):
+            return BuiltinMethod(self, name)
+        return state.from_constant(found)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if isinstance(self.value, enum.Enum):
+            raise state.unsupported("enum-method", f"the method {name!r} of {self.value!r}")
+        method = getattr(self.value, name, None)
+        if method is None:
+            raise state.raise_exception(
+                AttributeError, f"{type(self.value).__name__!r} object has no {name!r}"
+            )
+        return fold(state, method, args, kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        if not isinstance(self.value, (str, bytes, range)):
+            raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not iterable")
+        return SequenceIterator([state.from_constant(item) for item in self.value])
+
+    def length(self, state: CaptureState) -> int:
+        if not isinstance(self.value, (str, bytes, range)):
+            raise state.raise_exception(
+                TypeError, f"object of type {type(self.value).__name__!r} has no len()"
+            )
+        return len(self.value)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if not isinstance(self.value, (str, bytes, range)):
+            raise state.raise_exception(
+                TypeError, f"{type(self.value).__name__!r} object is not subscriptable"
+            )
+        return fold(state, lambda index: self.value[index], [key], {})
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return bool(fold(state, lambda wanted: wanted in self.value, [item], {}).as_constant())
+
+
+def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Call a pure function on known arguments. What it raises, the captured program raises."""
+    try:
+        real_args = constants_of(args)
+        real_kwargs = {key: value.as_constant() for key, value in kwargs.items()}
+    except NotConstant as error:
+        name = getattr(function, "__name__", str(function))
+        raise state.unsupported(
+            "call-of-builtin", f"no rule for {name} with {error.args[0].describe()} as an argument"
+        ) from None
+    try:
+        result = function(*real_args, **real_kwargs)
+    except Exception as error:
+        raise state.raise_exception(type(error), *error.args) from None
+    return state.from_constant(result)
+
+
+class BuiltinMethod(Value):
+    """A method of a built-in type, bound to its object."""
+
+    def __init__(self, owner: Value, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def python_type(self) -> type:
+        return types.BuiltinMethodType
+
+    def describe(self) -> str:
+        return f"the method {self.name!r} of {self.owner.describe()}"
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return self.owner.call_method(state, self.name, args, kwargs)
+
+
+class SequenceIterator(Value):
+    """An iterator over items that are all there; also the iterator of a list that may grow meanwhile."""
+
+    def __init__(self, items: list[Any], cls: type = type(iter(()))) -> None:
+        self.items = items
+        self.index = 0
+        self.cls = cls
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def iterate(self, state: CaptureState) -> Value:
+        return self
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.index >= len(self.items):
+            self.index = len(self.items)
+            self.items = []
+            self.index = 0
+            return None
+        item = state.realize(self.items[self.index])
+        self.items[self.index] = item
+        self.index += 1
+        return item

@@ -1,0 +1,538 @@
+"""Tuples, lists, dictionaries, sets and slices: built in the frame, or existing and read item by item."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compile_core.capture.base import CaptureState, LazyValue, Value
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, fold
+
+Item = Value | LazyValue
+
+
+class ContainerValue(Value):
+    """What the containers share. ``trusted`` marks an existing container without a source, which is read-only."""
+
+    methods: dict[str, Callable[..., Value]] = {}
+    cls: type
+    trusted = False
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        return self.length(state) != 0
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in self.methods:
+            return BuiltinMethod(self, name)
+        if not hasattr(self.cls, name):
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}"
+            )
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        method = self.methods.get(name)
+        if method is None:
+            return self.get_attribute(state, name).call(state, args, kwargs)
+        try:
+            return method(self, state, *args, **kwargs)
+        except TypeError as error:
+            raise state.unsupported("container-method", f"{self.cls.__name__}.{name}: {error}") from error
+
+    def before_change(self, state: CaptureState) -> None:
+        if self.trusted:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()} that belongs to a library"
+            )
+        state.effects.container_changed(self)
+
+
+class SequenceValue(ContainerValue):
+    """A tuple, list, or a subclass of tuple with named fields."""
+
+    def __init__(self, items: list[Item], cls: type, source: Any = None) -> None:
+        self.items = items
+        self.cls = cls
+        self.source = source
+
+    def get(self, state: CaptureState, index: int) -> Value:
+        item = state.realize(self.items[index])
+        self.items[index] = item
+        return item
+
+    def all(self, state: CaptureState) -> list[Value]:
+        return [self.get(state, index) for index in range(len(self.items))]
+
+    def as_constant(self) -> Any:
+        items = [item.real if isinstance(item, LazyValue) else item.as_constant() for item in self.items]
+        if any(isinstance(item, LazyValue) for item in self.items):
+            return super().as_constant()
+        if self.cls in (tuple, list, torch.Size):
+            return self.cls(items)
+        if hasattr(self.cls, "_fields"):
+            return self.cls(*items)
+        return super().as_constant()
+
+    def hash_key(self, state: CaptureState) -> Any:
+        if self.cls is list:
+            raise state.raise_exception(TypeError, "unhashable type: 'list'")
+        return tuple(item.hash_key(state) for item in self.all(state))
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        items = [item.graph_argument(state) for item in self.all(state)]
+        return items if self.cls is list else tuple(items)
+
+    def length(self, state: CaptureState) -> int:
+        return len(self.items)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if isinstance(key, SliceValue):
+            picked = list(range(len(self.items)))[key.as_constant()]
+            cls = self.cls if self.cls in (list, torch.Size) else tuple
+            return SequenceValue([self.get(state, index) for index in picked], cls)
+        index = _index(state, key)
+        if not -len(self.items) <= index < len(self.items):
+            raise state.raise_exception(IndexError, f"{self.cls.__name__} index out of range")
+        return self.get(state, index % len(self.items))
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return any(state.equal(member, item) for member in self.all(state))
+
+    def iterate(self, state: CaptureState) -> Value:
+        # A list's iterator sees later changes of the list, so it shares the items.
+        items = self.items if self.cls is list else list(self.items)
+        return SequenceIterator(items, type(iter([])) if self.cls is list else type(iter(())))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        fields = sequence_fields(self.cls)
+        if name in fields:
+            return self.get(state, fields.index(name))
+        if hasattr(self.cls, "_fields") and name not in self.methods:
+            return state.class_attribute(self, name)
+        return super().get_attribute(state, name)
+
+    def index(self, state: CaptureState, item: Value) -> Value:
+        for position, member in enumerate(self.all(state)):
+            if state.equal(member, item):
+                return ConstantValue(position)
+        raise state.raise_exception(ValueError, "not in the sequence")
+
+    def count(self, state: CaptureState, item: Value) -> Value:
+        return ConstantValue(sum(state.equal(member, item) for member in self.all(state)))
+
+    def numel(self, state: CaptureState) -> Value:
+        if self.cls is not torch.Size:
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute 'numel'"
+            )
+        return fold(state, torch.Size.numel, [self], {})
+
+    methods = {"index": index, "count": count, "numel": numel}
+
+
+class ListValue(SequenceValue):
+    """A list, with its changes."""
+
+    def __init__(self, items: list[Item], source: Any = None) -> None:
+        super().__init__(items, list, source)
+
+    def _replace(self, state: CaptureState, items: list[Item]) -> None:
+        self.before_change(state)
+        self.items[:] = items
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        items = list(self.items)
+        if isinstance(key, SliceValue):
+            items[key.as_constant()] = state.items_of(value)
+        else:
+            index = _index(state, key)
+            if not -len(items) <= index < len(items):
+                raise state.raise_exception(IndexError, "list assignment index out of range")
+            items[index] = value
+        self._replace(state, items)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        items = list(self.items)
+        if not isinstance(key, SliceValue):
+            index = _index(state, key)
+            if not -len(items) <= index < len(items):
+                raise state.raise_exception(IndexError, "list assignment index out of range")
+        del items[key.as_constant()]
+        self._replace(state, items)
+
+    def append(self, state: CaptureState, item: Value) -> Value:
+        self._replace(state, [*self.items, item])
+        return ConstantValue(None)
+
+    def extend(self, state: CaptureState, items: Value) -> Value:
+        self._replace(state, [*self.items, *state.items_of(items)])
+        return ConstantValue(None)
+
+    def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
+        items = list(self.items)
+        items.insert(_index(state, index), item)
+        self._replace(state, items)
+        return ConstantValue(None)
+
+    def pop(self, state: CaptureState, index: Value | None = None) -> Value:
+        position = -1 if index is None else _index(state, index)
+        if not -len(self.items) <= position < len(self.items):
+            raise state.raise_exception(IndexError, "pop index out of range")
+        items = list(self.items)
+        item = state.realize(items.pop(position))
+        self._replace(state, items)
+        return item
+
+    def remove(self, state: CaptureState, item: Value) -> Value:
+        position = self.index(state, item).as_constant()
+        self.delete_item(state, ConstantValue(position))
+        return ConstantValue(None)
+
+    def clear(self, state: CaptureState) -> Value:
+        self._replace(state, [])
+        return ConstantValue(None)
+
+    def reverse(self, state: CaptureState) -> Value:
+        self._replace(state, self.items[::-1])
+        return ConstantValue(None)
+
+    def copy(self, state: CaptureState) -> Value:
+        return ListValue(list(self.all(state)))
+
+    def sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> Value:
+        self._replace(state, list(sorted_values(state, self.all(state), key, reverse)))
+        return ConstantValue(None)
+
+    methods = SequenceValue.methods | {
+        "append": append,
+        "extend": extend,
+        "insert": insert,
+        "pop": pop,
+        "remove": remove,
+        "clear": clear,
+        "reverse": reverse,
+        "copy": copy,
+        "sort": sort,
+    }
+
+
+def sorted_values(
+    state: CaptureState, items: list[Value], key: Value | None, reverse: Value | None
+) -> list[Value]:
+    """Sort by constants; the sort is stable as Python's is."""
+    keyed = items
+    if key is not None and not (isinstance(key, ConstantValue) and key.value is None):
+        keyed = [key.call(state, [item], {}) for item in items]
+    constants = fold(state, lambda *reals: list(reals), keyed, {}).as_constant()
+    backwards = reverse is not None and reverse.truth(state)
+    order = fold(
+        state,
+        lambda: sorted(range(len(items)), key=constants.__getitem__, reverse=backwards),
+        [],
+        {},
+    ).as_constant()
+    return [items[index] for index in order]
+
+
+def sequence_fields(cls: type) -> tuple[str, ...]:
+    """Names of the fields of a named tuple or of torch's structured results."""
+    fields = getattr(cls, "_fields", None)
+    if fields is not None:
+        return tuple(fields)
+    if cls.__module__ == "torch.return_types":
+        return tuple(getattr(cls, "__match_args__", ()))
+    return ()
+
+
+def _index(state: CaptureState, key: Value) -> int:
+    real = key.as_constant() if isinstance(key, ConstantValue) else None
+    if not isinstance(real, int):
+        raise state.unsupported("index", f"{key.describe()} as an index of a sequence")
+    return int(real)
+
+
+class SliceValue(Value):
+    """A slice object."""
+
+    def __init__(self, parts: list[Value]) -> None:
+        self.parts = parts
+
+    def python_type(self) -> type:
+        return slice
+
+    def as_constant(self) -> Any:
+        return slice(*(part.as_constant() for part in self.parts))
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return slice(*(part.graph_argument(state) for part in self.parts))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("start", "stop", "step"):
+            return self.parts[("start", "stop", "step").index(name)]
+        return super().get_attribute(state, name)
+
+
+class DictValue(ContainerValue):
+    """A dictionary. Of an existing one only the entries that were read are guarded, until its keys matter."""
+
+    def __init__(
+        self,
+        entries: dict[Any, tuple[Value, Item]],
+        cls: type = dict,
+        source: Any = None,
+        default_factory: Value | None = None,
+    ) -> None:
+        self.entries = entries
+        self.cls = cls
+        self.source = source
+        self.default_factory = default_factory
+        self.keys_guarded = source is None
+        self.original_keys = tuple(entries)
+
+    def guard_keys(self, state: CaptureState) -> None:
+        if not self.keys_guarded:
+            self.keys_guarded = True
+            for key in self.original_keys:
+                if not _prints(key):
+                    raise state.unsupported("dict-key", f"a dictionary with the key {key!r} from outside")
+            state.guards.keys(self.source, self.original_keys)
+
+    def before_change(self, state: CaptureState) -> None:
+        self.guard_keys(state)
+        super().before_change(state)
+
+    def get(self, state: CaptureState, key: Any) -> Value:
+        key_value, item = self.entries[key]
+        real = state.realize(item)
+        self.entries[key] = (key_value, real)
+        return real
+
+    def find(self, state: CaptureState, key: Value) -> Value | None:
+        """The item of a key; None where there is none, which is then guarded."""
+        real = key.hash_key(state)
+        if real in self.entries:
+            if not self.keys_guarded and not _prints(real):
+                raise state.unsupported("dict-key", f"the dictionary key {real!r}")
+            return self.get(state, real)
+        if not self.keys_guarded:
+            if _prints(real):
+                state.guards.absent(self.source, real)
+            else:
+                self.guard_keys(state)
+        return None
+
+    def as_constant(self) -> Any:
+        if self.cls is not dict or any(isinstance(item, LazyValue) for _, item in self.entries.values()):
+            return super().as_constant()
+        if not self.keys_guarded:
+            return super().as_constant()
+        return {
+            key.as_constant(): item.as_constant()
+            for key, item in self.entries.values()
+            if not isinstance(item, LazyValue)
+        }
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        self.guard_keys(state)
+        return {key: self.get(state, key).graph_argument(state) for key in self.entries}
+
+    def length(self, state: CaptureState) -> int:
+        self.guard_keys(state)
+        return len(self.entries)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        found = self.find(state, key)
+        if found is not None:
+            return found
+        if self.default_factory is not None:
+            made = self.default_factory.call(state, [], {})
+            self.set_item(state, key, made)
+            return made
+        raise state.raise_exception(KeyError, key.hash_key(state))
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        self.before_change(state)
+        real = key.hash_key(state)
+        kept = self.entries[real][0] if real in self.entries else key
+        self.entries[real] = (kept, value)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        if self.find(state, key) is None:
+            raise state.raise_exception(KeyError, key.hash_key(state))
+        self.before_change(state)
+        del self.entries[key.hash_key(state)]
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        real = item.hash_key(state)
+        if real in self.entries and not self.keys_guarded and _prints(real):
+            state.guards.present(self.source, real)
+            return True
+        return self.find(state, item) is not None
+
+    def key_values(self, state: CaptureState) -> list[Value]:
+        self.guard_keys(state)
+        return [key for key, _ in self.entries.values()]
+
+    def iterate(self, state: CaptureState) -> Value:
+        return SequenceIterator(list(self.key_values(state)), type(iter({})))
+
+    def keys(self, state: CaptureState) -> Value:
+        return DictView(self, "keys")
+
+    def values(self, state: CaptureState) -> Value:
+        return DictView(self, "values")
+
+    def items(self, state: CaptureState) -> Value:
+        return DictView(self, "items")
+
+    def get_or(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+        found = self.find(state, key)
+        return found if found is not None else default or ConstantValue(None)
+
+    def setdefault(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+        found = self.find(state, key)
+        if found is not None:
+            return found
+        self.set_item(state, key, default or ConstantValue(None))
+        return self.get_item(state, key)
+
+    def pop(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
+        found = self.find(state, key)
+        if found is None:
+            if default is None:
+                raise state.raise_exception(KeyError, key.hash_key(state))
+            return default
+        self.delete_item(state, key)
+        return found
+
+    def update(self, state: CaptureState, other: Value | None = None, **kwargs: Value) -> Value:
+        if isinstance(other, DictValue):
+            other.guard_keys(state)
+            for key, (key_value, _) in list(other.entries.items()):
+                self.set_item(state, key_value, other.get(state, key))
+        elif other is not None:
+            for pair in state.items_of(other):
+                key_value, item = state.items_of(pair)
+                self.set_item(state, key_value, item)
+        for name, item in kwargs.items():
+            self.set_item(state, ConstantValue(name), item)
+        return ConstantValue(None)
+
+    def copy(self, state: CaptureState) -> Value:
+        self.guard_keys(state)
+        entries = {key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())}
+        return DictValue(entries, self.cls, default_factory=self.default_factory)
+
+    def clear(self, state: CaptureState) -> Value:
+        self.before_change(state)
+        self.entries.clear()
+        return ConstantValue(None)
+
+    methods = {
+        "keys": keys,
+        "values": values,
+        "items": items,
+        "get": get_or,
+        "setdefault": setdefault,
+        "pop": pop,
+        "update": update,
+        "copy": copy,
+        "clear": clear,
+    }
+
+
+def new_dict(pairs: list[tuple[Value, Value]], state: CaptureState, cls: type = dict) -> DictValue:
+    """A dictionary built in the frame."""
+    made = DictValue({}, cls)
+    for key, value in pairs:
+        real = key.hash_key(state)
+        kept = made.entries[real][0] if real in made.entries else key
+        made.entries[real] = (kept, value)
+    return made
+
+
+def _prints(key: Any) -> bool:
+    """Whether a key can be written into a generated expression."""
+    if isinstance(key, tuple):
+        return type(key) is tuple and all(_prints(item) for item in key)
+    return type(key) in (str, int, bool, type(None), bytes)
+
+
+class DictView(Value):
+    """``keys()``, ``values()`` or ``items()`` of a dictionary."""
+
+    _types = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+
+    def __init__(self, owner: DictValue, what: str) -> None:
+        self.owner = owner
+        self.what = what
+
+    def python_type(self) -> type:
+        if self.owner.cls is collections.OrderedDict:
+            return type(getattr(collections.OrderedDict(), self.what)())
+        return self._types[self.what]
+
+    def truth(self, state: CaptureState) -> bool:
+        return self.length(state) != 0
+
+    def length(self, state: CaptureState) -> int:
+        return self.owner.length(state)
+
+    def iterate(self, state: CaptureState) -> Value:
+        keys = self.owner.key_values(state)
+        if self.what == "keys":
+            return SequenceIterator(list(keys))
+        values = [self.owner.get(state, key) for key in list(self.owner.entries)]
+        if self.what == "values":
+            return SequenceIterator(list(values))
+        pairs = zip(keys, values, strict=True)
+        return SequenceIterator([SequenceValue([key, value], tuple) for key, value in pairs])
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        if self.what == "keys":
+            return self.owner.contains(state, item)
+        return any(state.equal(member, item) for member in state.items_of(self))
+
+
+class SetValue(ContainerValue):
+    """A set or frozenset; its members are keys as a dictionary's are."""
+
+    def __init__(self, members: dict[Any, Value], cls: type = set, source: Any = None) -> None:
+        self.members = members
+        self.cls = cls
+        self.source = source
+
+    def as_constant(self) -> Any:
+        return self.cls(member.as_constant() for member in self.members.values())
+
+    def length(self, state: CaptureState) -> int:
+        return len(self.members)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return item.hash_key(state) in self.members
+
+    def iterate(self, state: CaptureState) -> Value:
+        # The order of a real set depends on hashes and history; only orders that cannot matter are given out.
+        if len(self.members) > 1:
+            raise state.unsupported("set-order", "the iteration order of a set", "iterate over sorted(...)")
+        return SequenceIterator(list(self.members.values()))
+
+    def add(self, state: CaptureState, item: Value) -> Value:
+        self.before_change(state)
+        self.members.setdefault(item.hash_key(state), item)
+        return ConstantValue(None)
+
+    def discard(self, state: CaptureState, item: Value) -> Value:
+        self.before_change(state)
+        self.members.pop(item.hash_key(state), None)
+        return ConstantValue(None)
+
+    methods = {"add": add, "discard": discard}

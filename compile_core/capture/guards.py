@@ -1,0 +1,206 @@
+"""Guards: what was read during capture, and the generated function that checks it again.
+
+The check is one straight function. Each source is evaluated once, at its first use, and every failed condition
+returns the number of its guard; success returns the list of the graph's input tensors, which the check passed on its
+way. Nothing is allocated but what the conditions themselves need.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compile_core.ir.captured import CapturedFrame, GraphInput, Guard
+from compile_core.ir.sources import AttributeSource, ItemSource, Reference, Source
+
+_IDENTITY_TYPES = (
+    type(None),
+    bool,
+    type(Ellipsis),
+    type(NotImplemented),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+class GuardSet:
+    """Guards in the order in which they were found, without repeats."""
+
+    def __init__(self) -> None:
+        self._guards: dict[Any, Guard] = {}
+
+    def __iter__(self):
+        return iter(self._guards.values())
+
+    def add(self, sources: Sequence[Source], condition: str, constants: Sequence[Any], text: str) -> None:
+        key = (tuple(sources), condition, tuple(id(constant) for constant in constants))
+        if key not in self._guards:
+            self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text)
+
+    def type_is(self, source: Source, cls: type) -> None:
+        self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}")
+
+    def is_object(self, source: Source, value: Any) -> None:
+        label = getattr(value, "__qualname__", None) or type(value).__name__
+        self.add([source], "{0} is {c0}", [value], f"{source} is the same {label}")
+
+    def same(self, one: Source, other: Source) -> None:
+        self.add([one, other], "{0} is {1}", [], f"{one} is {other}")
+
+    def distinct(self, one: Source, other: Source) -> None:
+        self.add([one, other], "{0} is not {1}", [], f"{one} is not {other}")
+
+    def length(self, source: Source, length: int) -> None:
+        self.add([source], f"len({{0}}) == {length}", [], f"len({source}) == {length}")
+
+    def keys(self, source: Source, keys: tuple[Any, ...]) -> None:
+        self.add([source], f"tuple({{0}}) == {keys!r}", [], f"the keys of {source} are {keys!r}")
+        if any(type(key) is not str for key in keys):
+            kinds = tuple(type(key) for key in keys)
+            self.add([source], "tuple(map(type, {0})) == {c0}", [kinds], f"the key types of {source}")
+
+    def absent(self, source: Source, key: Any) -> None:
+        self.add([source], f"{key!r} not in {{0}}", [], f"{key!r} not in {source}")
+
+    def present(self, source: Source, key: Any) -> None:
+        self.add([source], f"{key!r} in {{0}}", [], f"{key!r} in {source}")
+
+    def constant(self, source: Source, value: Any) -> None:
+        """The value is the same literal: type and equality, with 0.0 and -0.0, and nan, told apart."""
+        if isinstance(value, _IDENTITY_TYPES):
+            self.add([source], "{0} is {c0}", [value], f"{source} is {value!r}")
+            return
+        self.type_is(source, type(value))
+        if isinstance(value, (float, complex)):
+            self.add([source], f"repr({{0}}) == {repr(value)!r}", [], f"{source} == {value!r}")
+        else:
+            self.add([source], "{0} == {c0}", [value], f"{source} == {value!r}")
+
+    def tensor(self, source: Source, tensor: torch.Tensor, is_module_entry: bool) -> None:
+        """Everything that a graph takes for granted about an input tensor."""
+        cls = type(tensor)
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        requires = "" if tensor.requires_grad else "not "
+        # A parameter or buffer is never a lazily negated or conjugated view; testing every one would cost more than
+        # all the rest, so only arguments are tested.
+        lazy = "" if is_module_entry else " and not {0}.is_neg() and not {0}.is_conj()"
+        self.add(
+            [source],
+            "type({0}) is {c0} and {0}.dtype is {c1} and "
+            f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r} and {requires}{{0}}.requires_grad "
+            f"and {{0}}.device == {{c2}}{lazy}",
+            [cls, tensor.dtype, tensor.device],
+            f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{list(shape)}, "
+            f"strides {list(stride)}, on {tensor.device}, "
+            + ("requiring grad" if tensor.requires_grad else "not requiring grad"),
+        )
+
+    def no_overlap(self, inputs: Sequence[GraphInput], changed: int) -> None:
+        """An input that the graph writes to shares no memory with the tensors that come with the call.
+
+        Entries of modules were compared at capture; they change their memory only by being replaced, which the
+        program does between, not within, its steps. See Note [Overlapping inputs].
+        """
+        written = inputs[changed]
+        for index, entry in enumerate(inputs):
+            moving = "argument" in (entry.kind, written.kind)
+            if index != changed and moving:
+                self.add(
+                    [written.source, entry.source],
+                    "{c0}({0}, {1})",
+                    [_apart],
+                    f"{written.source} and {entry.source} share no memory",
+                )
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return False
+    return (
+        one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+        or not one.numel() * other.numel()
+    )
+
+
+def compile_check(frame: CapturedFrame) -> Callable[..., Any]:
+    """The guard check of a frame: called with the frame's arguments, it returns the list of input tensors, or the
+    index of the guard that failed, or -1 where following a source raised."""
+    writer = _CheckWriter()
+    for index, guard in enumerate(frame.guards):
+        names = [writer.read(source) for source in guard.sources]
+        writer.lines.append(f"if not ({writer.condition(guard, names)}): return {index}")
+    inputs = [] if frame.graph is None else [writer.read(entry.source) for entry in frame.graph.inputs]
+    writer.lines.append(f"return [{', '.join(inputs)}]")
+    arguments = ", ".join(f"l_{name}" for name in frame.arguments)
+    body = "\n".join(f"        {line}" for line in writer.lines)
+    text = f"def check({arguments}):\n    try:\n{body}\n    except Exception:\n        return -1\n"
+    return compile_function(text, "check", writer.constants)
+
+
+def explain_failure(frame: CapturedFrame, arguments: Sequence[Any]) -> str:
+    """The text of the first guard that does not hold for these arguments (slow: one evaluation per guard)."""
+    names = ", ".join(f"l_{name}" for name in frame.arguments)
+    for guard in frame.guards:
+        writer = _CheckWriter()
+        try:
+            read = [writer.read(source) for source in guard.sources]
+            writer.lines.append(f"return bool({writer.condition(guard, read)})")
+            body = "\n".join(f"    {line}" for line in writer.lines)
+            holds = compile_function(f"def check({names}):\n{body}\n", "check", writer.constants)(*arguments)
+        except Exception as error:
+            return f"{guard.text}: no longer readable ({type(error).__name__}: {error})"
+        if not holds:
+            return f"not: {guard.text}"
+    return "every guard holds"
+
+
+class _CheckWriter:
+    """Lines of the check, with one temporary per source and one global per constant."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._names: dict[Source, str] = {}
+        self._constant_names: dict[int, str] = {}
+
+    def constant(self, value: Any) -> str:
+        name = self._constant_names.get(id(value))
+        if name is None:
+            name = self._constant_names[id(value)] = f"c{len(self.constants)}"
+            self.constants[name] = value
+        return name
+
+    def reference(self, reference: Reference) -> str:
+        return self.constant(reference.value)
+
+    def read(self, source: Source) -> str:
+        name = self._names.get(source)
+        if name is None:
+            base = "" if source.base is None else self.read(source.base)
+            expression = source.expression(base, self.reference)
+            if isinstance(source, (AttributeSource, ItemSource)) or source.base is not None:
+                name = f"t{len(self._names)}"
+                self.lines.append(f"{name} = {expression}")
+            else:
+                name = expression
+            self._names[source] = name
+        return name
+
+    def condition(self, guard: Guard, names: Sequence[str]) -> str:
+        constants = {f"c{index}": self.constant(value) for index, value in enumerate(guard.constants)}
+        # Global names cost a dictionary look-up per use, as cheap as a local that would have to be bound first.
+        return guard.condition.format(*names, **constants)
+
+
+def compile_function(text: str, name: str, constants: dict[str, Any]) -> Callable[..., Any]:
+    """Compile generated source and return the function of this name."""
+    code = compile(text, f"<generated {name}>", "exec")
+    namespace = dict(constants)
+    exec(code, namespace)
+    function = namespace[name]
+    assert isinstance(function, types.FunctionType)
+    return function

@@ -1,0 +1,98 @@
+"""Code objects, decoded once: instructions with resolved jumps, and the exception table."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; ``target`` is the index of the instruction that a jump goes to, else -1."""
+
+    name: str
+    arg: int
+    value: Any
+    text: str
+    offset: int
+    line: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Handler:
+    """An entry of the exception table, over indexes of instructions (``last`` excluded)."""
+
+    first: int
+    last: int
+    target: int
+    depth: int
+    pushes_lasti: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A decoded code object."""
+
+    code: types.CodeType
+    instructions: tuple[Instruction, ...]
+    handlers: tuple[Handler, ...]
+
+    def handler_at(self, index: int) -> Handler | None:
+        """The innermost exception handler that covers an instruction."""
+        for handler in self.handlers:
+            if handler.first <= index < handler.last:
+                return handler
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def decode(code: types.CodeType) -> Code:
+    """Decode a code object. EXTENDED_ARG disappears; jumps to it go to the instruction that it extends."""
+    bytecode = dis.Bytecode(code)
+    kept: list[dis.Instruction] = []
+    index_of: dict[int, int] = {}
+    for instruction in bytecode:
+        index_of[instruction.offset] = len(kept)
+        if instruction.opname != "EXTENDED_ARG":
+            kept.append(instruction)
+    ends = sorted(index_of)
+    jumps = set(dis.hasjrel) | set(dis.hasjabs)
+    instructions = []
+    line = code.co_firstlineno
+    for instruction in kept:
+        position = instruction.positions
+        if position is not None and position.lineno is not None:
+            line = position.lineno
+        value = instruction.argval
+        if instruction.opname == "KW_NAMES":
+            value = code.co_consts[instruction.arg or 0]  # dis does not always resolve it
+        target = index_of[instruction.argval] if instruction.opcode in jumps else -1
+        instructions.append(
+            Instruction(
+                instruction.opname,
+                instruction.arg or 0,
+                value,
+                instruction.argrepr,
+                instruction.offset,
+                line,
+                target,
+            )
+        )
+
+    def index_at(offset: int) -> int:
+        """The first instruction at or behind an offset (an entry may end among inline caches)."""
+        for start in ends:
+            if start >= offset:
+                return index_of[start]
+        return len(kept)
+
+    entries = getattr(bytecode, "exception_entries", ())
+    handlers = tuple(
+        Handler(index_at(entry.start), index_at(entry.end), index_of[entry.target], entry.depth, entry.lasti)
+        for entry in entries
+    )
+    return Code(code, tuple(instructions), handlers)

@@ -1,0 +1,192 @@
+"""Iterators that compute their items one by one: zip, enumerate, map, filter and generators' kin."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import ConstantValue, SequenceIterator
+from compile_core.capture.containers import SequenceValue
+from compile_core.capture.references import call_rule
+
+
+class IteratorValue(Value):
+    """The base of the lazy iterators."""
+
+    cls: type = object
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def iterate(self, state: CaptureState) -> Value:
+        return self
+
+
+class ZipIterator(IteratorValue):
+    cls = zip
+
+    def __init__(self, iterators: list[Value], strict: bool) -> None:
+        self.iterators = iterators
+        self.strict = strict
+
+    def advance(self, state: CaptureState) -> Value | None:
+        items: list[Any] = []
+        for position, iterator in enumerate(self.iterators):
+            item = iterator.advance(state)
+            if item is None:
+                if self.strict and (position or any(other.advance(state) for other in self.iterators[1:])):
+                    raise state.raise_exception(ValueError, "zip() arguments have different lengths")
+                return None
+            items.append(item)
+        return SequenceValue(items, tuple) if items else None
+
+
+class EnumerateIterator(IteratorValue):
+    cls = enumerate
+
+    def __init__(self, iterator: Value, start: int) -> None:
+        self.iterator = iterator
+        self.index = start
+
+    def advance(self, state: CaptureState) -> Value | None:
+        item = self.iterator.advance(state)
+        if item is None:
+            return None
+        self.index += 1
+        return SequenceValue([ConstantValue(self.index - 1), item], tuple)
+
+
+class MapIterator(IteratorValue):
+    cls = map
+
+    def __init__(self, function: Value, iterators: list[Value]) -> None:
+        self.function = function
+        self.iterators = iterators
+
+    def advance(self, state: CaptureState) -> Value | None:
+        items = []
+        for iterator in self.iterators:
+            item = iterator.advance(state)
+            if item is None:
+                return None
+            items.append(item)
+        return self.function.call(state, items, {})
+
+
+class FilterIterator(IteratorValue):
+    cls = filter
+
+    def __init__(self, function: Value, iterator: Value) -> None:
+        self.function = function
+        self.iterator = iterator
+
+    def advance(self, state: CaptureState) -> Value | None:
+        while (item := self.iterator.advance(state)) is not None:
+            kept = item
+            if not (isinstance(self.function, ConstantValue) and self.function.value is None):
+                kept = self.function.call(state, [item], {})
+            if kept.truth(state):
+                return item
+        return None
+
+
+class CountIterator(IteratorValue):
+    cls = itertools.count
+
+    def __init__(self, value: Any, step: Any) -> None:
+        self.value = value
+        self.step = step
+
+    def advance(self, state: CaptureState) -> Value | None:
+        value = self.value
+        self.value = value + self.step
+        return ConstantValue(value)
+
+
+class ChainIterator(IteratorValue):
+    cls = itertools.chain
+
+    def __init__(self, iterables: list[Value]) -> None:
+        self.iterables = iterables
+        self.current: Value | None = None
+
+    def advance(self, state: CaptureState) -> Value | None:
+        while True:
+            if self.current is None:
+                if not self.iterables:
+                    return None
+                self.current = self.iterables.pop(0).iterate(state)
+            item = self.current.advance(state)
+            if item is not None:
+                return item
+            self.current = None
+
+
+@call_rule(zip)
+def _zip(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    strict = kwargs.pop("strict", ConstantValue(False)).truth(state)
+    if kwargs:
+        raise TypeError("zip() takes only strict by name")
+    return ZipIterator([argument.iterate(state) for argument in args], strict)
+
+
+@call_rule(enumerate)
+def _enumerate(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def bind(iterable: Value, start: Value | None = None) -> Value:
+        return EnumerateIterator(iterable.iterate(state), 0 if start is None else start.as_constant())
+
+    return bind(*args, **kwargs)
+
+
+@call_rule(map)
+def _map(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, *iterables = args
+    return MapIterator(function, [iterable.iterate(state) for iterable in iterables])
+
+
+@call_rule(filter)
+def _filter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, iterable = args
+    return FilterIterator(function, iterable.iterate(state))
+
+
+@call_rule(itertools.count)
+def _count(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    start, step = [argument.as_constant() for argument in args] + [0, 1][len(args) :]
+    return CountIterator(start, step)
+
+
+@call_rule(itertools.chain)
+def _chain(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ChainIterator(list(args))
+
+
+@call_rule(reversed)
+def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (sequence,) = args
+    if isinstance(sequence, SequenceValue):
+        return SequenceIterator(list(reversed(sequence.all(state))), reversed)
+    if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str)):
+        return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
+    raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
+
+
+@call_rule(iter)
+def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    return iterable.iterate(state)
+
+
+@call_rule(next)
+def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    iterator, *default = args
+    item = iterator.advance(state)
+    if item is not None:
+        return item
+    if default:
+        return default[0]
+    raise state.raise_exception(StopIteration)

@@ -1,0 +1,130 @@
+"""Modes of torch that a function may switch: gradients and autocast. Each switch is a node of the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.references import call_rule
+
+
+class ModeValue(Value):
+    """A context manager of torch."""
+
+    cls: type
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__enter__", "__exit__"):
+            return BuiltinMethod(self, name)
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__enter__":
+            self.enter(state)
+            return self
+        if name == "__exit__":
+            self.leave(state)
+            return ConstantValue(False)
+        return super().call_method(state, name, args, kwargs)
+
+    def enter(self, state: CaptureState) -> None:
+        raise NotImplementedError
+
+    def leave(self, state: CaptureState) -> None:
+        raise NotImplementedError
+
+
+class GradMode(ModeValue):
+    """``torch.no_grad``, ``torch.enable_grad`` and ``torch.set_grad_enabled`` as context managers."""
+
+    def __init__(self, cls: type, enabled: bool, before: bool | None = None) -> None:
+        self.cls = cls
+        self.enabled = enabled
+        self.before = before
+
+    def enter(self, state: CaptureState) -> None:
+        if self.before is None or self.cls is not torch.set_grad_enabled:
+            self.before = torch.is_grad_enabled()
+        set_grad_mode(state, self.enabled)
+
+    def leave(self, state: CaptureState) -> None:
+        assert self.before is not None
+        set_grad_mode(state, self.before)
+
+
+def set_grad_mode(state: CaptureState, enabled: bool) -> None:
+    state.call_state_op(torch._C._set_grad_enabled, (enabled,))
+
+
+@call_rule(torch.no_grad)
+def _no_grad(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args or kwargs:
+        raise TypeError("no_grad as a decorator")
+    return GradMode(torch.no_grad, False)
+
+
+@call_rule(torch.enable_grad)
+def _enable_grad(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args or kwargs:
+        raise TypeError("enable_grad as a decorator")
+    return GradMode(torch.enable_grad, True)
+
+
+@call_rule(torch.set_grad_enabled)
+def _set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mode,) = args
+    made = GradMode(torch.set_grad_enabled, mode.truth(state), torch.is_grad_enabled())
+    set_grad_mode(state, made.enabled)
+    return made
+
+
+@call_rule(torch._C._set_grad_enabled)
+def _raw_set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mode,) = args
+    set_grad_mode(state, mode.truth(state))
+    return ConstantValue(None)
+
+
+class AutocastMode(ModeValue):
+    """``torch.autocast``."""
+
+    cls = torch.autocast
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+        self.node: Any = None
+
+    def enter(self, state: CaptureState) -> None:
+        self.node = state.call_state_op(autocast_mode._enter_autocast, self.arguments)
+
+    def leave(self, state: CaptureState) -> None:
+        state.call_state_op(autocast_mode._exit_autocast, (self.node,))
+
+
+@call_rule(torch.autocast, torch.amp.autocast)
+def _autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def bind(
+        device_type: Value,
+        dtype: Value | None = None,
+        enabled: Value | None = None,
+        cache_enabled: Value | None = None,
+    ) -> Value:
+        parts = (device_type, dtype, enabled, cache_enabled)
+        real = [None if part is None else part.as_constant() for part in parts]
+        return AutocastMode((real[0], real[1], True if real[2] is None else real[2], real[3]))
+
+    return bind(*args, **kwargs)
+
+
+@call_rule(torch.cuda.amp.autocast)
+def _cuda_autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return _autocast(state, [ConstantValue("cuda"), *args], kwargs)

@@ -1,0 +1,112 @@
+"""``torch.nn.Module``: parameters, buffers, submodules, and calls without running hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_registry
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_NO_HOOKS = "not (" + " or ".join(f"{{0}}[{table!r}]" for table in _HOOK_TABLES) + ")"
+
+GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
+    getattr(module_registry, name)
+    for name in (
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    )
+)
+
+
+class ModuleValue(InstanceValue):
+    """An existing module."""
+
+    def describe(self) -> str:
+        return f"the module {self.source or self.cls.__name__}"
+
+    def truth(self, state: CaptureState) -> bool:
+        if class_lookup(self.cls, "__len__")[0] is None and class_lookup(self.cls, "__bool__")[0] is None:
+            return True
+        return super().truth(state)
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.real
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        if self.changes and name in (*_TABLES, "__dict__"):
+            raise state.unsupported("module-tables", f"reading {name} of a module after a store to it")
+        return super().own_attribute(state, name)
+
+    def missing_attribute(self, state: CaptureState, name: str) -> Value:
+        owner, entry = class_lookup(self.cls, "__getattr__")
+        if owner is not torch.nn.Module:
+            return super().missing_attribute(state, name)
+        found = self.table_entry(state, name)
+        if found is not None:
+            return found
+        self.guard_absent(state, name)
+        if self.source is not None:
+            for table in _TABLES:
+                state.guards.absent(ItemSource(AttributeSource(self.source, "__dict__"), table), name)
+        raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
+
+    def table_entry(self, state: CaptureState, name: str) -> Value | None:
+        """A parameter, buffer or submodule; None where there is none of this name."""
+        for table in _TABLES:
+            entries = self.real.__dict__[table]
+            if name in entries and name not in self.changes:
+                source = None if self.source is None else ModuleEntrySource(self.source, table, name)
+                return state.wrap(entries[name], source)
+        return None
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        owner, _ = class_lookup(self.cls, "__setattr__")
+        if owner is not torch.nn.Module:
+            raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
+        own = self.real.__dict__
+        is_special = issubclass(value.python_type(), (torch.nn.Parameter, torch.nn.Module))
+        if (
+            is_special
+            or name in own["_parameters"]
+            or name in own["_modules"]
+            or name in (*_TABLES, *_HOOK_TABLES)
+        ):
+            raise state.unsupported("module-store", f"a store of {value.describe()} to {name!r} of a module")
+        if name in own["_buffers"]:
+            if not issubclass(value.python_type(), (torch.Tensor, type(None))):
+                raise state.unsupported(
+                    "module-store", f"a store of {value.describe()} to the buffer {name!r}"
+                )
+            self.change(state, name, value)
+            return
+        self.store(state, name, value)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if self.cls.__call__ is not torch.nn.Module.__call__:
+            return super().call(state, args, kwargs)
+        if isinstance(self.real, torch.jit.ScriptModule):
+            raise state.unsupported("script-module", f"{self.describe()} is a TorchScript module")
+        check_no_hooks(state, self)
+        return self.get_attribute(state, "forward").call(state, args, kwargs)
+
+
+def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:
+    """A module call is its forward only while no hook is registered; guard that."""
+    own = module.real.__dict__
+    if any(own[table] for table in _HOOK_TABLES) or any(GLOBAL_HOOK_TABLES):
+        raise state.unsupported(
+            "module-hooks",
+            f"{module.describe()} has hooks",
+            "remove the hooks, or call what they do in forward",
+        )
+    if module.source is not None:
+        owner = AttributeSource(module.source, "__dict__")
+        state.guards.add([owner], _NO_HOOKS, [], f"{module.source} has no hooks")

@@ -1,0 +1,371 @@
+"""Classes and their instances: attribute look-up as ``object.__getattribute__`` does it, and construction."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import types
+from typing import Any
+
+from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import SequenceValue
+from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.libraries import is_library_object
+from compile_core.capture.references import ReferenceValue, find_call_rule
+from compile_core.ir.sources import AttributeSource, ItemSource, Source, instance_attribute
+
+MISSING: Any = object()
+
+
+def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type | None, Any]:
+    """The class in the resolution order that defines a name, and the raw entry; (None, MISSING) without one."""
+    order = cls.__mro__
+    if after is not None:
+        order = order[order.index(after) + 1 :]
+    for entry in order:
+        if name in entry.__dict__:
+            return entry, entry.__dict__[name]
+    return None, MISSING
+
+
+def wrap_class_entry(state: CaptureState, cls: type, owner: type, name: str, entry: Any) -> Value:
+    """The value of a raw entry of a class, guarded unless the class is a library's."""
+    if is_library_object(owner):
+        return state.wrap(entry, None)
+    source = state.reference_source(cls.__qualname__, cls)
+    if isinstance(entry, types.FunctionType):
+        # ``cls.name`` is the function itself, and sees an override that is added later.
+        path: Source = AttributeSource(state.reference_source(owner.__qualname__, owner), name)
+        return state.wrap(entry, path)
+    if isinstance(entry, (property, staticmethod, classmethod, functools.cached_property)):
+        raise state.unsupported("descriptor", f"the descriptor {cls.__qualname__}.{name} as a value")
+    return state.wrap(entry, AttributeSource(source, name))
+
+
+def bind_class_entry(
+    state: CaptureState, owner_value: Value, cls: type, owner: type, name: str, entry: Any
+) -> Value:
+    """What an entry of the class gives when it is read from an instance (or through ``super()``)."""
+    if isinstance(entry, (property, staticmethod, classmethod)) and not is_library_object(owner):
+        names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
+        state.guards.is_object(ItemSource(names, name), entry)
+    if isinstance(entry, types.FunctionType):
+        return BoundMethodValue(wrap_class_entry(state, cls, owner, name, entry), owner_value)
+    if isinstance(entry, property):
+        if entry.fget is None:
+            raise state.raise_exception(AttributeError, f"property {name!r} has no getter")
+        return state.wrap_trusted_function(entry.fget).call(state, [owner_value], {})
+    if isinstance(entry, staticmethod):
+        return state.wrap_trusted_function(entry.__func__)
+    if isinstance(entry, classmethod):
+        function = state.wrap_trusted_function(entry.__func__)
+        return BoundMethodValue(function, state.wrap(cls, None))
+    if isinstance(
+        entry, (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
+    ):
+        if isinstance(entry, types.BuiltinFunctionType):
+            return state.wrap(entry, None)
+        return BoundMethodValue(state.wrap(entry, None), owner_value)
+    if hasattr(type(entry), "__get__"):
+        raise state.unsupported(
+            "descriptor", f"the descriptor {type(entry).__name__} of {cls.__qualname__}.{name}"
+        )
+    return wrap_class_entry(state, cls, owner, name, entry)
+
+
+class ClassValue(ReferenceValue):
+    """A class."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            return state.from_constant(getattr(self.real, name))
+        owner, entry = class_lookup(self.real, name)
+        if owner is None:
+            if hasattr(self.real, name):
+                raise state.unsupported(
+                    "class-attribute", f"{name!r} of the metaclass of {self.real.__qualname__}"
+                )
+            raise state.raise_exception(
+                AttributeError, f"type object {self.real.__name__!r} has no attribute {name!r}"
+            )
+        if isinstance(entry, staticmethod):
+            return state.wrap_trusted_function(entry.__func__)
+        if isinstance(entry, classmethod):
+            return BoundMethodValue(state.wrap_trusted_function(entry.__func__), self)
+        if isinstance(entry, types.ClassMethodDescriptorType):
+            raise state.unsupported("class-attribute", f"{self.real.__qualname__}.{name}")
+        return wrap_class_entry(state, self.real, owner, name, entry)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls = self.real
+        rule = find_call_rule(cls)
+        if rule is not None:
+            try:
+                return rule(state, args, kwargs)
+            except TypeError as error:
+                raise state.unsupported("call-form", f"{cls.__name__}: {error}") from error
+        if issubclass(cls, BaseException):
+            return make_exception(state, cls, args, kwargs)
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return self._make_named_tuple(state, args, kwargs)
+        if type(cls) not in (type, abc.ABCMeta) or cls.__new__ is not object.__new__:
+            raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
+        if state.is_module_class(cls) or cls.__setattr__ is not object.__setattr__ and not _is_frozen(cls):
+            raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
+        if getattr(cls, "__abstractmethods__", None):
+            raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
+        made = InstanceValue(cls, None, None)
+        owner, init = class_lookup(cls, "__init__")
+        if owner is not None and owner is not object:
+            bind_class_entry(state, made, cls, owner, "__init__", init).call(state, args, kwargs)
+        elif args or kwargs:
+            raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
+        return made
+
+    def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls = self.real
+        if class_lookup(cls, "__new__")[0] is not next(
+            (entry for entry in cls.__mro__ if "_fields" in entry.__dict__), None
+        ):
+            raise state.unsupported("class-call", f"{cls.__qualname__} has its own __new__")
+        fields = list(cls._fields)
+        items = dict(zip(fields, args, strict=False)) | kwargs
+        for name, default in cls._field_defaults.items():
+            if name not in items:
+                items[name] = state.from_constant(default)
+        if len(args) > len(fields) or set(items) != set(fields):
+            raise state.raise_exception(TypeError, f"{cls.__name__}: arguments do not match the fields")
+        return SequenceValue([items[name] for name in fields], cls)
+
+
+def _is_frozen(cls: type) -> bool:
+    """Whether a class is a frozen dataclass, whose generated ``__init__`` stores through ``object.__setattr__``."""
+    params = getattr(cls, "__dataclass_params__", None)
+    return params is not None and params.frozen
+
+
+class InstanceValue(Value):
+    """An object of a plain class. ``changes`` holds attributes that were stored (MISSING: deleted) in the frame."""
+
+    def __init__(self, cls: type, real: Any, source: Source | None) -> None:
+        self.cls = cls
+        self.real = real
+        self.source = source
+        self.changes: dict[str, Value] = {}
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        for name in ("__bool__", "__len__"):
+            owner, entry = class_lookup(self.cls, name)
+            if owner is not None:
+                result = bind_class_entry(state, self, self.cls, owner, name, entry).call(state, [], {})
+                return result.truth(state)
+        return True
+
+    def hash_key(self, state: CaptureState) -> Any:
+        if self.cls.__hash__ is object.__hash__ and self.cls.__eq__ is object.__eq__:
+            return self.real if self.real is not None else self
+        return super().hash_key(state)
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        cls = self.cls
+        if cls.__getattribute__ is not object.__getattribute__ and not issubclass(cls, BaseException):
+            raise state.unsupported("getattribute", f"{cls.__qualname__} defines __getattribute__")
+        if name == "__class__":
+            return state.wrap(cls, None)
+        if name == "__dict__":
+            return self.instance_dict(state)
+        owner, entry = class_lookup(cls, name)
+        if owner is not None and isinstance(entry, types.MemberDescriptorType):
+            return self._slot(state, name)
+        if owner is not None and _is_data_descriptor(entry):
+            return bind_class_entry(state, self, cls, owner, name, entry)
+        found = self.own_attribute(state, name)
+        if found is not None:
+            return found
+        if owner is not None:
+            if self.real is not None and self.source is not None and hasattr(self.real, "__dict__"):
+                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+            return bind_class_entry(state, self, cls, owner, name, entry)
+        return self.missing_attribute(state, name)
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute of the instance itself, None where there is none."""
+        if name in self.changes:
+            changed = self.changes[name]
+            return None if changed is MISSING else changed
+        if self.real is None:
+            return None
+        own = getattr(self.real, "__dict__", {})
+        if name not in own:
+            return None
+        return state.wrap(own[name], None if self.source is None else instance_attribute(self.source, name))
+
+    def _slot(self, state: CaptureState, name: str) -> Value:
+        if name in self.changes and self.changes[name] is not MISSING:
+            return self.changes[name]
+        if self.real is not None and name not in self.changes:
+            try:
+                found = getattr(self.real, name)
+            except AttributeError:
+                found = MISSING
+            if found is not MISSING:
+                return state.wrap(found, None if self.source is None else AttributeSource(self.source, name))
+            raise state.unsupported("empty-slot", f"the empty slot {name!r} of {self.describe()}")
+        raise state.raise_exception(AttributeError, name)
+
+    def instance_dict(self, state: CaptureState) -> Value:
+        raise state.unsupported("instance-dict", f"the __dict__ of {self.describe()}")
+
+    def missing_attribute(self, state: CaptureState, name: str) -> Value:
+        """``__getattr__``, or AttributeError."""
+        owner, entry = class_lookup(self.cls, "__getattr__")
+        self.guard_absent(state, name)
+        if owner is not None:
+            bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
+            return bound.call(state, [ConstantValue(name)], {})
+        raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
+
+    def guard_absent(self, state: CaptureState, name: str) -> None:
+        if self.real is not None and self.source is not None and name not in self.changes:
+            if hasattr(self.real, "__dict__"):
+                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        owner, entry = class_lookup(self.cls, "__setattr__")
+        if owner is not object:
+            raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
+        self.store(state, name, value)
+
+    def store(self, state: CaptureState, name: str, value: Value) -> None:
+        """What ``object.__setattr__`` does."""
+        if name in ("__dict__", "__class__"):
+            raise state.unsupported("attribute-store", f"a store to {name}")
+        owner, entry = class_lookup(self.cls, name)
+        if isinstance(entry, property):
+            if entry.fset is None:
+                raise state.raise_exception(AttributeError, f"property {name!r} has no setter")
+            state.wrap_trusted_function(entry.fset).call(state, [self, value], {})
+            return
+        if (
+            owner is not None
+            and _is_data_descriptor(entry)
+            and not isinstance(entry, types.MemberDescriptorType)
+        ):
+            raise state.unsupported("descriptor", f"a store to the descriptor {self.cls.__qualname__}.{name}")
+        self.change(state, name, value)
+
+    def change(self, state: CaptureState, name: str, value: Value) -> None:
+        if self.real is not None and self.source is None:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()}, which belongs to a library"
+            )
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        if self.cls.__delattr__ is not object.__delattr__ or self.own_attribute(state, name) is None:
+            raise state.unsupported("attribute-delete", f"the deletion of {name!r} of {self.describe()}")
+        self.change(state, name, MISSING)
+
+    def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
+        owner, entry = class_lookup(self.cls, name)
+        if owner is None or entry is None or owner is object:
+            return None
+        return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, {})
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        owner, entry = class_lookup(self.cls, "__call__")
+        if owner is None:
+            raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
+        return bind_class_entry(state, self, self.cls, owner, "__call__", entry).call(state, args, kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        result = self._special(state, "__iter__", [])
+        return super().iterate(state) if result is None else result
+
+    def advance(self, state: CaptureState) -> Value | None:
+        owner, entry = class_lookup(self.cls, "__next__")
+        if owner is None:
+            return super().advance(state)
+        try:
+            return bind_class_entry(state, self, self.cls, owner, "__next__", entry).call(state, [], {})
+        except SymbolicRaise as raised:
+            if issubclass(raised.value.python_type(), StopIteration):
+                return None
+            raise
+
+    def length(self, state: CaptureState) -> int:
+        result = self._special(state, "__len__", [])
+        return super().length(state) if result is None else int(result.as_constant())
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        result = self._special(state, "__getitem__", [key])
+        return super().get_item(state, key) if result is None else result
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        if self._special(state, "__setitem__", [key, value]) is None:
+            super().set_item(state, key, value)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        result = self._special(state, "__contains__", [item])
+        return super().contains(state, item) if result is None else result.truth(state)
+
+
+def _is_data_descriptor(entry: Any) -> bool:
+    return hasattr(type(entry), "__set__") or hasattr(type(entry), "__delete__")
+
+
+class ExceptionValue(InstanceValue):
+    """An exception that the captured program made."""
+
+    def __init__(self, cls: type[BaseException], args: list[Value]) -> None:
+        super().__init__(cls, None, None)
+        self.args = args
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "args":
+            return SequenceValue(list(self.args), tuple)
+        if name in ("__cause__", "__context__", "__traceback__", "__notes__"):
+            raise state.unsupported("exception-attribute", f"{name} of an exception")
+        if issubclass(self.cls, StopIteration) and name == "value":
+            return self.args[0] if self.args else ConstantValue(None)
+        return super().get_attribute(state, name)
+
+
+def make_exception(
+    state: CaptureState, cls: type[BaseException], args: list[Value], kwargs: dict[str, Value]
+) -> ExceptionValue:
+    made = ExceptionValue(cls, args)
+    owner, init = class_lookup(cls, "__init__")
+    new_owner, _ = class_lookup(cls, "__new__")
+    if isinstance(init, types.FunctionType):
+        bind_class_entry(state, made, cls, owner or cls, "__init__", init).call(state, args, kwargs)
+    elif kwargs:
+        raise state.unsupported("exception-call", f"keyword arguments of {cls.__name__}")
+    if new_owner is not None and isinstance(new_owner.__dict__["__new__"], staticmethod):
+        raise state.unsupported("exception-call", f"{cls.__name__} defines __new__")
+    return made
+
+
+class SuperValue(Value):
+    """``super()``: attributes behind a class in the resolution order of the object's class."""
+
+    def __init__(self, after: type, owner: Value) -> None:
+        self.after = after
+        self.owner = owner
+
+    def python_type(self) -> type:
+        return super
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        cls = self.owner.real if isinstance(self.owner, ClassValue) else self.owner.python_type()
+        defining, entry = class_lookup(cls, name, self.after)
+        if defining is None:
+            raise state.raise_exception(AttributeError, f"'super' object has no attribute {name!r}")
+        if isinstance(self.owner, ClassValue):
+            raise state.unsupported("super-of-class", "super() in a class method")
+        return bind_class_entry(state, self.owner, cls, defining, name, entry)

@@ -1,0 +1,290 @@
+"""Opcodes of control: jumps, loops, calls, functions, exceptions, with blocks, generators."""
+
+from __future__ import annotations
+
+import types
+
+from compile_core.capture.base import NULL, SymbolicRaise, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import DictValue, SequenceValue
+from compile_core.capture.frame import Frame, opcode
+from compile_core.capture.functions import CellValue, FunctionValue
+from compile_core.capture.instructions import Instruction
+from compile_core.capture.objects import ClassValue, ExceptionValue, SuperValue
+from compile_core.capture.opcodes_data import push_callable
+from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR
+
+
+@opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+def _jump(frame: Frame, instruction: Instruction) -> None:
+    frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE")
+def _jump_if_true(frame: Frame, instruction: Instruction) -> None:
+    if frame.pop().truth(frame.state):
+        frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE")
+def _jump_if_false(frame: Frame, instruction: Instruction) -> None:
+    if not frame.pop().truth(frame.state):
+        frame.jump(instruction)
+
+
+def _is_none(value: Value) -> bool:
+    return isinstance(value, ConstantValue) and value.value is None
+
+
+@opcode("POP_JUMP_IF_NONE", "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NONE")
+def _jump_if_none(frame: Frame, instruction: Instruction) -> None:
+    if _is_none(frame.pop()):
+        frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE")
+def _jump_if_not_none(frame: Frame, instruction: Instruction) -> None:
+    if not _is_none(frame.pop()):
+        frame.jump(instruction)
+
+
+@opcode("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")
+def _jump_or_pop(frame: Frame, instruction: Instruction) -> None:
+    if frame.stack[-1].truth(frame.state) == (instruction.name == "JUMP_IF_TRUE_OR_POP"):
+        frame.jump(instruction)
+    else:
+        frame.pop()
+
+
+@opcode("GET_ITER")
+def _get_iter(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.pop().iterate(frame.state))
+
+
+@opcode("FOR_ITER")
+def _for_iter(frame: Frame, instruction: Instruction) -> None:
+    item = frame.stack[-1].advance(frame.state)
+    if item is not None:
+        frame.push(item)
+        return
+    if FOR_ITER_POPS_ITERATOR:
+        frame.pop()
+    else:
+        frame.push(NULL)
+    frame.jump(instruction)
+
+
+@opcode("END_FOR")
+def _end_for(frame: Frame, instruction: Instruction) -> None:
+    frame.pop_many(END_FOR_POPS)
+
+
+@opcode("RETURN_VALUE")
+def _return_value(frame: Frame, instruction: Instruction) -> None:
+    frame.result = frame.pop()
+
+
+@opcode("RETURN_CONST")
+def _return_const(frame: Frame, instruction: Instruction) -> None:
+    frame.result = frame.state.from_constant(instruction.value)
+
+
+@opcode("RETURN_GENERATOR")
+def _return_generator(frame: Frame, instruction: Instruction) -> None:
+    # The generator's first resumption finds this value on the stack and pops it.
+    frame.push(ConstantValue(None))
+
+
+@opcode("YIELD_VALUE")
+def _yield_value(frame: Frame, instruction: Instruction) -> None:
+    frame.yielded = frame.pop()
+    # What the expression ``yield`` gives; only plain iteration is supported, so nothing is ever sent.
+    frame.push(ConstantValue(None))
+
+
+@opcode("KW_NAMES")
+def _kw_names(frame: Frame, instruction: Instruction) -> None:
+    frame.keyword_names = instruction.value
+
+
+def _call(frame: Frame, args: list[Value], names: tuple[str, ...]) -> None:
+    first, second = frame.pop_many(2)
+    if second is NULL:
+        function = first
+    elif first is NULL:
+        function = second
+    else:
+        function = first
+        args = [second, *args]
+    positional = args[: len(args) - len(names)]
+    named = dict(zip(names, args[len(positional) :], strict=True))
+    frame.push(function.call(frame.state, positional, named))
+
+
+@opcode("CALL")
+def _call_positional(frame: Frame, instruction: Instruction) -> None:
+    names, frame.keyword_names = frame.keyword_names, ()
+    _call(frame, frame.pop_many(instruction.arg), names)
+
+
+@opcode("CALL_KW")
+def _call_with_names(frame: Frame, instruction: Instruction) -> None:
+    names = frame.pop().as_constant()
+    _call(frame, frame.pop_many(instruction.arg), names)
+
+
+@opcode("CALL_FUNCTION_EX")
+def _call_function_ex(frame: Frame, instruction: Instruction) -> None:
+    named: dict[str, Value] = {}
+    if instruction.arg & 1:
+        mapping = frame.pop()
+        if not isinstance(mapping, DictValue):
+            raise frame.state.unsupported("call", f"** of {mapping.describe()}")
+        mapping.guard_keys(frame.state)
+        named = {key: mapping.get(frame.state, key) for key in list(mapping.entries)}
+    args = frame.state.items_of(frame.pop())
+    first, second = frame.pop_many(2)
+    function = first if second is NULL else second
+    frame.push(function.call(frame.state, args, named))
+
+
+@opcode("MAKE_FUNCTION")
+def _make_function(frame: Frame, instruction: Instruction) -> None:
+    code = frame.pop().as_constant()
+    assert isinstance(code, types.CodeType)
+    made = FunctionValue(code, frame.function.scope, (), [], {})
+    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument here.
+    for flag in (8, 4, 2, 1):
+        if instruction.arg & flag:
+            _set_function_part(frame, made, flag, frame.pop())
+    frame.push(made)
+
+
+@opcode("SET_FUNCTION_ATTRIBUTE")
+def _set_function_attribute(frame: Frame, instruction: Instruction) -> None:
+    part, made = frame.pop_many(2)
+    assert isinstance(made, FunctionValue)
+    _set_function_part(frame, made, instruction.arg, part)
+    frame.push(made)
+
+
+def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value) -> None:
+    if flag == 1:
+        made.defaults = frame.state.items_of(part)
+    elif flag == 2:
+        assert isinstance(part, DictValue)
+        made.keyword_defaults = {key: part.get(frame.state, key) for key in part.entries}
+    elif flag == 8:
+        cells = frame.state.items_of(part)
+        made.closure = tuple(cell for cell in cells if isinstance(cell, CellValue))
+    # Flag 4, the annotations, has no influence on what the function does.
+
+
+@opcode("LOAD_SUPER_ATTR")
+def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
+    maker, cls, owner = frame.pop_many(3)
+    if not isinstance(maker, ClassValue) or maker.real is not super or not isinstance(cls, ClassValue):
+        raise frame.state.unsupported("super", "a call of a name super that is not Python's")
+    value = SuperValue(cls.real, owner).get_attribute(frame.state, instruction.value)
+    if instruction.arg & 1:
+        push_callable(frame, value)
+    else:
+        frame.push(value)
+
+
+@opcode("LOAD_ASSERTION_ERROR")
+def _load_assertion_error(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.state.wrap(AssertionError, None))
+
+
+@opcode("RAISE_VARARGS")
+def _raise(frame: Frame, instruction: Instruction) -> None:
+    if instruction.arg == 0:
+        if not frame.handled:
+            raise frame.state.unsupported(
+                "raise", "a bare raise outside an except block of the same function"
+            )
+        raise SymbolicRaise(frame.handled[-1])
+    if instruction.arg == 2:
+        frame.pop()  # the cause, which only a traceback shows
+    value = frame.pop()
+    if isinstance(value, ClassValue):
+        value = value.call(frame.state, [], {})
+    if not isinstance(value, ExceptionValue):
+        raise frame.state.unsupported("raise", f"raising {value.describe()}")
+    raise SymbolicRaise(value)
+
+
+@opcode("PUSH_EXC_INFO")
+def _push_exc_info(frame: Frame, instruction: Instruction) -> None:
+    value = frame.pop()
+    frame.handled.append(value)
+    frame.push(NULL)  # the exception that was handled before; POP_EXCEPT only drops it
+    frame.push(value)
+
+
+@opcode("POP_EXCEPT")
+def _pop_except(frame: Frame, instruction: Instruction) -> None:
+    frame.pop()
+    frame.handled.pop()
+
+
+@opcode("CHECK_EXC_MATCH")
+def _check_exc_match(frame: Frame, instruction: Instruction) -> None:
+    wanted = frame.pop()
+    classes = frame.state.items_of(wanted) if isinstance(wanted, SequenceValue) else [wanted]
+    cls = frame.stack[-1].python_type()
+    for entry in classes:
+        if not isinstance(entry, ClassValue):
+            raise frame.state.unsupported("except", f"an except clause with {entry.describe()}")
+    frame.push(
+        ConstantValue(any(issubclass(cls, entry.real) for entry in classes if isinstance(entry, ClassValue)))
+    )
+
+
+@opcode("RERAISE")
+def _reraise(frame: Frame, instruction: Instruction) -> None:
+    raise SymbolicRaise(frame.pop())
+
+
+@opcode("BEFORE_WITH")
+def _before_with(frame: Frame, instruction: Instruction) -> None:
+    manager = frame.pop()
+    frame.push(manager.get_attribute(frame.state, "__exit__"))
+    frame.push(manager.get_attribute(frame.state, "__enter__").call(frame.state, [], {}))
+
+
+@opcode("WITH_EXCEPT_START")
+def _with_except_start(frame: Frame, instruction: Instruction) -> None:
+    leave, value = frame.stack[-4], frame.stack[-1]
+    cls = frame.state.wrap(value.python_type(), None)
+    frame.push(leave.call(frame.state, [cls, value, NULL], {}))
+
+
+@opcode("IMPORT_NAME")
+def _import_name(frame: Frame, instruction: Instruction) -> None:
+    level, names = (value.as_constant() for value in frame.pop_many(2))
+    module = frame.state.loaded_module(instruction.value)
+    if level != 0 or module is None:
+        raise frame.state.unsupported("import", f"an import of {instruction.value}", "import at module level")
+    frame.push(module if names else frame.state.loaded_module(instruction.value.split(".")[0]) or module)
+
+
+@opcode("IMPORT_FROM")
+def _import_from(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.stack[-1].get_attribute(frame.state, instruction.value))
+
+
+@opcode("GET_LEN")
+def _get_len(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(frame.stack[-1].length(frame.state)))
+
+
+@opcode("MATCH_SEQUENCE")
+def _match_sequence(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(isinstance(frame.stack[-1], SequenceValue)))
+
+
+@opcode("MATCH_MAPPING")
+def _match_mapping(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(isinstance(frame.stack[-1], DictValue)))

@@ -1,0 +1,154 @@
+"""The graph under construction: torch-level nodes, each run at once on fake tensors for its example value."""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from compile_core.capture.base import PlainCall
+from compile_core.errors import Unsupported
+from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
+
+_NO_FAKE_RULE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """The one place where a capture's fake mode is made."""
+    return FakeTensorMode()
+
+
+class OutputGraph:
+    """Builds one fx graph. Node arguments are nodes and literals; fakes live in ``meta["example_value"]``."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.fake_mode = make_fake_mode()
+        self.inputs: list[GraphInput] = []
+        self.real_inputs: list[torch.Tensor] = []
+        self.input_nodes: list[fx.Node] = []
+        self.input_versions: list[int] = []
+        self._last_input: fx.Node | None = None
+
+    def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
+        """A placeholder for an existing tensor."""
+        with warnings.catch_warnings():
+            # Making a fake of an intermediate result looks at its .grad, which torch warns about.
+            warnings.simplefilter("ignore")
+            if real.is_inference():
+                # Its fake would be one too, and have no version to tell that the program changed it.
+                with self.fake_mode:
+                    fake = torch.empty_strided(
+                        real.shape, real.stride(), dtype=real.dtype, device=real.device
+                    )
+            else:
+                fake = self.fake_mode.from_tensor(real, static_shapes=True)
+        name = _input_name(source, kind)
+        # Placeholders come first, in the order in which the tensors were read.
+        with (
+            self.graph.inserting_after(self._last_input)
+            if self._last_input
+            else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        ):
+            node = self.graph.placeholder(name)
+        self._last_input = node
+        node.meta["example_value"] = fake
+        self.inputs.append(GraphInput(node.name, source, fake, kind))
+        self.real_inputs.append(real)
+        self.input_nodes.append(node)
+        self.input_versions.append(fake._version)
+        return node
+
+    def call(
+        self,
+        op: str,
+        target: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stack_trace: str,
+    ) -> fx.Node:
+        """Append an operation and run it on the fakes.
+
+        Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall where the
+        operation raises: plain Python will then raise the same for the user.
+        """
+        fake_args = fx.node.map_arg(args, _fake_of)
+        fake_kwargs = fx.node.map_arg(kwargs, _fake_of)
+        try:
+            with self.fake_mode:
+                if isinstance(target, str):
+                    example = getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+                else:
+                    example = target(*fake_args, **fake_kwargs)
+        except _NO_FAKE_RULE as error:
+            shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            raise Unsupported(
+                "no-fake-result",
+                f"the result of {shown} cannot be known without the data ({type(error).__name__})",
+                "keep shapes and Python values independent of tensor data",
+            ) from error
+        except Exception as error:
+            raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta["example_value"] = example
+        node.meta["stack_trace"] = stack_trace
+        return node
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """The node of one tensor out of a node with several."""
+        item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
+        item.meta["example_value"] = node.meta["example_value"][index]
+        item.meta["stack_trace"] = node.meta.get("stack_trace", "")
+        item.meta["is_item"] = True
+        return item
+
+    def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
+        """Close the graph; unused items of multi-output nodes and unused inputs are dropped."""
+        self.graph.output(tuple(outputs))
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node.op == "placeholder" or "is_item" in node.meta):
+                self.graph.erase_node(node)
+        kept = [index for index, node in enumerate(self.input_nodes) if node.users]
+        module = fx.GraphModule(torch.nn.Module(), self.graph, "CapturedGraph")
+        inputs = tuple(self.inputs[index] for index in kept)
+        return CapturedGraph(module, inputs)
+
+
+def _fake_of(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _input_name(source: Source, kind: InputKind) -> str:
+    words = path_words(source)
+    root = source
+    while root.base is not None:
+        root = root.base
+    if isinstance(source, ModuleEntrySource) and len(words) > 1 and isinstance(root, LocalSource):
+        if root.name == "self":
+            words = words[1:]
+    prefix = {"parameter": "p", "buffer": "b", "argument": "l", "state": "g"}[kind]
+    return re.sub(r"\W+", "_", "_".join([prefix, *words]))

@@ -1,0 +1,37 @@
+"""What differs between the CPythons that are supported (3.11 to 3.13), as data.
+
+Opcodes that one version lacks simply never occur there, so a handler for each is enough; here is only what a handler
+would otherwise have to ask the version for.
+"""
+
+from __future__ import annotations
+
+import sys
+
+VERSION = sys.version_info[:2]
+
+# FOR_ITER at the end of the iteration: 3.11 pops the iterator and jumps. Later versions leave it with a placeholder on
+# the stack and jump to END_FOR, which pops this many values (3.13 follows it by a POP_TOP).
+END_FOR_POPS = {(3, 11): 0, (3, 12): 2, (3, 13): 1}.get(VERSION, 1)
+FOR_ITER_POPS_ITERATOR = VERSION == (3, 11)
+
+# The low bit of LOAD_ATTR's argument asks for the pair of method and self from 3.12 on.
+LOAD_ATTR_HAS_METHOD_BIT = VERSION >= (3, 12)
+
+# PUSH_NULL and the callable: NULL lies below the callable up to 3.12, above it from 3.13 on.
+NULL_IS_ABOVE_CALLABLE = VERSION >= (3, 13)
+
+# Names of CALL_INTRINSIC_1's numbers that functions (not modules or type parameters) use.
+INTRINSICS_1 = {3: "stopiteration_error", 5: "unary_positive", 6: "list_to_tuple"}
+
+# Loads a local variable that is known to be set.
+PLAIN_LOAD_FAST = "LOAD_FAST"
+
+# Instructions that push a cell itself; their argument is a plain name in some versions.
+LOADS_OF_CELLS = frozenset({"LOAD_CLOSURE", "LOAD_FAST"})
+
+# Comprehensions are functions of their own up to 3.11.
+COMPREHENSIONS_ARE_INLINED = VERSION >= (3, 12)
+
+# Instructions that have no effect on the state that a symbolic interpreter keeps.
+NO_EFFECT = frozenset({"NOP", "RESUME", "CACHE", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS"})

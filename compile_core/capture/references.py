@@ -1,0 +1,110 @@
+"""Existing objects that are known by identity: Python modules, built-in functions, classes, opaque objects."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable
+from typing import Any
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.libraries import is_library_name
+from compile_core.ir.sources import AttributeSource, ItemSource, Source
+
+CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
+
+# Rules for calls of particular callables, filled in by the files of rules.
+CALL_RULES: dict[Any, CallRule] = {}
+
+
+def call_rule(*targets: Any) -> Callable[[CallRule], CallRule]:
+    """Register the rule for calls of these callables."""
+
+    def register(function: CallRule) -> CallRule:
+        for target in targets:
+            CALL_RULES[target] = function
+        return function
+
+    return register
+
+
+def find_call_rule(target: Any) -> CallRule | None:
+    try:
+        return CALL_RULES.get(target)
+    except TypeError:
+        return None
+
+
+class ReferenceValue(Value):
+    """An existing object, compared by identity."""
+
+    def __init__(self, real: Any, source: Source | None = None) -> None:
+        self.real = real
+        self.source = source
+
+    def python_type(self) -> type:
+        return type(self.real)
+
+    def describe(self) -> str:
+        name = getattr(self.real, "__qualname__", None) or getattr(self.real, "__name__", None)
+        return (
+            f"{type(self.real).__name__} {name}" if name else f"an object of type {type(self.real).__name__}"
+        )
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.real
+
+    def truth(self, state: CaptureState) -> bool:
+        if isinstance(self.real, (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)):
+            if not isinstance(self.real, enum.EnumMeta):
+                return True
+        return super().truth(state)
+
+
+class PythonModuleValue(ReferenceValue):
+    """A module in the sense of ``import``."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        found = self.real.__dict__.get(name, _MISSING)
+        if found is _MISSING:
+            try:
+                found = getattr(self.real, name)
+            except AttributeError as error:
+                raise state.raise_exception(AttributeError, str(error)) from None
+            if not is_library_name(self.real.__name__):
+                raise state.unsupported(
+                    "module-getattr", f"{self.real.__name__} computes its attribute {name!r}"
+                )
+        if is_library_name(self.real.__name__):
+            return state.wrap(found, None)
+        owner = self.source or state.reference_source(self.real.__name__, self.real)
+        return state.wrap(found, ItemSource(AttributeSource(owner, "__dict__"), name))
+
+
+class CallableReferenceValue(ReferenceValue):
+    """A callable with a rule of its own: built-in functions, tensor functions, special functions of libraries."""
+
+    def __init__(self, real: Any, rule: CallRule | None, source: Source | None = None) -> None:
+        super().__init__(real, source)
+        self.rule = rule
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if self.rule is None:
+            raise state.unsupported(
+                "call-without-rule",
+                f"no rule for a call of {self.describe()}",
+                "move the call out of the compiled function",
+            )
+        try:
+            return self.rule(state, args, kwargs)
+        except TypeError as error:
+            # A rule that was called with arguments that it does not take.
+            raise state.unsupported("call-form", f"{self.describe()}: {error}") from error
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            return state.from_constant(getattr(self.real, name))
+        return super().get_attribute(state, name)
+
+
+_MISSING = object()

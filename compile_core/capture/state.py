@@ -1,0 +1,193 @@
+"""The state of a capture with its operations, over all families of values."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_core.capture import opcodes_control, opcodes_data, operators
+from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.binding import bind_arguments
+from compile_core.capture.constants import ConstantValue, is_literal
+from compile_core.capture.containers import (
+    DictValue,
+    ListValue,
+    SequenceValue,
+    SetValue,
+    SliceValue,
+    sequence_fields,
+)
+from compile_core.capture.frame import OPCODES, Frame
+from compile_core.capture.functions import FunctionValue
+from compile_core.capture.iterators import IteratorValue
+from compile_core.capture.objects import ExceptionValue, bind_class_entry, class_lookup
+from compile_core.capture.output_graph import OutputGraph, is_fake
+from compile_core.capture.side_effects import SideEffects
+from compile_core.capture.special_rules import SPECIAL_RULES
+from compile_core.capture.tensors import TensorValue
+from compile_core.capture.wrap import wrap
+from compile_core.errors import InternalError, Unsupported
+from compile_core.ir.sources import Source
+
+# Naming the families makes sure that their handlers are registered.
+FAMILIES = (opcodes_data, opcodes_control, SPECIAL_RULES)
+assert OPCODES
+
+_DEPTH_LIMIT = 120
+
+
+class GeneratorValue(IteratorValue):
+    """A generator: a frame that runs on at each item."""
+
+    cls = types.GeneratorType
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.frame.result is not None:
+            return None
+        self.frame.run()
+        return self.frame.yielded
+
+
+class Capture(CaptureState):
+    """See CaptureState."""
+
+    def __init__(self, original_of: Callable[[Any], Any]) -> None:
+        super().__init__(OutputGraph(), SideEffects())
+        self._original_of = original_of
+        self.open_modes: list[Any] = []
+
+    def wrap(self, real: Any, source: Source | None) -> Value:
+        return wrap(self, real, source)
+
+    def original_of(self, real: Any) -> Any:
+        return self._original_of(real)
+
+    def from_constant(self, real: Any) -> Value:
+        if is_literal(real):
+            return ConstantValue(real)
+        if isinstance(real, types.CodeType):
+            return ConstantValue(real)
+        if isinstance(real, torch.Size) or type(real) is tuple or sequence_fields(type(real)):
+            return SequenceValue([self.from_constant(item) for item in real], type(real))
+        if type(real) is list:
+            return ListValue([self.from_constant(item) for item in real])
+        if type(real) is dict:
+            return DictValue(
+                {key: (self.from_constant(key), self.from_constant(item)) for key, item in real.items()}
+            )
+        if type(real) in (set, frozenset):
+            return SetValue({item: self.from_constant(item) for item in real}, type(real))
+        if type(real) is slice:
+            return SliceValue([self.from_constant(part) for part in (real.start, real.stop, real.step)])
+        if isinstance(real, (type, enum.EnumMeta)):
+            return self.wrap(real, None)
+        raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
+
+    def equal(self, one: Value, other: Value) -> bool:
+        return operators.equal(self, one, other)
+
+    def is_module_class(self, cls: type) -> bool:
+        return issubclass(cls, torch.nn.Module)
+
+    def loaded_module(self, name: str) -> Value | None:
+        module = sys.modules.get(name)
+        return None if module is None else self.wrap(module, None)
+
+    def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
+        return SymbolicRaise(ExceptionValue(cls, [self.from_constant(argument) for argument in args]))
+
+    def class_attribute(self, owner: Value, name: str) -> Value:
+        cls = owner.python_type()
+        defining, entry = class_lookup(cls, name)
+        if defining is None:
+            raise self.raise_exception(AttributeError, f"{cls.__name__!r} object has no attribute {name!r}")
+        return bind_class_entry(self, owner, cls, defining, name, entry)
+
+    def inline(self, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if len(self.frames) > _DEPTH_LIMIT:
+            raise self.unsupported("recursion", f"calls nested deeper than {_DEPTH_LIMIT}")
+        code = function.code
+        if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            raise self.unsupported("async", f"{function.describe()} is asynchronous")
+        frame = Frame(self, function, bind_arguments(self, function, args, kwargs))
+        if code.co_flags & inspect.CO_GENERATOR:
+            return GeneratorValue(frame)
+        frame.run()
+        if frame.result is None:
+            raise InternalError(f"{function.describe()} ended without a result")
+        return frame.result
+
+    def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        graph_args = tuple(argument.graph_argument(self) for argument in args)
+        graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
+        try:
+            node = self.graph.call(op, target, graph_args, graph_kwargs, self.stack_trace())
+        except Unsupported as error:
+            raise Unsupported(error.reason_id, error.explanation, error.hint, self.location()) from error
+        return self._wrap_result(node, node.meta["example_value"], target)
+
+    def _wrap_result(self, node: fx.Node, example: Any, target: Any) -> Value:
+        if isinstance(example, torch.Tensor):
+            if not is_fake(example):
+                raise self.unsupported("real-tensor", f"{target} returned a tensor outside of the capture")
+            known = self.tensor_of_fake.get(id(example))
+            if known is not None:
+                if known.version == example._version and not node.users:
+                    self.graph.graph.erase_node(node)  # the operation returned its operand as it was
+                known.version = example._version
+                return known
+            value = TensorValue(node, example, torch.Tensor)
+            self.tensor_of_fake[id(example)] = value
+            return value
+        if isinstance(example, (tuple, list)):
+            cls = type(example)
+            items: list[Any] = []
+            for index, item in enumerate(example):
+                if not isinstance(item, torch.Tensor):
+                    raise self.unsupported(
+                        "operation-result", f"{target} returned {type(item).__name__} in a tuple"
+                    )
+                items.append(self._wrap_result(self.graph.item(node, index), item, target))
+            if cls is list:
+                return ListValue(items)
+            if cls is tuple or sequence_fields(cls):
+                return SequenceValue(items, cls)
+        if example is None:
+            return ConstantValue(None)
+        raise self.unsupported(
+            "operation-result",
+            f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",
+            "keep data-dependent Python values out of the compiled function",
+        )
+
+    def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
+        result = target(*(arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args))
+        if result is not None:
+            self.open_modes.append(result)
+        for arg in args:
+            if isinstance(arg, fx.Node):
+                self.open_modes.remove(arg.meta["example_value"])
+        node = self.graph.graph.create_node("call_function", target, args, {})
+        node.meta["example_value"] = result
+        node.meta["stack_trace"] = self.stack_trace()
+        return node
+
+    def stack_trace(self) -> str:
+        """The user's lines, outermost first, in the form of a traceback."""
+        lines = []
+        for frame in self.frames:
+            place = frame.location()
+            lines.append(
+                f'  File "{place.filename}", line {place.line}, in {place.function}\n    {place.text}\n'
+            )
+        return "".join(lines)

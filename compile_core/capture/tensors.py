@@ -1,0 +1,237 @@
+"""Tensors: nodes of the graph with their fake tensors."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from compile_core.ir.sources import Source
+
+# Methods that answer from metadata alone, which the guards pin down.
+_METADATA_METHODS = frozenset(
+    [
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "storage_offset",
+        "get_device",
+        "is_signed",
+        "is_conj",
+        "is_neg",
+    ]
+)
+_METADATA = frozenset(
+    [
+        "shape",
+        "ndim",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "is_mps",
+        "is_xpu",
+        "layout",
+        "itemsize",
+        "nbytes",
+    ]
+)
+_VIEW_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+
+# In place or not, these would change what guards and the runner take for granted, or hand out data.
+_DENIED_METHODS = frozenset(
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "backward",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "squeeze_",
+        "unsqueeze_",
+        "as_strided_",
+        "detach_",
+        "share_memory_",
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "pin_memory",
+        "record_stream",
+        "apply_",
+        "map_",
+        "map2_",
+        "is_shared",
+        "is_pinned",
+        "rename",
+        "rename_",
+        "names",
+        "align_to",
+        "align_as",
+        "refine_names",
+        "to_sparse",
+        "is_set_to",
+        "equal",
+        "allclose",
+    ]
+)
+
+
+class TensorValue(Value):
+    """A tensor: ``node`` in the graph, ``fake`` for its metadata. An input that was not rebound has a source."""
+
+    def __init__(self, node: fx.Node, fake: torch.Tensor, cls: type, source: Source | None = None) -> None:
+        self.node = node
+        self.fake = fake
+        self.cls = cls
+        self.source = source
+        # The version of the data after the last operation that returned this tensor.
+        self.version = fake._version
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def describe(self) -> str:
+        return f"the tensor {self.source or self.node.name}"
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return self.node
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self
+
+    def truth(self, state: CaptureState) -> bool:
+        raise state.unsupported(
+            "data-dependent-branch",
+            f"the truth value of {self.describe()} depends on its data",
+            "use torch.where, or keep the branch out of the compiled function",
+        )
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in _METADATA:
+            return state.from_constant(getattr(self.fake, name))
+        if name in _VIEW_ATTRIBUTES:
+            return state.call_tensor_op("call_function", getattr, [self, ConstantValue(name)], {})
+        if name == "__class__":
+            return state.wrap(self.cls, None)
+        static = getattr(torch.Tensor, name, None)
+        if static is None:
+            if self.source is not None or name.startswith("__"):
+                raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
+            raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
+        if callable(static) and not isinstance(static, property):
+            return BuiltinMethod(self, name)
+        raise state.unsupported(
+            "tensor-attribute", f"no rule for the attribute {name!r} of {self.describe()}"
+        )
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if not hasattr(torch.Tensor, name):
+            return self.get_attribute(state, name).call(state, args, kwargs)
+        if name in _METADATA_METHODS:
+            real = [argument.as_constant() for argument in args]
+            named = {key: argument.as_constant() for key, argument in kwargs.items()}
+            return state.from_constant(getattr(self.fake, name)(*real, **named))
+        if name == "type" and not args and not kwargs:
+            return ConstantValue(_type_name(self.fake))
+        if name == "__len__":
+            return ConstantValue(self.length(state))
+        if name in _DENIED_METHODS or name.startswith("__") and name not in _OPERATORS:
+            raise state.unsupported(
+                "tensor-method",
+                f"no rule for the method {name!r} of {self.describe()}",
+                "keep data-dependent Python values and autograd bookkeeping out of the compiled function",
+            )
+        return state.call_tensor_op("call_method", name, [self, *args], kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        if self.fake.dim() == 0:
+            raise state.raise_exception(TypeError, "iteration over a 0-d tensor")
+        items = state.call_tensor_op("call_method", "unbind", [self, ConstantValue(0)], {})
+        return SequenceIterator(list(state.items_of(items)))
+
+    def length(self, state: CaptureState) -> int:
+        if self.fake.dim() == 0:
+            raise state.raise_exception(TypeError, "len() of a 0-d tensor")
+        return int(self.fake.shape[0])
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        return state.call_tensor_op("call_function", operator.getitem, [self, key], {})
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
+
+
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for stem in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
+    for name in (stem, "r" + stem, "i" + stem)
+) | {
+    "__neg__",
+    "__pos__",
+    "__invert__",
+    "__abs__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+}
+
+
+def _type_name(fake: torch.Tensor) -> str:
+    place = "" if fake.device.type == "cpu" else f"{fake.device.type}."
+    names = {
+        torch.float32: "Float",
+        torch.float64: "Double",
+        torch.float16: "Half",
+        torch.bfloat16: "BFloat16",
+        torch.int64: "Long",
+        torch.int32: "Int",
+        torch.int16: "Short",
+        torch.int8: "Char",
+        torch.uint8: "Byte",
+        torch.bool: "Bool",
+    }
+    return f"torch.{place}{names[fake.dtype]}Tensor"

@@ -1,0 +1,207 @@
+"""Torch functions: which are recorded in the graph, which are answered at once, which change a mode."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.nn import functional
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.tensors import TensorValue
+
+# Functions that make tensors; they take none, so torch does not list them as overridable.
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+]
+
+# Overridable, but their results are Python values, or they do more than compute.
+_NOT_OPERATIONS = frozenset(
+    [
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "save",
+        "load",
+        "compile",
+        "typename",
+        "numel",
+        "is_tensor",
+        "is_storage",
+        "set_default_tensor_type",
+        "get_default_dtype",
+        "unify_type_list",
+    ]
+)
+
+
+@functools.cache
+def _tensor_functions() -> frozenset[Any]:
+    """Every function that is a node of the graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_scope = torch.overrides.get_overridable_functions()
+    found: set[Any] = set()
+    for scope, functions in by_scope.items():
+        if scope is torch.Tensor:
+            continue
+        for function in functions:
+            name = getattr(function, "__name__", "")
+            if name not in _NOT_OPERATIONS:
+                found.add(function)
+    found.update(getattr(torch, name) for name in _FACTORIES)
+    for name in ("scaled_dot_product_attention", "one_hot", "pad", "linear", "gelu"):
+        found.add(getattr(functional, name))
+    return frozenset(found)
+
+
+def is_tensor_function(function: Any) -> bool:
+    try:
+        return function in _tensor_functions()
+    except TypeError:
+        return False
+
+
+def tensor_function_rule(function: Any) -> CallRule:
+    """The rule that records a call of a tensor function."""
+
+    def record(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return state.call_tensor_op("call_function", function, args, kwargs)
+
+    return record
+
+
+def tensor_method_rule(name: str) -> CallRule:
+    """The rule of ``torch.Tensor.name`` called as a function."""
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        owner, *rest = args
+        if not isinstance(owner, TensorValue):
+            raise TypeError(f"torch.Tensor.{name} of {owner.describe()}")
+        return owner.call_method(state, name, rest, kwargs)
+
+    return call
+
+
+def find_torch_rule(function: Any) -> CallRule | None:
+    """The rule of a torch callable, None where there is none."""
+    if function in CALL_RULES:
+        return CALL_RULES[function]
+    if is_tensor_function(function):
+        return tensor_function_rule(function)
+    if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        if issubclass(torch.Tensor, function.__objclass__) and function.__objclass__ is not object:
+            return tensor_method_rule(function.__name__)
+    return None
+
+
+# Pure functions of metadata: with tensors they read the fake.
+_METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj)
+
+
+def _metadata_rule(function: Any) -> CallRule:
+    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        (tensor,) = args
+        if not isinstance(tensor, TensorValue):
+            raise TypeError("the argument is not a tensor")
+        return state.from_constant(function(tensor.fake))
+
+    return answer
+
+
+CALL_RULES.update({function: _metadata_rule(function) for function in _METADATA_FUNCTIONS})
+
+_PURE = (
+    torch.promote_types,
+    torch.can_cast,
+    torch.broadcast_shapes,
+    torch.device,
+    torch.Size,
+    torch.Size.numel,
+)
+
+
+def _fold_rule(function: Any) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return fold(state, function, args, kwargs)
+
+    return call
+
+
+CALL_RULES.update({function: _fold_rule(function) for function in _PURE})
+
+# Global state that every check guards, so its value at capture (with the captured changes) is the answer.
+_STATE_QUERIES = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.is_autocast_enabled,
+    torch.get_autocast_dtype,
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.is_autocast_cache_enabled,
+    torch._C._get_tracing_state,
+)
+CALL_RULES.update({function: _fold_rule(function) for function in _STATE_QUERIES})
+
+
+def _answer(value: Any) -> CallRule:
+    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return ConstantValue(value)
+
+    return answer
+
+
+for _function in (torch.jit.is_scripting, torch.jit.is_tracing, torch._jit_internal.is_scripting):
+    CALL_RULES[_function] = _answer(False)
+for _function in (
+    torch.overrides.has_torch_function,
+    torch.overrides.has_torch_function_unary,
+    torch.overrides.has_torch_function_variadic,
+):
+    CALL_RULES[_function] = _answer(False)
+CALL_RULES[torch.compiler.is_compiling] = _answer(True)
+
+
+@call_rule(torch.is_tensor)
+def _is_tensor(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return ConstantValue(isinstance(value, TensorValue))
+
+
+@call_rule(torch._assert)
+def _assert(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    condition, message = args
+    if condition.truth(state):
+        return ConstantValue(None)
+    raise state.raise_exception(AssertionError, message.as_constant())

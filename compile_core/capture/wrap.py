@@ -1,0 +1,347 @@
+"""From real objects to symbolic values, with the guards that the mere knowledge of a value needs."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from typing import Any
+
+import torch
+
+from compile_core.capture.base import CaptureState, LazyValue, Value
+from compile_core.capture.builtin_rules import method_of_builtin_type
+from compile_core.capture.constants import ConstantValue, is_literal
+from compile_core.capture.containers import (
+    DictValue,
+    ListValue,
+    SequenceValue,
+    SetValue,
+    SliceValue,
+    sequence_fields,
+)
+from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
+from compile_core.capture.libraries import is_library_name
+from compile_core.capture.modules import ModuleValue
+from compile_core.capture.objects import ClassValue, InstanceValue
+from compile_core.capture.references import (
+    CallableReferenceValue,
+    PythonModuleValue,
+    ReferenceValue,
+    find_call_rule,
+)
+from compile_core.capture.tensors import TensorValue
+from compile_core.capture.torch_rules import find_torch_rule
+from compile_core.ir.captured import InputKind
+from compile_core.ir.sources import (
+    AttributeSource,
+    ItemSource,
+    LocalSource,
+    ModuleEntrySource,
+    Source,
+)
+
+_BUILTIN_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
+
+
+def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
+    """The value of an existing object; the guards make sure that the object is the same kind next time."""
+    original = state.original_of(real)
+    if original is not real:
+        if source is not None:
+            state.guards.is_object(source, real)
+            source = AttributeSource(source, "original")
+        return wrap(state, original, source)
+    if is_literal(real):
+        if source is not None:
+            state.guards.constant(source, real)
+        return ConstantValue(real)
+    if isinstance(real, (tuple, frozenset)) and not isinstance(real, torch.Tensor):
+        return _wrap_immutable(state, real, source)
+    found = state.known.get(id(real))
+    if found is not None:
+        value = found[1]
+        if source is not None and value.source is not None and source != value.source:
+            state.guards.same(value.source, source)
+        elif source is not None and value.source is None:
+            state.guards.is_object(source, real)
+        return value
+    value = _wrap_object(state, real, source)
+    state.known[id(real)] = (real, value)
+    return value
+
+
+def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Value:
+    cls = type(real)
+    if source is not None:
+        state.guards.type_is(source, cls)
+    if cls is frozenset:
+        return _wrap_set(state, real, source)
+    if cls is not tuple and cls is not torch.Size and not sequence_fields(cls):
+        raise state.unsupported("tuple-subclass", f"a tuple of type {cls.__qualname__}")
+    if source is not None:
+        state.guards.length(source, len(real))
+    return SequenceValue(_lazy_items(real, source), cls, source)
+
+
+def _lazy_items(real: Any, source: Source | None) -> list[Any]:
+    return [
+        LazyValue(item, None if source is None else ItemSource(source, index))
+        for index, item in enumerate(real)
+    ]
+
+
+def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
+    if not all(is_literal(item) for item in real):
+        raise state.unsupported("set", "an existing set of other things than literals")
+    if source is not None:
+        held = frozenset(real)
+        state.guards.add([source], "{0} == {c0}", [held], f"{source} == {set(held)!r}")
+    value = SetValue({item: ConstantValue(item) for item in real}, type(real), source)
+    value.trusted = source is None
+    return value
+
+
+def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value:
+    if isinstance(real, torch.Tensor):
+        return _wrap_tensor(state, real, source)
+    if isinstance(real, torch.nn.Module):
+        if source is not None:
+            state.guards.type_is(source, type(real))
+        return ModuleValue(type(real), real, source)
+    if isinstance(real, types.FunctionType):
+        return _wrap_function(state, real, source)
+    if isinstance(real, types.ModuleType):
+        _guard_identity(state, real, source)
+        return PythonModuleValue(real, source)
+    if isinstance(real, type):
+        _guard_identity(state, real, source)
+        return ClassValue(real, source)
+    if isinstance(real, types.MethodType):
+        return _wrap_method(state, real, source)
+    if isinstance(real, _BUILTIN_CALLABLES):
+        _guard_identity(state, real, source)
+        return _wrap_builtin(real, source)
+    if type(real) is functools.partial:
+        if source is not None:
+            state.guards.type_is(source, functools.partial)
+        parts = [
+            None if source is None else AttributeSource(source, name) for name in ("func", "args", "keywords")
+        ]
+        function, args, kwargs = (
+            state.wrap(getattr(real, name), part)
+            for name, part in zip(("func", "args", "keywords"), parts, strict=True)
+        )
+        assert isinstance(kwargs, DictValue)
+        named = {
+            key: item for key, item in ((key, kwargs.get(state, key)) for key in _all_keys(state, kwargs))
+        }
+        return PartialValue(function, state.items_of(args), named)
+    container = _wrap_container(state, real, source)
+    if container is not None:
+        return container
+    if isinstance(real, torch._ops.OpOverloadPacket):
+        _guard_identity(state, real, source)
+        return CallableReferenceValue(real, find_torch_rule(real), source)
+    if _is_plain_object(real):
+        if source is not None:
+            state.guards.type_is(source, type(real))
+        return InstanceValue(type(real), real, source)
+    _guard_identity(state, real, source)
+    return ReferenceValue(real, source)
+
+
+def _all_keys(state: CaptureState, mapping: DictValue) -> list[Any]:
+    mapping.guard_keys(state)
+    return list(mapping.entries)
+
+
+def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> None:
+    if source is not None:
+        state.guards.is_object(source, real)
+
+
+def _is_plain_object(real: Any) -> bool:
+    """Whether attributes are all that an object consists of: its layout is that of ``object`` or of slots."""
+    return all(entry.__flags__ & (1 << 9) or entry is object for entry in type(real).__mro__)
+
+
+def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None) -> Value:
+    if type(real) not in (torch.Tensor, torch.nn.Parameter):
+        raise state.unsupported("tensor-subclass", f"a tensor of the subclass {type(real).__qualname__}")
+    if source is None:
+        raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
+    if real.layout != torch.strided or real.is_quantized:
+        raise state.unsupported("tensor-layout", f"{source} has the layout {real.layout}")
+    entry = isinstance(source, ModuleEntrySource)
+    state.guards.tensor(source, real, entry)
+    node = state.graph.add_input(real, source, _input_kind(source))
+    fake = node.meta["example_value"]
+    value = TensorValue(node, fake, type(real), source)
+    state.tensor_of_fake[id(fake)] = value
+    return value
+
+
+def _input_kind(source: Source) -> InputKind:
+    if isinstance(source, ModuleEntrySource):
+        return "parameter" if source.table == "_parameters" else "buffer"
+    root: Source = source
+    through_module = False
+    while root.base is not None:
+        through_module = through_module or isinstance(root, ModuleEntrySource)
+        root = root.base
+    plain = isinstance(root, LocalSource) and not through_module and root.name != "self"
+    return "argument" if plain else "state"
+
+
+def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
+    rule = find_call_rule(real) or find_torch_rule(real)
+    if rule is not None:
+        _guard_identity(state, real, source)
+        return CallableReferenceValue(real, rule, source)
+    library = is_library_name(real.__globals__.get("__name__"))
+    root = source
+    while root is not None and root.base is not None:
+        root = root.base
+    if isinstance(root, LocalSource) and source is not None:
+        # A function that is passed in may be made anew for each call: its code, not its identity, must stay.
+        state.guards.type_is(source, types.FunctionType)
+        state.guards.is_object(AttributeSource(source, "__code__"), real.__code__)
+        state.guards.is_object(AttributeSource(source, "__globals__"), real.__globals__)
+        owner: Source | None = source
+    else:
+        _guard_identity(state, real, source)
+        owner = None if library else state.reference_source(real.__qualname__, real)
+    cells = []
+    for index, cell in enumerate(real.__closure__ or ()):
+        name = real.__code__.co_freevars[index]
+        if library:
+            place: Source | None = None
+        elif owner is source and source is not None:
+            place = ItemSource(AttributeSource(source, "__closure__"), index)
+        else:
+            place = state.reference_source(name, cell)
+        cells.append(wrap_cell(state, cell, place))
+    defaults = _wrap_defaults(state, real, owner)
+    keyword_defaults = {
+        name: state.wrap(
+            value,
+            None if owner is None else ItemSource(AttributeSource(owner, "__kwdefaults__"), name),
+        )
+        for name, value in (real.__kwdefaults__ or {}).items()
+    }
+    return FunctionValue(
+        real.__code__,
+        real.__globals__,
+        tuple(cells),
+        defaults,
+        keyword_defaults,
+        real,
+        source,
+        real.__qualname__,
+    )
+
+
+def _wrap_defaults(state: CaptureState, real: types.FunctionType, owner: Source | None) -> list[Any]:
+    place = None if owner is None else AttributeSource(owner, "__defaults__")
+    if real.__defaults__ is None:
+        return []
+    if place is not None:
+        state.guards.length(place, len(real.__defaults__))
+    return [
+        LazyValue(value, None if place is None else ItemSource(place, index))
+        for index, value in enumerate(real.__defaults__)
+    ]
+
+
+def is_empty_cell(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def wrap_cell(state: CaptureState, cell: types.CellType, source: Source | None) -> CellValue:
+    """The one value of an existing cell, which lies at ``source``; its content is read when it is used."""
+    found = state.known.get(id(cell))
+    if found is not None:
+        value = found[1]
+        assert isinstance(value, CellValue)
+        if source is not None and value.source is not None and source != value.source:
+            state.guards.same(value.source, source)
+        return value
+    try:
+        place = None if source is None else AttributeSource(source, "cell_contents")
+        content: Any = LazyValue(cell.cell_contents, place)
+    except ValueError:
+        content = None
+        if source is not None:
+            state.guards.add([source], "{c0}({0})", [is_empty_cell], f"{source} is empty")
+    value = CellValue(content, cell, source)
+    state.known[id(cell)] = (cell, value)
+    return value
+
+
+def _wrap_method(state: CaptureState, real: types.MethodType, source: Source | None) -> Value:
+    if source is not None:
+        state.guards.type_is(source, types.MethodType)
+    parts = [None if source is None else AttributeSource(source, name) for name in ("__func__", "__self__")]
+    return BoundMethodValue(state.wrap(real.__func__, parts[0]), state.wrap(real.__self__, parts[1]))
+
+
+def _wrap_builtin(real: Any, source: Source | None) -> Value:
+    rule = find_call_rule(real) or find_torch_rule(real)
+    if rule is None and isinstance(real, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        rule = method_of_builtin_type(real)
+    return CallableReferenceValue(real, rule, source)
+
+
+def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Value | None:
+    cls = type(real)
+    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set, slice):
+        return None
+    if source is not None:
+        state.guards.type_is(source, cls)
+    if cls is slice:
+        names = ("start", "stop", "step")
+        parts = [None if source is None else AttributeSource(source, name) for name in names]
+        return SliceValue(
+            [state.wrap(getattr(real, name), part) for name, part in zip(names, parts, strict=True)]
+        )
+    if cls is set:
+        return _wrap_set(state, real, source)
+    if cls is list:
+        if source is not None:
+            state.guards.length(source, len(real))
+        made: Any = ListValue(_lazy_items(real, source), source)
+    else:
+        entries = {
+            key: (
+                _key_value(key),
+                LazyValue(item, None if source is None else ItemSource(source, key)),
+            )
+            for key, item in real.items()
+        }
+        made = DictValue(entries, cls, source)
+        if cls is collections.defaultdict:
+            made.guard_keys(state)
+            factory = None if source is None else AttributeSource(source, "default_factory")
+            if real.default_factory is not None:
+                made.default_factory = state.wrap(real.default_factory, factory)
+    made.trusted = source is None
+    return made
+
+
+def _key_value(key: Any) -> Value:
+    """A key of an existing dictionary; its hash and equality are the key's own."""
+    if is_literal(key):
+        return ConstantValue(key)
+    if type(key) is tuple:
+        return SequenceValue([_key_value(item) for item in key], tuple)
+    return ReferenceValue(key)

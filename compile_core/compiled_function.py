@@ -1,0 +1,378 @@
+"""Stage 0: a callable that looks up its guard table, and captures and compiles what the table lacks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.capture import (
+    PlainCall,
+    argument_names,
+    capture,
+    compile_check,
+    compile_function,
+    explain_failure,
+    must_run_plain,
+    normal_tensors,
+    resume_function,
+)
+from compile_core.errors import CodeLocation, InternalError, Unsupported
+from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+
+logger = logging.getLogger("compile_core.capture")
+
+CompiledGraph = Callable[..., Sequence[torch.Tensor]]
+CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
+
+_logged_locations: set[tuple[str, CodeLocation | None]] = set()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the guard table. ``run`` is None for a frame that runs as plain Python."""
+
+    captured: CapturedFrame
+    compiled: CompiledGraph | None
+    check: Callable[..., Any]
+    run: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The Python function that is captured, the object that is its first argument (or ``_NO_OWNER``), and whether
+    that object is a module which is called through ``nn.Module.__call__``."""
+
+    function: types.FunctionType
+    owner: Any
+    is_module_call: bool
+    cells_argument: bool = False
+
+
+class CompiledFunction:
+    """A function, method or module whose calls run compiled graphs.
+
+    Args:
+        fn: a Python function, a bound method, an ``nn.Module`` (its call is compiled), or an object whose class
+            defines ``__call__`` in Python.
+        compile_graph: given a captured graph and its real inputs, returns what is called as ``compiled(*tensors)``
+            and returns the flat tuple of the graph's outputs.
+        fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
+        name: for messages; the function's own name by default.
+        cache_limit: how many different captures are kept before calls run as plain Python.
+        target: what to capture, if it is not what ``fn`` itself says.
+        callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
+
+    Attributes:
+        original: ``fn``.
+        entries: the guard table, most recently used first.
+        break_reasons: why captures ended early, in the order in which it was found.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        compile_graph: CompileGraph,
+        *,
+        fullgraph: bool = False,
+        name: str | None = None,
+        cache_limit: int = 64,
+        target: Target | None = None,
+        callees: dict[types.FunctionType, CompiledFunction] | None = None,
+    ) -> None:
+        if isinstance(fn, CompiledFunction):
+            fn = fn.original
+        self.original = fn
+        self.compile_graph = compile_graph
+        self.fullgraph = fullgraph
+        self.cache_limit = cache_limit
+        self.entries: list[Entry] = []
+        self.break_reasons: list[Unsupported] = []
+        target = target or _find_target(fn)
+        self._target, self._owner, self._is_module_call = target.function, target.owner, target.is_module_call
+        self._continuations: dict[types.CodeType, CompiledFunction] = {}
+        # A function and all that continues it or is called by it share the compiled forms of callees.
+        self._callees = {} if callees is None else callees
+        self.name = name or self._target.__qualname__
+        self._cells_argument = target.cells_argument
+        self._arguments = argument_names(self._target.__code__, self._cells_argument)
+        self._lock = threading.RLock()
+        self._limit_reported = False
+        self._call_plain = self._make_plain_call()
+        self._dispatch = self._make_dispatch()
+        functools.update_wrapper(self, self._target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._dispatch(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Compiled functions are descriptors as functions are, so that methods can be compiled in a class body."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def reset(self) -> None:
+        """Forget every capture."""
+        with self._lock:
+            self.entries = []
+            self.break_reasons = []
+            self._limit_reported = False
+            self._continuations.clear()
+            self._callees.clear()
+
+    @property
+    def continuations(self) -> tuple[CompiledFunction, ...]:
+        """The resume functions behind this function's graph breaks."""
+        return tuple(self._continuations.values())
+
+    @property
+    def callees(self) -> tuple[CompiledFunction, ...]:
+        """The compiled forms of the functions that are called at graph breaks."""
+        return tuple(self._callees.values())
+
+    def _make_dispatch(self) -> Callable[..., Any]:
+        """A function with the target's own signature, which binds as Python does and walks the table."""
+        function = self._target
+        signature, passed = _signature_text(function, skip_first=self._owner is not _NO_OWNER)
+        if self._cells_argument:
+            signature, passed = f"_gs_cells, {signature}", f"_gs_cells, {passed}"
+        # The parameters keep the user's names, so everything else has a name that no program uses.
+        text = (
+            f"def dispatch({signature}):\n"
+            "    for _gs_entry in _gs_owner.entries:\n"
+            f"        _gs_inputs = _gs_entry.check({passed})\n"
+            "        if type(_gs_inputs) is list:\n"
+            "            if _gs_entry.run is None:\n"
+            f"                return _gs_plain({passed})\n"
+            f"            if _gs_entry is not _gs_owner.entries[0]:\n"
+            "                _gs_move_to_front(_gs_entry)\n"
+            f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
+            f"    return _gs_miss(({passed}{',' if passed else ''}))\n"
+        ).replace("_gs_inputs, )", "_gs_inputs)")
+        constants = {
+            "_gs_owner": self,
+            "_gs_plain": self._call_plain,
+            "_gs_move_to_front": self._move_to_front,
+            "_gs_miss": self._miss,
+            "_gs_default": _UNUSED_DEFAULT,
+            "_gs_first": self._owner,
+        }
+        made = compile_function(text, "dispatch", constants)
+        assert isinstance(made, types.FunctionType)
+        made.__defaults__ = function.__defaults__
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__qualname__ = function.__qualname__
+        made.__name__ = function.__name__
+        return made
+
+    def _make_plain_call(self) -> Callable[..., Any]:
+        """Call the original with the bound arguments."""
+        code = self._target.__code__
+        names = list(argument_names(code))
+        parts = [f"l_{name}" for name in names[: code.co_argcount]]
+        if self._owner is not _NO_OWNER:
+            parts = parts[1:]  # the original is bound to it
+        position = code.co_argcount + code.co_kwonlyargcount
+        keyword_only = names[code.co_argcount : position]
+        if code.co_flags & inspect.CO_VARARGS:
+            parts.append(f"*l_{names[position]}")
+            position += 1
+        parts += [f"{name}=l_{name}" for name in keyword_only]
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            parts.append(f"**l_{names[position]}")
+        arguments = ", ".join(f"l_{name}" for name in self._arguments)
+        called = "with_cells(l__gs_cells)" if self._cells_argument else "original"
+        text = f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"
+        return compile_function(text, "plain", {"original": self.original, "with_cells": self._with_cells})
+
+    def _with_cells(self, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+        function = self._target
+        return types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+
+    def _move_to_front(self, entry: Entry) -> None:
+        self.entries = [entry, *(other for other in self.entries if other is not entry)]
+
+    def _miss(self, arguments: tuple[Any, ...]) -> Any:
+        """No entry fits: capture, compile and run."""
+        if must_run_plain():
+            return self._call_plain(*arguments)
+        with self._lock:
+            if len(self.entries) >= self.cache_limit:
+                self._report_limit(arguments)
+                return self._call_plain(*arguments)
+            if self.entries and logger.isEnabledFor(logging.INFO):
+                reason = explain_failure(self.entries[0].captured, arguments)
+                logger.info("%s: recompiled because %s", self.name, reason)
+            try:
+                entry = self._make_entry(arguments)
+            except PlainCall as reason:
+                logger.info("%s: this call runs as plain Python: %s", self.name, reason)
+                entry = None
+        if entry is None or entry.run is None:
+            return self._call_plain(*arguments)
+        inputs = entry.check(*arguments)
+        if type(inputs) is not list:
+            raise InternalError(
+                f"{self.name}: fresh guards fail: {explain_failure(entry.captured, arguments)}"
+            )
+        return entry.run(entry.compiled, inputs, *arguments)
+
+    def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
+        captured = capture(
+            self._target,
+            arguments,
+            is_module_call=self._is_module_call,
+            cells_argument=self._cells_argument,
+            allow_breaks=not self.fullgraph,
+            original_of=_original_of,
+        )
+        if captured.break_reason is not None:
+            self._report_break(captured.break_reason)
+        check = compile_check(captured)
+        run = compiled = None
+        if captured.runner is not None:
+            constants = dict(captured.runner.constants)
+            if captured.resume:
+                constants["call_compiled"] = self._call_compiled
+                constants |= {point.name: self._continuation(point) for point in captured.resume}
+            run = compile_function(captured.runner.text, "run", constants)
+            if captured.graph is not None:
+                inputs = check(*arguments)
+                if type(inputs) is not list:
+                    raise InternalError(
+                        f"{self.name}: fresh guards fail: {explain_failure(captured, arguments)}"
+                    )
+                with normal_tensors():
+                    compiled = self.compile_graph(captured.graph, inputs)
+        entry = Entry(captured, compiled, check, run)
+        self.entries = [entry, *self.entries]
+        return entry
+
+    def _continuation(self, point: ResumePoint) -> CompiledFunction:
+        """The compiled resume function of a point, shared by all captures that stop there in the same way."""
+        found = self._continuations.get(point.code)
+        if found is None:
+            function = resume_function(point, self._target)
+            found = self._continuations[point.code] = CompiledFunction(
+                function,
+                self.compile_graph,
+                cache_limit=self.cache_limit,
+                target=Target(function, _NO_OWNER, False, point.cells_argument),
+                callees=self._callees,
+            )
+        return found
+
+    def _call_compiled(self, callee: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call what a graph break calls, in its compiled form where it has one."""
+        target = None if isinstance(callee, CompiledFunction) else _find_shared_target(callee)
+        if target is None:
+            return callee(*args, **kwargs)
+        found = self._callees.get(target.function)
+        if found is None:
+            # One compiled form serves all modules (or bound objects) that share the function.
+            shared = Target(target.function, _NO_OWNER, target.is_module_call)
+            plain = _call_object if target.is_module_call else target.function
+            found = self._callees[target.function] = CompiledFunction(
+                plain,
+                self.compile_graph,
+                cache_limit=self.cache_limit,
+                name=target.function.__qualname__,
+                target=shared,
+                callees=self._callees,
+            )
+        return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
+
+    def _report_break(self, reason: Unsupported) -> None:
+        if self.fullgraph:
+            raise reason
+        self.break_reasons.append(reason)
+        key = (reason.reason_id, reason.location)
+        if key not in _logged_locations:
+            _logged_locations.add(key)
+            logger.warning("%s is not captured in full: %s", self.name, reason)
+
+    def _report_limit(self, arguments: tuple[Any, ...]) -> None:
+        if not self._limit_reported:
+            self._limit_reported = True
+            reason = explain_failure(self.entries[0].captured, arguments)
+            logger.warning(
+                "%s was captured %d times (the limit); further calls that no capture fits run as plain Python. "
+                "The last capture does not fit because %s",
+                self.name,
+                len(self.entries),
+                reason,
+            )
+
+
+_NO_OWNER: Any = object()
+_UNUSED_DEFAULT: Any = object()
+
+
+def _original_of(value: Any) -> Any:
+    return value.original if type(value) is CompiledFunction else value
+
+
+def _call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The frame that stands for the call of an object whose own code is not a plain Python function."""
+    return self(*args, **kwargs)
+
+
+def _find_shared_target(callee: Any) -> Target | None:
+    """The target of a callee whose compiled form may be kept: not of functions that are made for one call."""
+    if isinstance(callee, (types.FunctionType, types.MethodType, torch.nn.Module)):
+        target = _find_target(callee)
+        made_once = target.function.__closure__ is None or "<locals>" not in target.function.__qualname__
+        if made_once and target.function is not _call_object:
+            return target
+    return None
+
+
+def _find_target(fn: Any) -> Target:
+    """The Python function behind a callable."""
+    if isinstance(fn, types.FunctionType):
+        return Target(fn, _NO_OWNER, False)
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, types.FunctionType):
+        return Target(fn.__func__, fn.__self__, False)
+    if isinstance(fn, torch.nn.Module):
+        forward = inspect.getattr_static(type(fn), "forward")
+        plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__
+        if plain and isinstance(forward, types.FunctionType):
+            return Target(forward, fn, True)
+        return Target(_call_object, fn, False)
+    call = inspect.getattr_static(type(fn), "__call__", None)
+    if isinstance(call, types.FunctionType):
+        return Target(call, fn, False)
+    if callable(fn):
+        return Target(_call_object, fn, False)
+    raise TypeError(f"cannot compile {fn!r}: it is not callable")
+
+
+def _signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
+    """Parameters of the dispatch function (with the target's names), and how it passes them on."""
+    code = function.__code__
+    names = list(argument_names(code))
+    positional = names[: code.co_argcount]
+    keyword_only = names[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    rest = names[code.co_argcount + code.co_kwonlyargcount :]
+    first_default = len(positional) - len(function.__defaults__ or ())
+    parts: list[str] = []
+    for index, name in enumerate(positional):
+        if index or not skip_first:
+            parts.append(f"{name}=_gs_default" if index >= first_default else name)
+        if index + 1 == code.co_posonlyargcount and parts:
+            parts.append("/")
+    if code.co_flags & inspect.CO_VARARGS:
+        parts.append(f"*{rest.pop(0)}")
+    elif keyword_only:
+        parts.append("*")
+    defaults = function.__kwdefaults__ or {}
+    parts += [f"{name}=_gs_default" if name in defaults else name for name in keyword_only]
+    if rest:
+        parts.append(f"**{rest[0]}")
+    passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
+    return ", ".join(parts), ", ".join(passed)

@@ -1,0 +1,176 @@
+"""What the capture stage hands on: a graph of torch-level operations, and the conditions under which it holds."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from compile_core.errors import InternalError, Unsupported
+from compile_core.ir.sources import Source
+from compile_core.ir.tensor_spec import TensorSpec
+
+InputKind = Literal["parameter", "buffer", "argument", "state"]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One tensor that the graph reads.
+
+    ``kind`` is ``parameter`` or ``buffer`` for entries of a module's tables, ``argument`` for tensors that are reached
+    from the call's arguments, ``state`` for globals, closures and plain attributes of modules.
+    ``example`` is a fake tensor; two inputs never have the same source, nor are they the same tensor object.
+    """
+
+    name: str
+    source: Source
+    example: torch.Tensor
+    kind: InputKind
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """Torch-level graph: one placeholder per input in order, one output node with a flat tuple of tensors."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+
+    def __str__(self) -> str:
+        return print_captured_graph(self)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition over the sources, as a Python expression.
+
+    ``{0}``, ``{1}`` … in the condition stand for the sources, ``{c0}``, ``{c1}`` … for the held constants.
+    ``text`` says in words what must hold.
+    """
+
+    sources: tuple[Source, ...]
+    condition: str
+    constants: tuple[Any, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class RunnerCode:
+    """Generated Python that calls the graph, replays side effects and rebuilds what the frame returns.
+
+    It defines ``run(graph, inputs, <the frame's arguments as l_name>)``; ``constants`` are its globals.
+    """
+
+    text: str
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner passes.
+
+    With ``cells_argument`` the tuple of its closure cells comes before them.
+    The runner calls it under ``name``, and calls other functions through ``call_compiled(function, *arguments)``; who
+    runs the runner provides both.
+    """
+
+    name: str
+    code: types.CodeType
+    cells_argument: bool
+
+
+@dataclass(frozen=True)
+class CapturedFrame:
+    """The whole of what stage 0 stores for one call of a function under certain conditions.
+
+    ``graph`` is None when the frame does no tensor work. ``arguments`` are the frame's argument names in order.
+    ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner`` is None
+    for a frame that could not be captured at all: while the guards hold, it runs as plain Python. ``resume`` are the
+    points where the frame goes on after a graph break, two behind a branch that depends on data.
+    """
+
+    graph: CapturedGraph | None
+    guards: tuple[Guard, ...]
+    arguments: tuple[str, ...]
+    runner: RunnerCode | None
+    break_reason: Unsupported | None = None
+    resume: tuple[ResumePoint, ...] = ()
+
+
+def print_captured_graph(graph: CapturedGraph) -> str:
+    """The graph as text with stable names: one line per node, with the spec of its value."""
+    lines = []
+    kinds = {entry.name: entry.kind for entry in graph.inputs}
+    for node in graph.module.graph.nodes:
+        example = node.meta.get("example_value")
+        shown = _show_example(example)
+        if node.op == "placeholder":
+            lines.append(f"{node.name}: {shown} = {kinds.get(node.name, 'input')}")
+        elif node.op == "output":
+            lines.append(f"return {_show_argument(node.args[0])}")
+        else:
+            arguments = [_show_argument(argument) for argument in node.args]
+            arguments += [f"{key}={_show_argument(value)}" for key, value in node.kwargs.items()]
+            if node.op == "call_method":
+                call = f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+            else:
+                call = f"{_show_target(node.target)}({', '.join(arguments)})"
+            lines.append(f"{node.name}: {shown} = {call}")
+    return "\n".join(lines)
+
+
+def verify_captured_graph(graph: CapturedGraph) -> None:
+    """Check the promises of CapturedGraph; raises InternalError with the node and the rule that it breaks."""
+    nodes = list(graph.module.graph.nodes)
+    names = [node.name for node in nodes if node.op == "placeholder"]
+    if names != [entry.name for entry in graph.inputs]:
+        raise InternalError(f"placeholders {names} do not match the inputs {[e.name for e in graph.inputs]}")
+    if len({entry.source for entry in graph.inputs}) != len(graph.inputs):
+        raise InternalError("two inputs have the same source")
+    outputs = [node for node in nodes if node.op == "output"]
+    if len(outputs) != 1 or nodes[-1] is not outputs[0]:
+        raise InternalError("a graph ends with its only output node")
+    returned = outputs[0].args[0]
+    if not isinstance(returned, tuple) or not all(isinstance(item, fx.Node) for item in returned):
+        raise InternalError(f"the output is not a flat tuple of nodes: {returned}")
+    for node in nodes:
+        if node.op == "output":
+            continue
+        if node.op not in ("placeholder", "call_function", "call_method"):
+            raise InternalError(f"node {node.name}: op {node.op} does not belong in a captured graph")
+        if "example_value" not in node.meta:
+            raise InternalError(f"node {node.name} has no example_value")
+    for item in returned:
+        if not isinstance(item.meta["example_value"], torch.Tensor):
+            raise InternalError(f"the output {item.name} is not a tensor")
+
+
+def _show_example(example: object) -> str:
+    if isinstance(example, torch.Tensor):
+        return str(TensorSpec.of(example)) if example.layout == torch.strided else str(example.layout)
+    if isinstance(example, (tuple, list)):
+        return "(" + ", ".join(_show_example(item) for item in example) + ")"
+    return type(example).__name__
+
+
+def _show_argument(argument: object) -> str:
+    if isinstance(argument, (tuple, list)):
+        shown = ", ".join(_show_argument(item) for item in argument)
+        return f"[{shown}]" if isinstance(argument, list) else f"({shown})"
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        return f"slice({', '.join(_show_argument(part) for part in parts)})"
+    return str(argument) if isinstance(argument, fx.Node) else repr(argument)
+
+
+def _show_target(target: object) -> str:
+    module = getattr(target, "__module__", None) or ""
+    name = getattr(target, "__name__", None) or str(target)
+    for long, short in (("torch.nn.functional", "F"), ("torch._C._nn", "F"), ("_operator", "operator")):
+        if module == long:
+            return f"{short}.{name}"
+    if module in ("builtins", "torch.functional", "torch._VF") or not module:
+        return name
+    return f"{module}.{name}"

@@ -1,0 +1,59 @@
+"""Every instruction that CPython 3.11 to 3.13 emits for a corpus of functions has a handler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile_core.capture.frame import OPCODES
+
+HERE = Path(__file__).parent
+CORPUS = [HERE / "models.py", HERE / "test_language.py", HERE / "test_graph_breaks.py"]
+
+# Runs in another interpreter, without any package: names of the instructions of all functions in the files.
+LISTER = """
+import dis, json, sys
+found = {}
+def walk(code, name):
+    if code.co_flags & 1:
+        for instruction in dis.get_instructions(code):
+            found.setdefault(instruction.opname, name)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            walk(constant, constant.co_name)
+for path in sys.argv[1:]:
+    with open(path) as file:
+        walk(compile(file.read(), path, "exec"), path)
+print(json.dumps(found))
+"""
+
+
+def find_interpreter(version: str) -> str | None:
+    """An interpreter of this version that runs: this one, one on the path, or one that a version manager keeps."""
+    if "%d.%d" % sys.version_info[:2] == version:
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    candidates = [] if found is None else [found]
+    candidates += map(str, sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")))
+    for candidate in candidates:
+        if subprocess.run([candidate, "-c", ""], capture_output=True, timeout=60).returncode == 0:
+            return candidate
+    return None
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_instruction_has_a_handler(version):
+    interpreter = find_interpreter(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} on this machine")
+    listed = subprocess.run(
+        [interpreter, "-I", "-c", LISTER, *map(str, CORPUS)], capture_output=True, text=True, timeout=60
+    )
+    assert listed.returncode == 0, listed.stderr
+    missing = {name: where for name, where in json.loads(listed.stdout).items() if name not in OPCODES}
+    assert not missing
