@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from compile_core.errors import Unsupported
 from compile_core.ir.graphs import GraphSignature, InputAlias, PartitionedGraph
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -19,8 +19,8 @@ Program = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 class BoundGraph:
     """A compiled graph, called as ``bound(*tensors)``; returns the captured graph's flat tuple of tensors.
 
-    It behaves as the captured graph: gradients flow through it, inputs that the program changes are changed, results
-    that are inputs are those very inputs. Differentiating it twice is an error.
+    It behaves as the captured graph: gradients flow through it, inputs that the program changes are changed,
+    results that are inputs are those very inputs. Differentiating it twice is an error.
     """
 
     forward: Program
@@ -46,14 +46,25 @@ class BoundGraph:
             for result in signature.results
         )
 
+    def differentiate(self, saved_and_tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients; with ``create_graph=True`` as tensors that cannot be differentiated again."""
+        assert self.backward is not None
+        with torch.no_grad():
+            gradients = self.backward(saved_and_tangents)
+        if torch.is_grad_enabled():
+            return _Undifferentiable.apply(torch.empty(0, requires_grad=True), *gradients)
+        return gradients
+
 
 def bind_autograd(graph: PartitionedGraph, forward: Program, backward: Program | None) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
     Args:
         graph: the partition that the programs were made from.
-        forward: takes the primals, returns the graph's outputs and then the saved values that are not primals.
-        backward: takes the saved values and the tangents, returns a gradient or ``None`` for each gradient input.
+        forward: takes the primals, returns the graph's outputs and then the saved values that are not
+            primals.
+        backward: takes the saved values and the tangents, returns a gradient or ``None`` for each gradient
+            input.
     """
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
@@ -74,20 +85,39 @@ class _CompiledGraph(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         bound: BoundGraph = ctx.bound
         signature = bound.signature
-        assert bound.backward is not None
         arriving = [gradients[k] for k in signature.tangents]
         if all(gradient is None for gradient in arriving):
             return (None,) * len(ctx.needs_input_grad)
         tangents = [_as_specified(g, spec) for g, spec in zip(arriving, signature.tangent_specs, strict=True)]
-        found = bound.backward([*ctx.saved_tensors, *tangents])
+        found = bound.differentiate([*ctx.saved_tensors, *tangents])
         for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for position, gradient in zip(signature.gradient_inputs, found, strict=True):
             for_primals[position + 1] = gradient
         return tuple(for_primals)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Passes gradients on as results of an operation whose own backward is an error.
+
+    Without it they would count as constants, and a gradient penalty would silently do nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, root: torch.Tensor, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        raise Unsupported(
+            "double-backward",
+            "the gradients of a compiled graph are differentiated",
+            "call the module uncompiled where create_graph=True is needed, as for a gradient penalty",
+        )
 
 
 def _as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Cuts a joint graph into a forward and a backward so that the fewest bytes live between them.
 
-The cut is a minimum cut of a flow network, as in AOTAutograd's recomputation ("min-cut rematerialisation"): every
-value that could be saved is an edge whose capacity is its bytes, the forward's inputs are the source, whatever only the
-backward can compute is the sink. Values cut are saved; values between the cut and the backward are computed again
-there. Values that may not be recomputed hang on the source with infinite capacity.
+The cut is a minimum cut of a flow network, as in AOTAutograd's recomputation ("min-cut rematerialisation"):
+every value that could be saved is an edge whose capacity is its bytes, the forward's inputs are the source,
+whatever only the backward can compute is the sink. Values cut are saved; values between the cut and the
+backward are computed again there. Values that may not be recomputed hang on the source with infinite
+capacity.
 
 Limits: no memory budget, no user checkpoint tags.
 """
@@ -28,6 +29,8 @@ _PRIMAL_BYTES = 1
 # Each step away from the backward makes a value this much dearer to save there: cut late rather than early.
 _DISTANCE_WEIGHT = 1.1
 _MAX_DISTANCE = 100
+# A value that stays inside kernels unless it is saved costs its writing too.
+_EXTRA_WRITE_WEIGHT = 2
 
 
 def partition(joint: JointGraph) -> PartitionedGraph:
@@ -45,7 +48,8 @@ def partition(joint: JointGraph) -> PartitionedGraph:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
     changed = {primals[position] for position, _ in joint.signature.mutated}
-    saved = _choose_saved(joint.module.graph, primals, changed, only_backward, gradients)
+    in_forward = _ancestors(outputs)
+    saved = _choose_saved(joint.module.graph, primals, changed, in_forward, only_backward, gradients)
     computed = [node for node in saved if node.op != "placeholder" or node in changed]
     random = [node for node in joint.module.graph.nodes if is_random(node)]
     forward = _extract(
@@ -75,13 +79,19 @@ def _choose_saved(
     graph: Graph,
     primals: Sequence[Node],
     changed: set[Node],
+    in_forward: set[Node],
     only_backward: set[Node],
     gradients: Iterable[Node | None],
 ) -> list[Node]:
     """The values to save, in graph order: a minimum cut between the primals and the backward."""
     sources = set(primals)
     free = sources - changed
-    needed = _needed_by_backward(only_backward, gradients)
+    needed = _ancestors(
+        [
+            *(node for user in only_backward for node in user.all_input_nodes if node not in only_backward),
+            *(node for node in gradients if node is not None and node not in only_backward),
+        ]
+    )
     distances = _distances(graph, only_backward, needed)
 
     network = networkx.DiGraph()
@@ -89,7 +99,7 @@ def _choose_saved(
         if node in only_backward or node.op == "output" or node not in needed:
             continue
         network.add_edge((node, "in"), (node, "out"), capacity=_capacity(node, free, distances.get(node, 0)))
-        if node in sources or _must_not_recompute(node, only_backward, needed):
+        if node in sources or _must_not_recompute(node, in_forward, only_backward, needed):
             network.add_edge("source", (node, "in"), capacity=math.inf)
         for user in node.users:
             if user in only_backward:
@@ -97,7 +107,8 @@ def _choose_saved(
             elif user in needed:
                 network.add_edge((node, "out"), (user, "in"), capacity=math.inf)
     for gradient in gradients:
-        # A gradient that does not depend on a tangent, such as a constant zero, is still the backward's to return.
+        # A gradient that does not depend on a tangent, such as a constant zero, is still the backward's to
+        # return.
         if gradient is not None and gradient not in only_backward:
             network.add_edge((gradient, "out"), "sink", capacity=math.inf)
     if "sink" not in network or "source" not in network:
@@ -106,17 +117,16 @@ def _choose_saved(
     return [node for node in graph.nodes if (node, "in") in reachable and (node, "out") not in reachable]
 
 
-def _needed_by_backward(only_backward: set[Node], gradients: Iterable[Node | None]) -> set[Node]:
-    """Forward values from which the backward can be reached."""
-    frontier = [node for user in only_backward for node in user.all_input_nodes if node not in only_backward]
-    frontier += [node for node in gradients if node is not None and node not in only_backward]
-    needed: set[Node] = set()
+def _ancestors(values: Iterable[Node]) -> set[Node]:
+    """The values and all that they are computed from."""
+    found: set[Node] = set()
+    frontier = list(values)
     while frontier:
         node = frontier.pop()
-        if node not in needed:
-            needed.add(node)
+        if node not in found:
+            found.add(node)
             frontier.extend(node.all_input_nodes)
-    return needed
+    return found
 
 
 def _distances(graph: Graph, only_backward: set[Node], needed: set[Node]) -> dict[Node, int]:
@@ -130,7 +140,13 @@ def _distances(graph: Graph, only_backward: set[Node], needed: set[Node]) -> dic
     return distances
 
 
-def _must_not_recompute(node: Node, only_backward: set[Node], needed: set[Node]) -> bool:
+def _must_not_recompute(
+    node: Node, in_forward: set[Node], only_backward: set[Node], needed: set[Node]
+) -> bool:
+    if node not in in_forward:
+        # Only the backward wants it, so computing it there is no second time; but random
+        # numbers keep their order.
+        return is_random(node)
     return not is_recomputable(node) or _materialised_in_backward(node, only_backward, needed)
 
 
@@ -159,7 +175,20 @@ def _capacity(node: Node, free: set[Node], distance: int) -> float:
         return math.inf  # several results: each of its ``getitem`` is saved, never the tuple
     if node in free:
         return _PRIMAL_BYTES
-    return max(_bytes(node), 1) * _DISTANCE_WEIGHT ** min(distance, _MAX_DISTANCE)
+    extra = 1 if _is_written(node) else _EXTRA_WRITE_WEIGHT
+    return max(_bytes(node), 1) * extra * _DISTANCE_WEIGHT ** min(distance, _MAX_DISTANCE)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether the value lies in memory anyway, for one of torch's kernels or as a result."""
+    source = node
+    while is_view(source) and isinstance(source.args[0], Node):
+        source = source.args[0]
+    return not is_fusible(source) or _is_read_from_memory(node)
+
+
+def _is_read_from_memory(node: Node) -> bool:
+    return any(_is_read_from_memory(user) if is_view(user) else not is_fusible(user) for user in node.users)
 
 
 def _bytes(node: Node) -> int:
@@ -222,7 +251,8 @@ def _extract(
 def _copy_input(forward: GraphModule, name: str) -> str:
     """Makes the forward return a copy of an input in the input's stead; returns the copy's name.
 
-    Inputs that the program changes are changed when the forward has ended, and the backward needs the old values.
+    Inputs that the program changes are changed when the forward has ended, and the backward needs the old
+    values.
     """
     (source,) = (node for node in forward.graph.find_nodes(op="placeholder") if node.name == name)
     (output,) = forward.graph.find_nodes(op="output")

@@ -12,7 +12,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def preserved_modes() -> Iterator[None]:
-    """Grad mode and autocast are afterwards as before, also where the traced graph failed between two of its switches.
+    """Grad mode and autocast are afterwards as before, also where the graph failed between two switches.
 
     Inside, autocast keeps no casts: they would be casts of tensors that are not real.
     """

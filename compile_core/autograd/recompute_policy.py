@@ -1,8 +1,8 @@
 """Which values the backward may compute again instead of reading what the forward saved.
 
-Recomputing costs nothing where the value is fused into the kernel that needs it: views, pointwise operators and
-creations. Matrix products, convolutions, attention, random operators and reductions are never computed twice. The
-classes follow the default policy of AOTAutograd's min-cut partitioner.
+Recomputing costs nothing where the value is fused into the kernel that needs it: views, pointwise operators
+and creations. Matrix products, convolutions, attention, random operators and reductions are never computed
+twice. The classes follow the default policy of AOTAutograd's min-cut partitioner.
 """
 
 from __future__ import annotations

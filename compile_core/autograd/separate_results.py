@@ -1,8 +1,8 @@
 """Gives every result of a traced graph memory of its own.
 
-Eager results are distinct tensors, which their owner may change in place. In the functional graph they may have become
-one value: equal nodes were merged, and what only passes its argument on was dropped. A result that would share memory
-with an input, a constant or an earlier result is therefore copied last.
+Eager results are distinct tensors, which their owner may change in place. In the functional graph they may
+have become one value: equal nodes were merged, and what only passes its argument on was dropped. A result
+that would share memory with an input, a constant or an earlier result is therefore copied last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ aten = torch.ops.aten
 def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) -> GraphModule:
     """Inserts the copies; changes ``module`` and returns it.
 
-    A gradient may be a tangent or serve two inputs, as in eager, where autograd copies it if it has to; but two
-    gradients may not be two views of one memory, which autograd does not see.
+    A gradient may be a tangent or serve two inputs, as in eager, where autograd copies it if it has to; but
+    two gradients may not be two views of one memory, which autograd does not see.
 
     Args:
         module: a functional graph; its output node holds a flat tuple of values or ``None``.

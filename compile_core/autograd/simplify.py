@@ -68,8 +68,8 @@ def _undone_transpose(node: Node) -> Node | None:
 
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (
-        schema is None and node.target.__name__ != "getitem" or bool(schema is not None and schema.is_mutable)
+    return (schema is None and node.target.__name__ != "getitem") or bool(
+        schema is not None and schema.is_mutable
     )
 
 

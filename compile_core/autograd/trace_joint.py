@@ -1,12 +1,14 @@
 """Traces a captured graph forward and backward into one functional ATen graph.
 
-The idea is AOTAutograd's: run the captured program once on fake tensors with autograd on, ask autograd for the
-gradients, and record every operator below autograd. Three dispatch modes are stacked: functionalization on top turns
-mutation and views into pure operators, the proxy mode below it records (and decomposes), fake tensors compute shapes.
+The idea is AOTAutograd's: run the captured program once on fake tensors with autograd on, ask autograd for
+the gradients, and record every operator below autograd. Three dispatch modes are stacked: functionalization
+on top turns mutation and views into pure operators, the proxy mode below it records (and decomposes), fake
+tensors compute shapes.
 
-Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
-requires gradients, or comes to, is changed in place; so is one that shares memory with another input; an input's
-metadata is changed; results that share memory with one another; tensor subclasses, sparse or quantised layouts.
+Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input
+that requires gradients, or comes to, is changed in place; so is one that shares memory with another input; an
+input's metadata is changed; results that share memory with one another; tensor subclasses, sparse or
+quantised layouts.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def trace_joint(
         decompositions: operator -> function that expresses it in simpler ones.
 
     Returns:
-        A ``JointGraph`` whose nodes carry their fake result in ``meta["val"]``. Without gradients to compute it has no
-        tangents and is an inference graph.
+        A ``JointGraph`` whose nodes carry their fake result in ``meta["val"]``. Without gradients to compute
+        it has no tangents and is an inference graph.
 
     Raises:
         Unsupported: one of the limits above.
@@ -223,7 +225,7 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 
 def _dense_spec(output: torch.Tensor) -> TensorSpec:
-    """The output's own layout where it is dense, else row-major: an expanded gradient has no room of its own."""
+    """The output's own layout where it is dense, else row-major: an expanded one has no room."""
     spec = TensorSpec.of(output)
     return spec if spec.is_dense else TensorSpec.contiguous(spec.shape, spec.dtype, spec.device)
 

@@ -10,8 +10,8 @@ import torch
 class Communicator(Protocol):
     """Owns the buffers that destinations name, and the collectives over them.
 
-    A program that holds collectives calls ``begin`` first and ``finish`` last, and in between starts and awaits each
-    bucket exactly once, in an order that is the same on every process.
+    A program that holds collectives calls ``begin`` first and ``finish`` last, and in between starts and
+    awaits each bucket exactly once, in an order that is the same on every process.
     """
 
     def destination(self, name: str) -> torch.Tensor:

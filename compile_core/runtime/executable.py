@@ -1,7 +1,7 @@
 """Runs a schedule: compute regions, and the collectives between them.
 
-This is the hot path of a step, though a thin one: a schedule has a dozen steps, and the kernels of a region are called
-by the region itself.
+This is the hot path of a step, though a thin one: a schedule has a dozen steps, and the kernels of a region
+are called by the region itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from compile_core.errors import InternalError
 from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCollective
 from compile_core.runtime.communicator import Communicator, RegionObserver
 
-# A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its outputs,
-# with the destination itself as the value of an output that was stored there.
+# A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
+# outputs, with the destination itself as the value of an output that was stored there.
 Region = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass
 class Executable:
-    """A linked schedule, called with the tensors that ``schedule.inputs`` names; returns ``schedule.outputs``."""
+    """A linked schedule: called with what ``schedule.inputs`` names, it returns ``schedule.outputs``."""
 
     schedule: Schedule
     regions: Mapping[str, Region]
@@ -69,7 +69,9 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
     collective = any(isinstance(step, (StartCollective, WaitCollective)) for step in schedule.steps)
     if communicator is None and (collective or any(step.destinations for step in schedule.computes)):
         raise InternalError(f"schedule {schedule.name} reduces gradients, but no communicator was given")
-    return Executable(schedule, regions, communicator if collective else None, _last_uses=_last_uses(schedule))
+    return Executable(
+        schedule, regions, communicator if collective else None, _last_uses=_last_uses(schedule)
+    )
 
 
 def _last_uses(schedule: Schedule) -> dict[int, tuple[str, ...]]:

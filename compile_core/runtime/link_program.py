@@ -1,7 +1,8 @@
 """Joins a loop program with its kernels: writes the Python function that allocates, calls and frees.
 
-The function is straight-line code without a decision in it. It is generated because an interpreter of steps would cost
-more than many of the kernels that it calls; its text is also the readable summary of a compiled region.
+The function is straight-line code without a decision in it. It is generated because an interpreter of steps
+would cost more than many of the kernels that it calls; its text is also the readable summary of a compiled
+region.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def link_program(
     Args:
         program: the steps in order.
         sources: one for each nest of the program.
-        kernels: the built kernel of each source, by the nest's name; takes the tensors of ``KernelSource.buffers``.
+        kernels: the built kernel of each source, by the nest's name; takes the tensors of
+            ``KernelSource.buffers``.
     """
     writer = _Writer(program, {source.name: source for source in sources}, kernels)
     text = writer.write()
@@ -64,7 +66,11 @@ class _Writer:
     sources: Mapping[str, KernelSource]
     kernels: Mapping[str, Kernel]
     names: dict[str, Any] = field(
-        default_factory=lambda: {"empty_strided": torch.empty_strided, "as_strided": torch.as_strided, "torch": torch}
+        default_factory=lambda: {
+            "empty_strided": torch.empty_strided,
+            "as_strided": torch.as_strided,
+            "torch": torch,
+        }
     )
     lines: list[str] = field(default_factory=list)
 
@@ -76,7 +82,8 @@ class _Writer:
         self.names.update({variables[name]: tensor for name, tensor in program.constants.items()})
         allocated |= set(program.constants)
         self.variables = variables
-        # Offsets of views count from where the storage begins; only what the caller passes may begin elsewhere.
+        # Offsets of views count from where the storage begins; only what the caller passes may begin
+        # elsewhere.
         self.given = set(given)
         if given:
             self.lines.append(f"{''.join(variables[name] + ', ' for name in given)}= arguments")
@@ -154,7 +161,11 @@ class _Writer:
             return variable
         offset = str(view.offset)
         if view.buffer in self.given:
-            offset = f"{variable}.storage_offset() + {view.offset}" if view.offset else f"{variable}.storage_offset()"
+            offset = (
+                f"{variable}.storage_offset() + {view.offset}"
+                if view.offset
+                else f"{variable}.storage_offset()"
+            )
         return f"as_strided({variable}, {tuple(view.shape)}, {tuple(view.stride)}, {offset})"
 
 

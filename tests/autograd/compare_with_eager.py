@@ -32,7 +32,10 @@ def captured(program: Program) -> torch.fx.GraphModule:
 
 def fakes(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     mode = FakeTensorMode()
-    return [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    return [
+        mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(tensor.requires_grad)
+        for tensor in inputs
+    ]
 
 
 def joint_graph(program: Program, *inputs: torch.Tensor) -> JointGraph:
@@ -80,7 +83,8 @@ def layout(tensor: torch.Tensor) -> list[int]:
 
 
 def check(program: Program, *inputs: torch.Tensor, **tolerance: float) -> CompiledGraph:
-    """Results, changed inputs, gradients and random state are those of the eager program; bit for bit by default."""
+    """Results, changed inputs, gradients and random state are those of the eager program; bit for bit by
+    default."""
     module = captured(program)
     eager_inputs, compiled_inputs = copies(inputs), copies(inputs)
     state = torch.get_rng_state()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.amp import autocast_mode
 
 from compile_core.errors import Unsupported
-from tests.autograd.compare_with_eager import check, compile_program, joint_graph
+from tests.autograd.compare_with_eager import check, joint_graph
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
