@@ -17,7 +17,7 @@ from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Redu
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.passes import NestAnalysis, operands
+from compile_core.lowering.passes import NestAnalysis, operands, stored_buffers
 from compile_core.lowering.tiling import CpuTiling, is_transposed
 from compile_core.lowering.tiling_axes import parallel_axes
 
@@ -74,6 +74,7 @@ class BodyWriter:
             if isinstance(statement, Reduce)
         }
 
+        self.stored = stored_buffers(self.nest)
         self.staged = self._staged()
 
     def _staged(self) -> dict[int, tuple[int, str]]:
@@ -110,8 +111,13 @@ class BodyWriter:
         """By column: whether a value of the parallel axes is computed once a unit, not once a row."""
         if not self.by_column:
             return False
-        computed = isinstance(self.nest.body[value], Apply) and not self.analysis.walks_with(value)
-        return value in self.reductions or (computed and not self.is_fixed(value))
+        if value in self.reductions:
+            return True
+        statement = self.nest.body[value]
+        # A load can be repeated, unless a store comes in between.
+        overwritten = isinstance(statement, Load) and statement.access.buffer in self.stored
+        worthwhile = isinstance(statement, Apply) or overwritten
+        return worthwhile and not self.analysis.walks_with(value) and not self.is_fixed(value)
 
     def fixed(self, numbers: Sequence[int]) -> list[str]:
         """Statements outside all loops of a unit."""
