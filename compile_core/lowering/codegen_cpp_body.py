@@ -1,8 +1,8 @@
 """The C++ of statements and of loops around them: what is inside one pass of a kernel.
 
-A statement goes into the outermost loop in which every axis that it varies over is bound. Names are fixed: ``v{n}`` is
-statement ``n``'s value, ``a{n}`` an array of such values over the unit's columns, ``k{n}`` a scratch array over all
-points of a unit, ``i{axis}`` an index, ``p{k}`` the pointer of buffer ``k``.
+A statement goes into the outermost loop in which every axis that it varies over is bound. Names are fixed:
+``v{n}`` is statement ``n``'s value, ``a{n}`` an array of such values over the unit's columns, ``k{n}`` a
+scratch array over all points of a unit, ``i{axis}`` an index, ``p{k}`` the pointer of buffer ``k``.
 """
 
 from __future__ import annotations
@@ -73,19 +73,20 @@ class BodyWriter:
             for n, statement in enumerate(self.nest.body)
             if isinstance(statement, Reduce)
         }
-
         self.stored = stored_buffers(self.nest)
         self.staged = self._staged()
 
     def _staged(self) -> dict[int, tuple[int, str]]:
-        """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the element."""
+        """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the
+        element."""
         axis, vector = self.tiling.tiled_axis, self.tiling.vector_axis
         if axis is None or vector is None:
             return {}
         staged = {}
         for n, statement in enumerate(self.nest.body):
-            plain = isinstance(statement, Load) and statement.mask is None and not statement.access.gathers
-            if plain and is_transposed(statement.access, axis, vector):
+            if not isinstance(statement, Load) or statement.mask is not None or statement.access.gathers:
+                continue
+            if is_transposed(statement.access, axis, vector):
                 staged[n] = (axis, self._element(n, statement.access, "true", str)[1])
         return staged
 
@@ -160,14 +161,16 @@ class BodyWriter:
     def read_from_outside(
         self, numbers: Sequence[int], kept: Sequence[int] = ()
     ) -> tuple[list[int], list[int]]:
-        """The unit's values that statements read, apart from ``kept`` ones: scalars, and elements of arrays."""
+        """The unit's values that statements read, apart from ``kept`` ones: scalars, and elements of
+        arrays."""
         numbers = self._with_repeated(numbers)
         read = {operand for n in numbers for operand in operands(self.nest.body[n])} - {*numbers, *kept}
         arrays = sorted(n for n in read if self.in_array(n))
         return sorted(read - set(arrays)), arrays
 
     def _with_repeated(self, numbers: Sequence[int]) -> list[int]:
-        """Adds the loads of a column that an array would not make cheaper: they are repeated where they are used."""
+        """Adds the loads of a column that an array would not make cheaper: they are repeated where they are
+        used."""
         wanted = set(numbers)
         pending = list(numbers) if self.by_column else []
         while pending:
@@ -201,7 +204,7 @@ class BodyWriter:
         checks = any(_gathers(self.nest.body[n]) for n in numbers)
         return f"#pragma omp simd{clauses}{' reduction(|: bad)' if checks else ''}"
 
-    # ---- single statements ----------------------------------------------------------------------------------
+    # ---- single statements ------------------------------------------------------------------------------
 
     def statement(self, n: int, arrays: Mapping[int, str]) -> list[str]:
         """The lines of one statement; ``arrays`` says which operands are elements of arrays."""
@@ -254,8 +257,8 @@ class BodyWriter:
     def _element(
         self, n: int, access: Access, active: str, value: Callable[[int], str]
     ) -> tuple[list[str], str]:
-        """Lines that check gathered indices, and the memory element. Checks stay outside conditions, so that these
-        can become masks."""
+        """Lines that check gathered indices, and the memory element. Checks stay outside conditions, so that
+        these can become masks."""
         terms = [str(access.offset)] if access.offset else []
         for axis, stride in enumerate(access.strides):
             if stride:

@@ -1,9 +1,10 @@
 """One kernel per round of reductions, for a nest that would run on a few processors of a GPU.
 
-A batch norm over 64 channels is 64 programs, each of which walks its channel several times: for the mean, for the
-variance, and to normalise. Where parallel points are so few, it is faster to read the tensor anew in kernels that use
-the whole GPU: each round of reductions becomes a nest of its own (which ``tiling_split.py`` then cuts further), and what
-follows the last round becomes a pointwise one. Results of a round go through small buffers, one element a row.
+A batch norm over 64 channels is 64 programs, each of which walks its channel several times: for the mean, for
+the variance, and to normalise. Where parallel points are so few, it is faster to read the tensor anew in
+kernels that use the whole GPU: each round of reductions becomes a nest of its own (which ``tiling_split.py``
+then cuts further), and what follows the last round becomes a pointwise one. Results of a round go through
+small buffers, one element a row.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from compile_core.lowering.tiling_axes import parallel_axes
 
 
 def split_rounds(nest: LoopNest, device: torch.device) -> tuple[tuple[LoopNest, ...], dict[str, TensorSpec]]:
-    """Nests with at most one round of reductions each, in order, and the specs of the buffers between them."""
+    """Nests with at most one round of reductions each, in order, and the specs of the buffers between
+    them."""
     analysis = analyse(nest, 0)
     rows = nest.extents[: parallel_axes(nest)]
     results = {n: f"{nest.name}_result_{n}" for n, s in enumerate(nest.body) if isinstance(s, Reduce)}
-    row_stores = [
-        n for n, s in enumerate(nest.body) if isinstance(s, Store) and not analysis.walks_with(n)
-    ]
+    row_stores = [n for n, s in enumerate(nest.body) if isinstance(s, Store) and not analysis.walks_with(n)]
     nests: list[LoopNest] = []
     passed: set[int] = set()
     read_later: set[int] = set()

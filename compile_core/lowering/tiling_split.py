@@ -1,9 +1,10 @@
 """Two kernels for a reduction that one kernel would run on a few processors of a GPU.
 
-The column sums of a tall matrix, which every bias gradient needs, have as many parallel points as there are columns:
-a few dozen programs on a hundred processors. Such a nest becomes two. The first has one more parallel axis, the number
-of a chunk of the reduced space, and stores partial results; the second reduces those and does what followed. There are
-no atomics: results are the same in every run. (CPU kernels split inside one kernel, see ``tiling.py``.)
+The column sums of a tall matrix, which every bias gradient needs, have as many parallel points as there are
+columns: a few dozen programs on a hundred processors. Such a nest becomes two. The first has one more
+parallel axis, the number of a chunk of the reduced space, and stores partial results; the second reduces
+those and does what followed. There are no atomics: results are the same in every run. (CPU kernels split
+inside one kernel, see ``tiling.py``.)
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def _chunks(nest: LoopNest) -> int:
 
 
 def _is_one_round(analysis: NestAnalysis) -> bool:
-    """Whether no reduction needs another's result, none yields a position, and points are stored before them."""
+    """Whether no reduction needs another's result, none yields a position, and points are stored before
+    them."""
     for n, statement in enumerate(analysis.nest.body):
         if isinstance(statement, Reduce):
             if analysis.levels[n] != 1 or statement.operation in ("argmax", "argmin"):
@@ -190,7 +192,9 @@ class _Split:
                 return inside if mask is None else number[mask]
             return add(Apply("logical_and", (number[mask], inside), torch.bool))
 
-        walking = [n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)]
+        walking = [
+            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)
+        ]
         for n in self._wanted((*self.partials, *walking)):
             statement = self.nest.body[n]
             match statement:
@@ -202,7 +206,9 @@ class _Split:
                     moved = self._moved(access, number)
                     number[n] = add(Store(moved, number[value], masked(mask)))
                 case AxisIndex(axis=axis):
-                    number[n] = position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
+                    number[n] = (
+                        position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
+                    )
                 case Reduce(operation=operation, argument=argument, dtype=dtype):
                     value = number[argument]
                     if inside is not None:
@@ -223,7 +229,9 @@ class _Split:
         number: dict[int, int] = {}
         rows = prod(self.nest.extents[: self.parallel])
         stores = [
-            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and not self.analysis.walks_with(n)
+            n
+            for n, s in enumerate(self.nest.body)
+            if isinstance(s, Store) and not self.analysis.walks_with(n)
         ]
         for n in self._wanted(stores, stop_at=self.partials):
             statement = self.nest.body[n]

@@ -109,7 +109,10 @@ def test_a_program_gets_the_partial_buffers() -> None:
     nest, buffers = CASES["columns"]
     program = LoopProgram("p", ("x",), ("y",), on_gpu(buffers), {}, (nest,), ())
     split = split_reductions(program)
-    assert [step.name for step in split.steps if isinstance(step, LoopNest)] == ["column_sums_partials", "column_sums"]
+    assert [step.name for step in split.steps if isinstance(step, LoopNest)] == [
+        "column_sums_partials",
+        "column_sums",
+    ]
     (added,) = set(split.buffers) - set(buffers)
     assert split.buffers[added].dtype == F32
     assert split.buffers[added].device == GPU
