@@ -21,6 +21,7 @@ from compile_core.capture import (
     compile_function,
     explain_failure,
     must_run_plain,
+    normal_tensors,
     resume_function,
 )
 from compile_core.errors import CodeLocation, InternalError, Unsupported
@@ -246,7 +247,8 @@ class CompiledFunction:
                     raise InternalError(
                         f"{self.name}: fresh guards fail: {explain_failure(captured, arguments)}"
                     )
-                compiled = self.compile_graph(captured.graph, inputs)
+                with normal_tensors():
+                    compiled = self.compile_graph(captured.graph, inputs)
         entry = Entry(captured, compiled, check, run)
         self.entries = [entry, *self.entries]
         return entry

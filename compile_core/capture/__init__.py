@@ -2,7 +2,7 @@
 
 from compile_core.capture.base import PlainCall
 from compile_core.capture.capture_frame import argument_names, capture
-from compile_core.capture.global_state import must_run_plain
+from compile_core.capture.global_state import must_run_plain, normal_tensors
 from compile_core.capture.graph_breaks import resume_function
 from compile_core.capture.guards import compile_check, compile_function, explain_failure
 
@@ -14,5 +14,6 @@ __all__ = [
     "compile_function",
     "explain_failure",
     "must_run_plain",
+    "normal_tensors",
     "resume_function",
 ]

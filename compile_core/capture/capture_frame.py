@@ -14,7 +14,7 @@ from compile_core.capture.base import CaptureState, LazyValue, PlainCall, Symbol
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
-from compile_core.capture.global_state import global_state
+from compile_core.capture.global_state import global_state, normal_tensors
 from compile_core.capture.graph_breaks import BreakWriter
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
@@ -88,8 +88,15 @@ def _attempt(
 ) -> tuple[CapturedFrame, int | None]:
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
     state = Capture(call.original_of)
-    grad_mode = torch.is_grad_enabled()
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
+    with normal_tensors():
+        return _interpret(state, call, stop_at_step, reason)
+
+
+def _interpret(
+    state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None
+) -> tuple[CapturedFrame, int | None]:
+    grad_mode = torch.is_grad_enabled()
     names = argument_names(call.function.__code__, call.cells_argument)
     frame = None
     finishing = False

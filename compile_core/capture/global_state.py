@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,14 @@ def global_state() -> tuple[Any, ...]:
         _function_modes(),
         any(GLOBAL_HOOK_TABLES),
     )
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Fake tensors are made and traced outside inference mode, whose tensors have no version; grad mode stays."""
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        yield
 
 
 def must_run_plain() -> bool:

@@ -55,7 +55,14 @@ class OutputGraph:
         with warnings.catch_warnings():
             # Making a fake of an intermediate result looks at its .grad, which torch warns about.
             warnings.simplefilter("ignore")
-            fake = self.fake_mode.from_tensor(real, static_shapes=True)
+            if real.is_inference():
+                # Its fake would be one too, and have no version to tell that the program changed it.
+                with self.fake_mode:
+                    fake = torch.empty_strided(
+                        real.shape, real.stride(), dtype=real.dtype, device=real.device
+                    )
+            else:
+                fake = self.fake_mode.from_tensor(real, static_shapes=True)
         name = _input_name(source, kind)
         # Placeholders come first, in the order in which the tensors were read.
         with (

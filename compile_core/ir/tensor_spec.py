@@ -46,6 +46,16 @@ class TensorSpec:
             expected *= size
         return True
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one gapless range of memory, in whatever order of dims."""
+        expected = 1
+        for stride, size in sorted((t, n) for n, t in zip(self.shape, self.stride, strict=True) if n != 1):
+            if stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         layout = "" if self.is_contiguous else f" strides {list(self.stride)}"

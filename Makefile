@@ -1,0 +1,41 @@
+# Everything needs Python 3.11 or newer, a C++ compiler and make; the rest is installed into .venv.
+PYTHON ?= python3
+DEMO_PROCESSES ?= 2
+TEST_WORKERS ?= 2
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint test-gpu clean python-version
+
+demo: $(VENV)/installed
+	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
+
+test: $(VENV)/installed
+	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
+
+lint: $(VENV)/installed-lint
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+
+# A GPU machine brings a torch that fits its driver, so this runs on PYTHON itself and installs nothing.
+test-gpu: python-version
+	$(PYTHON) -m pytest -m gpu
+
+python-version:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+
+$(VENV)/installed: pyproject.toml constraints.txt | python-version
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[test]'
+	@touch $@
+
+$(VENV)/installed-lint: $(VENV)/installed
+	$(INSTALL) -e '.[lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,76 @@
+"""The public functions: ``compile`` and what goes with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from compile_core.backends.registry import DEFAULT_BACKEND, resolve_backend
+from compile_core.compiled_function import CompiledFunction
+from compile_core.compiled_module import CompiledModule, wrap_module
+from compile_core.options import parse_options
+from compile_core.pipeline import compile_graph
+from compile_core.planners import CompileRequest, claim
+
+
+def compile(  # noqa: A001 - the name is the migration from torch.compile
+    model: Callable[..., Any] | None = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = DEFAULT_BACKEND,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    disable: bool = False,
+) -> Any:
+    """Compiles a function or module at its first call; the arguments are those of ``torch.compile``.
+
+    Args:
+        model: a function or ``torch.nn.Module``; left out, ``compile`` is a decorator.
+        fullgraph: raise ``Unsupported`` where the whole call is not one graph, instead of running that part in Python.
+        dynamic: ``None`` or ``False``. Sizes are static: other sizes compile another entry.
+        backend: a name of ``list_backends()``, or a callable of ``(torch.fx.GraphModule, example_inputs)``.
+        mode: a name of ``list_mode_options()``.
+        options: settings by name, see ``list_options()``.
+        disable: return ``model`` as it is.
+
+    Returns:
+        For a function, a function that equals it. For a module, a module with the same parameters, attributes and
+        state_dict. A ``DistributedDataParallel`` module reduces its gradients inside the compiled backward.
+
+    Raises:
+        TypeError: ``model`` is not callable, or an argument has the wrong type.
+        ValueError: unknown backend, mode or option; the message says what is allowed.
+    """
+    if dynamic not in (None, False):
+        raise ValueError(f"dynamic={dynamic!r} is not supported (allowed: None, False)")
+    request = CompileRequest(resolve_backend(backend), parse_options(mode, options), bool(fullgraph))
+    if model is None:
+        return lambda decorated: _compile_callable(decorated, request, disable)
+    return _compile_callable(model, request, disable)
+
+
+def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any:
+    if not callable(model):
+        raise TypeError(f"compile takes a function or a torch.nn.Module, not {type(model).__name__}")
+    if disable:
+        return model
+    if isinstance(model, CompiledModule):
+        model = model._orig_mod
+    if not isinstance(model, torch.nn.Module):
+        return _compile_plain(model, request)
+    plugin = claim(model)
+    run = _compile_plain(model, request) if plugin is None else plugin.compile(model, request)
+    return wrap_module(model, run)
+
+
+def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> CompiledFunction:
+    return CompiledFunction(
+        model,
+        functools.partial(compile_graph, backend=request.backend, options=request.options),
+        fullgraph=request.fullgraph,
+        cache_limit=request.options.cache_size_limit,
+    )

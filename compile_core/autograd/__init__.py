@@ -1,0 +1,1 @@
+"""From a captured graph to a forward and a backward program."""

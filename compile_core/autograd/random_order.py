@@ -1,0 +1,28 @@
+"""Makes functional random operators draw in the order of their in-place forms.
+
+``tensor.bernoulli_(p)``, and dropout with it, draws in the order of memory; ``aten.bernoulli.p``, into which
+functionalization turns it, in the order of dims. The two differ where dims are transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from compile_core.ir.tensor_spec import TensorSpec
+
+aten = torch.ops.aten
+
+
+def _bernoulli(like: torch.Tensor, p: float, *, generator: Any = None) -> Any:
+    spec = TensorSpec.of(like)
+    if spec.is_contiguous or not spec.is_dense:
+        return NotImplemented
+    order = sorted(range(like.dim()), key=lambda dim: (-spec.stride[dim], dim))
+    back = [order.index(dim) for dim in range(like.dim())]
+    return aten.bernoulli.p(like.permute(order), p, generator=generator).permute(back)
+
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.bernoulli.p: _bernoulli}

@@ -1,0 +1,71 @@
+"""Gives every result of a traced graph memory of its own.
+
+Eager results are distinct tensors, which their owner may change in place. In the functional graph they may have become
+one value: equal nodes were merged, and what only passes its argument on was dropped. A result that would share memory
+with an input, a constant or an earlier result is therefore copied last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Set
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+
+def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) -> GraphModule:
+    """Inserts the copies; changes ``module`` and returns it.
+
+    A gradient may be a tangent or serve two inputs, as in eager, where autograd copies it if it has to; but two
+    gradients may not be two views of one memory, which autograd does not see.
+
+    Args:
+        module: a functional graph; its output node holds a flat tuple of values or ``None``.
+        num_outputs: how many of these belong to the forward; the others are gradients.
+        tangents: names of the placeholders that are gradients arriving from outside.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    owners: dict[Node, Node | None] = {}
+    with module.graph.inserting_before(output):
+        for position, result in enumerate(results):
+            if result is None:
+                continue
+            memory = _memory_of(result)
+            is_output = position < num_outputs
+            from_outside = memory.op in ("placeholder", "get_attr") and memory.name not in tangents
+            shared = memory in owners and (is_output or owners[memory] is not result)
+            if from_outside or shared:
+                results[position] = module.graph.call_function(aten.clone.default, (result,))
+                results[position].meta["val"] = result.meta["val"].clone()
+            else:
+                # What an output owns, no gradient may be.
+                owners[memory] = None if is_output else result
+    output.args = (tuple(results),)
+    module.recompile()
+    return module
+
+
+def _memory_of(node: Node) -> Node:
+    """The node whose memory a value lies in: the node itself unless it is a view."""
+    while (source := _viewed(node)) is not None:
+        node = source
+    return node
+
+
+def _viewed(node: Node) -> Node | None:
+    if node.op != "call_function":
+        return None
+    # ``_unsafe_view`` promises that nobody will mind the sharing; a caller who gets both tensors would.
+    if node.target in (operator.getitem, aten._unsafe_view.default):
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(value, Node):
+            return value
+    return None

@@ -1,0 +1,94 @@
+"""Cleans a traced graph before it is partitioned: no-ops out, equal nodes merged, dead nodes dropped.
+
+Random operators are never merged or dropped: each advances torch's generator as eager would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+# Below autograd these only pass their argument on.
+PASS_THROUGH = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+)
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws from a generator."""
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
+        node.target, "tags", ()
+    )
+
+
+def simplify(module: GraphModule) -> GraphModule:
+    """The same program with fewer nodes; changes ``module`` and returns it."""
+    graph = module.graph
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in PASS_THROUGH:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
+        inverse = _undone_transpose(node)
+        if inverse is not None:
+            node.replace_all_uses_with(inverse)
+            graph.erase_node(node)
+            continue
+        if is_random(node) or _mutates(node):
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        twin = seen.setdefault(key, node)
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
+    )
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _undone_transpose(node: Node) -> Node | None:
+    """The value that a transpose of a transpose gives back, as in ``x.t().t()``."""
+    source = node.args[0] if node.args else None
+    if node.target is aten.t.default and isinstance(source, Node) and source.target is aten.t.default:
+        return source.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is None and node.target.__name__ != "getitem" or bool(schema is not None and schema.is_mutable)
+    )
+
+
+def _key(node: Node) -> Any:
+    """A hashable description of operator and arguments, or ``None`` where there is none."""
+
+    def freeze(value: Any) -> Any:
+        if isinstance(value, Node):
+            return value
+        if isinstance(value, (list, tuple)):
+            return (type(value).__name__, tuple(freeze(item) for item in value))
+        if isinstance(value, (dict,)):
+            return ("dict", tuple((key, freeze(item)) for key, item in value.items()))
+        # 1, 1.0 and True are equal but not the same argument; so are 0.0 and -0.0.
+        return (type(value).__name__, repr(value) if isinstance(value, float) else value)
+
+    key = (node.target, freeze(node.args), freeze(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

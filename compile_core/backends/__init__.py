@@ -1,0 +1,1 @@
+"""What turns graphs and regions into something that runs."""

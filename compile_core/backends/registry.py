@@ -1,0 +1,104 @@
+"""The backends by name: what turns a captured graph, or a compute region, into something that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from compile_core.backends import aot_eager, eager, triton
+from compile_core.ir.schedule import Compute
+from compile_core.observe.dump import StageDump
+from compile_core.options import CompileOptions, unknown_name
+from compile_core.runtime.executable import Region
+
+# A user's backend: takes the captured graph and example inputs, returns a callable of the graph's inputs.
+GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class GraphBackend:
+    """Takes a whole captured graph, before autograd; gradients are torch's own."""
+
+    name: str
+    compile: GraphCompiler
+
+
+@dataclass(frozen=True)
+class RegionBackend:
+    """Takes the compute regions of a traced, partitioned and scheduled graph.
+
+    Attributes:
+        compile_region: one region -> what runs it.
+        decompositions: device type -> the decompositions that the joint trace applies.
+    """
+
+    name: str
+    compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
+    decompositions: Callable[[str], Mapping[Any, Callable[..., Any]]]
+
+
+Backend = GraphBackend | RegionBackend
+
+DEFAULT_BACKEND = "triton"
+
+_backends: dict[str, Backend] = {
+    "eager": GraphBackend("eager", eager.compile_graph),
+    "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions),
+    "triton": RegionBackend("triton", triton.compile_region, triton.decompositions),
+}
+
+
+def register_backend(compiler: GraphCompiler | None = None, *, name: str | None = None) -> Any:
+    """Makes a graph compiler known by name; usable as a decorator, with or without ``name``.
+
+    Args:
+        compiler: takes ``(torch.fx.GraphModule, example_inputs)``, returns a callable.
+        name: the name; the function's own by default.
+
+    Raises:
+        TypeError: ``compiler`` is not callable.
+        ValueError: the name is taken by another compiler.
+    """
+    if compiler is None:
+        return lambda function: register_backend(function, name=name)
+    if not callable(compiler):
+        raise TypeError(f"a backend must be callable, not {type(compiler).__name__}")
+    name = name or getattr(compiler, "__name__", type(compiler).__name__)
+    known = _backends.get(name)
+    if known is not None and not (isinstance(known, GraphBackend) and known.compile is compiler):
+        raise ValueError(f"a backend named {name!r} exists already")
+    _backends[name] = GraphBackend(name, compiler)
+    return compiler
+
+
+def list_backends() -> list[str]:
+    """Every name that ``compile(backend=...)`` takes."""
+    return sorted({*_backends, *(found.name for found in _installed())})
+
+
+def resolve_backend(backend: str | GraphCompiler) -> Backend:
+    """The backend of a name, or the one that a callable is.
+
+    Raises:
+        ValueError: no backend has this name; the message lists those there are.
+        TypeError: neither a name nor callable.
+    """
+    if isinstance(backend, str):
+        if backend in _backends:
+            return _backends[backend]
+        for found in _installed():
+            if found.name == backend:
+                register_backend(found.load(), name=backend)
+                return _backends[backend]
+        raise ValueError(unknown_name(backend, list_backends(), "backend"))
+    if callable(backend):
+        return GraphBackend(getattr(backend, "__name__", type(backend).__name__), backend)
+    raise TypeError(f"backend must be a name or a callable, not {type(backend).__name__}")
+
+
+def _installed() -> Sequence[Any]:
+    return tuple(entry_points(group="compile_core.backends"))

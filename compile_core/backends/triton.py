@@ -1,0 +1,33 @@
+"""The default backend: generates Triton kernels for CUDA tensors and C++ kernels for CPU tensors."""
+
+from __future__ import annotations
+
+from compile_core.ir.loops import LoopNest
+from compile_core.ir.print_loops import print_program
+from compile_core.ir.schedule import Compute
+from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.build import build, generate
+from compile_core.lowering.choose_gemm import choose_gemm
+from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.fuse import fuse
+from compile_core.lowering.gemm_speed import gemm_speed
+from compile_core.lowering.lower import lower
+from compile_core.observe.dump import StageDump
+from compile_core.options import CompileOptions
+from compile_core.runtime.link_program import LinkedProgram, link_program
+
+decompositions = decomposition_table
+
+
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
+    """Stages 5 to 7 for one region: loops, fusion, kernels, and the function that calls them."""
+    program = fuse(choose_gemm(lower(compute), gemm_speed(options.cache_folder)))
+    if options.verify:
+        verify_program(program)
+    dump(f"{compute.name}.loops", print_program(program))
+    nests = [step for step in program.steps if isinstance(step, LoopNest)]
+    sources = [generate(nest, program.buffers) for nest in nests]
+    linked = link_program(program, sources, build(sources, options.cache_folder))
+    dump(f"{compute.name}.program", linked.text)
+    dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
+    return linked

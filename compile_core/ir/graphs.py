@@ -1,0 +1,91 @@
+"""Functional ATen graphs: forward and backward together, and then apart.
+
+Both types carry one ``GraphSignature``: what a caller of the compiled graph has to do round it, which does not change
+when the graph is partitioned or scheduled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class InputAlias:
+    """A result that is an input, or a view of one; it is made from the input at run time, outside the graph.
+
+    Attributes:
+        input: position among the primals.
+        view: sizes, strides and offset relative to the input's own offset, or ``None`` for the input itself.
+        detached: the program cut it off from autograd.
+    """
+
+    input: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    detached: bool
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    """The calling convention of a traced graph.
+
+    Attributes:
+        results: the captured graph's results in order: a position among the graph's own outputs, or an alias of an
+            input.
+        mutated: for every input that the program changes in place: its position, and with it the position among the
+            graph's outputs of its new value. Replayed in this order after the graph ran.
+        differentiable: for each graph output that is a result, whether gradients flow back into it.
+        gradient_inputs: positions of the primals that require gradients.
+        tangents: positions among the graph's outputs of those for which the backward takes a gradient.
+        tangent_specs: the layout in which the backward expects each of them.
+    """
+
+    results: tuple[int | InputAlias, ...]
+    mutated: tuple[tuple[int, int], ...]
+    differentiable: tuple[bool, ...]
+    gradient_inputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    tangent_specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward in one functional graph.
+
+    Attributes:
+        module: placeholders are the primals, then the tangents. The output node is a flat tuple: the graph's outputs,
+            then one gradient (or ``None``) for each of ``signature.gradient_inputs``.
+        primals: names of the primal placeholders.
+        tangents: names of the tangent placeholders; empty for an inference graph.
+        num_outputs: how many of the outputs belong to the forward.
+    """
+
+    module: torch.fx.GraphModule
+    primals: tuple[str, ...]
+    tangents: tuple[str, ...]
+    num_outputs: int
+    signature: GraphSignature
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """The joint graph cut into two programs.
+
+    Attributes:
+        forward: placeholders are the primals; outputs are the graph's outputs, then the saved values
+            that are not primals.
+        backward: placeholders are the saved values, then the tangents; outputs are the gradients, one for each of
+            ``signature.gradient_inputs``, ``None`` where undefined. ``None`` for an inference graph.
+        saved: names of the saved values, tensors all; a saved primal keeps its placeholder's name.
+        saved_bytes: bytes of the saved values that are not primals.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule | None
+    num_outputs: int
+    saved: tuple[str, ...]
+    saved_bytes: int
+    signature: GraphSignature

@@ -1,0 +1,210 @@
+"""The loop-level representation: what code generation sees of a program.
+
+A ``LoopProgram`` is a list of steps over named strided buffers. A step is either a ``LoopNest`` (generated code) or an
+``ExternCall`` (one of torch's own kernels). The idea is Halide's and TorchInductor's "define by body": a nest is its
+iteration space and one straight-line body that is executed at every point of it; fusing two nests is concatenating
+their bodies. Its limits keep it small: every address is an affine function of the loop axes plus, for gathers, of
+integer values of the body. There is no division or remainder in an address: a reshape that strides cannot express
+makes the lowering realise a contiguous buffer first.
+
+Iteration space. ``extents`` lists the axes; the last ``reduced_axes`` of them are reduced, the others are parallel.
+The body is in SSA form: statement ``n`` defines value ``n``. A value *varies* over all axes unless it is derived from
+``Reduce`` (and from loads and constants that do not move along a reduced axis) only. ``Reduce`` combines its argument
+over all reduced axes and yields a value that varies over the parallel axes alone; its result may feed statements that
+vary over all axes again, as in ``x - max(x)``: the generator then makes another pass over the reduced axes. A ``Store``
+whose access does not move along the reduced axes and whose value does not vary over them happens once per parallel
+point; any other store happens at every point.
+
+Dtypes. A value has the dtype in which it is computed: ``bool``, an integer type, ``float32`` or ``float64``. Loads
+widen 16-bit floats to ``float32``; stores round to the buffer's dtype. ``Apply("round_to", ...)`` rounds a value
+through a narrower type where eager's semantics need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window of a buffer: sizes, strides and offset in elements of the buffer's dtype."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An address term ``value * stride`` with ``value`` in ``[-size, size)``; negative values count from the end.
+
+    Generated code traps an index out of that range instead of reading outside the buffer.
+    """
+
+    value: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where a load or store touches a buffer: ``offset + sum(axis * stride) + sum(gathers)``, in elements."""
+
+    buffer: str
+    strides: tuple[int, ...]
+    offset: int = 0
+    gathers: tuple[Gather, ...] = ()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Reads a buffer. Where the bool value ``mask`` is given and false, nothing is read and the result is ``other``."""
+
+    access: Access
+    dtype: torch.dtype
+    mask: int | None = None
+    other: float | int | bool = 0
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float | int | bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AxisIndex:
+    """The position along one axis, int64."""
+
+    axis: int
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One operation of ``SCALAR_OPERATIONS`` on values of the body; ``dtype`` is the result's.
+
+    ``parameter`` is the target dtype of ``round_to``; other operations have none.
+    """
+
+    operation: str
+    arguments: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Combines a value over the reduced axes by one of ``REDUCTIONS``; accumulates in ``dtype``.
+
+    ``sum`` of floats may be reassociated. ``max`` and ``min`` propagate NaN as torch does. ``argmax`` and ``argmin``
+    yield the int64 position along the (single) reduced axis of the first extremum, NaN first.
+    """
+
+    operation: str
+    argument: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Store:
+    """Writes a value; where ``mask`` is given and false, nothing is written."""
+
+    access: Access
+    value: int
+    mask: int | None = None
+
+
+Statement = Load | Constant | AxisIndex | Apply | Reduce | Store
+
+REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin"})
+
+# name -> number of arguments. Meanings are those of the aten operator of the same name on scalars; integer division
+# and remainder are Python's (floor), ``trunc_div`` is C's. Comparisons and ``logical_*`` yield bool.
+SCALAR_OPERATIONS: Mapping[str, int] = {
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "floor_div": 2, "trunc_div": 2, "remainder": 2, "fmod": 2, "pow": 2,
+    "maximum": 2, "minimum": 2, "atan2": 2, "copysign": 2, "hypot": 2, "nextafter": 2,
+    "neg": 1, "abs": 1, "sign": 1, "reciprocal": 1, "square": 1, "sqrt": 1, "rsqrt": 1,
+    "exp": 1, "exp2": 1, "expm1": 1, "log": 1, "log2": 1, "log10": 1, "log1p": 1,
+    "sin": 1, "cos": 1, "tan": 1, "asin": 1, "acos": 1, "atan": 1, "sinh": 1, "cosh": 1, "tanh": 1,
+    "asinh": 1, "acosh": 1, "atanh": 1,
+    "erf": 1, "erfc": 1, "sigmoid": 1, "lgamma": 1,
+    "floor": 1, "ceil": 1, "round": 1, "trunc": 1,
+    "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2,
+    "logical_and": 2, "logical_or": 2, "logical_xor": 2, "logical_not": 1, "isnan": 1, "isinf": 1,
+    "bitwise_and": 2, "bitwise_or": 2, "bitwise_xor": 2, "bitwise_not": 1, "shift_left": 2, "shift_right": 2,
+    "where": 3, "cast": 1, "round_to": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """One kernel to generate.
+
+    Attributes:
+        name: unique in its program, e.g. ``"fused_native_layer_norm_gelu_3"``.
+        extents: axis sizes, parallel axes first (outermost first).
+        reduced_axes: how many trailing axes are reduced.
+        body: SSA statements; ``Store`` defines no usable value.
+        origins: names of the graph nodes that it computes, for people.
+    """
+
+    name: str
+    extents: tuple[int, ...]
+    reduced_axes: int
+    body: tuple[Statement, ...]
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExternCall:
+    """A call of one of torch's kernels.
+
+    Attributes:
+        target: the operator overload.
+        arguments, keywords: as for the operator, every tensor replaced by a ``View``.
+        outputs: names of the buffers that it defines, ``None`` for a result nobody uses. A single-result operator has
+            one entry.
+        out: buffers that exist already and are passed as ``out=``/``out0=`` ... keywords to ``target``, which is then
+            an out-variant; empty when the operator allocates its results.
+    """
+
+    target: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    outputs: tuple[str | None, ...]
+    out: Mapping[str, View] = field(default_factory=dict)
+    origins: tuple[str, ...] = ()
+
+
+Step = LoopNest | ExternCall
+
+
+@dataclass(frozen=True)
+class LoopProgram:
+    """A straight-line program over named buffers.
+
+    Attributes:
+        inputs: buffers that the caller passes, in order; never written, except ``destinations``.
+        destinations: buffers that the caller passes after the inputs and that the program writes fully.
+        buffers: every buffer's spec, inputs, destinations, constants and temporaries.
+        constants: names of buffers with data known at compile time.
+        steps: in execution order. A temporary is allocated before the first step that writes it, freed after its last
+            use; that is the linker's work.
+        outputs: what the caller receives, in order: views of buffers, or ``None``.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    destinations: tuple[str, ...]
+    buffers: Mapping[str, TensorSpec]
+    constants: Mapping[str, torch.Tensor]
+    steps: tuple[Step, ...]
+    outputs: tuple[View | None, ...]

@@ -1,0 +1,111 @@
+"""A stable readable print of loop programs, for people, dumps and golden tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    ExternCall,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Reduce,
+    Statement,
+    View,
+)
+
+_AXIS_NAMES = "ijklmnpqrstuvw"
+
+
+def print_program(program: LoopProgram) -> str:
+    """One line per buffer and step, one per statement of a nest."""
+    lines = [f"program {program.name}({', '.join(program.inputs)})"]
+    if program.destinations:
+        lines.append(f"  destinations {', '.join(program.destinations)}")
+    roles = dict.fromkeys(program.inputs, "input") | dict.fromkeys(program.destinations, "destination")
+    roles |= dict.fromkeys(program.constants, "constant")
+    lines += [f"  {roles.get(name, 'temporary')} {name}: {spec}" for name, spec in program.buffers.items()]
+    for step in program.steps:
+        printed = print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
+        lines += ["  " + line for line in printed.splitlines()]
+    lines.append("  return " + ", ".join("none" if view is None else _view(view) for view in program.outputs))
+    return "\n".join(lines) + "\n"
+
+
+def axis_name(axis: int) -> str:
+    return _AXIS_NAMES[axis] if axis < len(_AXIS_NAMES) else f"a{axis}"
+
+
+def print_nest(nest: LoopNest) -> str:
+    """The iteration space, reduced axes behind a bar, and the body."""
+    named = [f"{axis_name(axis)}:{extent}" for axis, extent in enumerate(nest.extents)]
+    parallel = len(named) - nest.reduced_axes
+    space = ", ".join(named[:parallel]) + (" | " + ", ".join(named[parallel:]) if nest.reduced_axes else "")
+    lines = [f"nest {nest.name} [{space.strip()}]"]
+    lines += [f"  {print_statement(number, statement)}" for number, statement in enumerate(nest.body)]
+    return "\n".join(lines)
+
+
+def print_statement(number: int, statement: Statement) -> str:
+    """One statement; ``number`` is the value that it defines."""
+    if isinstance(statement, Constant):
+        return f"%{number} = {statement.value!r} {_dtype(statement.dtype)}"
+    if isinstance(statement, AxisIndex):
+        return f"%{number} = index {axis_name(statement.axis)}"
+    if isinstance(statement, Load):
+        masked = "" if statement.mask is None else f" if %{statement.mask} else {statement.other!r}"
+        return f"%{number} = load {print_access(statement.access)}{masked} {_dtype(statement.dtype)}"
+    if isinstance(statement, Apply):
+        arguments = ", ".join(f"%{argument}" for argument in statement.arguments)
+        parameter = "" if statement.parameter is None else f", {_dtype(statement.parameter)}"
+        return f"%{number} = {statement.operation}({arguments}{parameter}) {_dtype(statement.dtype)}"
+    if isinstance(statement, Reduce):
+        return f"%{number} = reduce_{statement.operation}(%{statement.argument}) {_dtype(statement.dtype)}"
+    masked = "" if statement.mask is None else f" if %{statement.mask}"
+    return f"{print_access(statement.access)} = %{statement.value}{masked}"
+
+
+def print_access(access: Access) -> str:
+    """``buffer[offset + axis * stride + gathered * stride]``."""
+    terms = [str(access.offset)] if access.offset else []
+    for axis, stride in enumerate(access.strides):
+        if stride:
+            terms.append(axis_name(axis) if stride == 1 else f"{stride}*{axis_name(axis)}")
+    terms += [f"{gather.stride}*(%{gather.value} < {gather.size})" for gather in access.gathers]
+    return f"{access.buffer}[{' + '.join(terms) or '0'}]"
+
+
+def _print_call(call: ExternCall) -> str:
+    arguments = [_argument(argument) for argument in call.arguments]
+    arguments += [f"{name}={_argument(argument)}" for name, argument in call.keywords.items()]
+    arguments += [f"{name}={_view(view)}" for name, view in call.out.items()]
+    results = ", ".join(name or "_" for name in call.outputs)
+    return f"{results} = {call.target}({', '.join(arguments)})"
+
+
+def _argument(argument: Any) -> str:
+    if isinstance(argument, View):
+        return _view(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_argument(part) for part in argument)}]"
+    return str(argument)
+
+
+def _view(view: View) -> str:
+    offset = f"+{view.offset}" if view.offset else ""
+    return f"{view.buffer}{offset}{_sizes(view.shape)}@{_sizes(view.stride)}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return "(" + ",".join(map(str, sizes)) + ")"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

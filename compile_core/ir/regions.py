@@ -1,0 +1,84 @@
+"""Builds compute regions from parts of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from compile_core.ir.schedule import Compute, Schedule
+
+
+def graph_inputs(module: GraphModule) -> list[Node]:
+    """The placeholders in order."""
+    return list(module.graph.find_nodes(op="placeholder"))
+
+
+def graph_results(module: GraphModule) -> list[Node | None]:
+    """What the output node returns, a flat list."""
+    (output,) = module.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def build_region(
+    name: str,
+    module: GraphModule,
+    nodes: Sequence[Node],
+    results: Sequence[Node],
+    destinations: Mapping[str, Node] | None = None,
+    factor: float = 1.0,
+) -> Compute:
+    """The region that computes ``nodes``, which lie in graph order.
+
+    Args:
+        name: of the region.
+        module: the graph that the nodes are from; its attributes are shared.
+        nodes: computed here. Whatever else they read becomes an input of the region.
+        results: those of the nodes that are known outside under their own names.
+        destinations: name of a persistent buffer -> the value to store there, computed here or an input. The region's
+            result for it has the buffer's name.
+        factor: by which every value is multiplied on its way to its destination.
+    """
+    destinations = destinations or {}
+    here = set(nodes)
+    read = dict.fromkeys(
+        source
+        for source in (*(source for node in nodes for source in node.all_input_nodes), *destinations.values())
+        if source not in here
+    )
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in read:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    returned = [copies[node] for node in results]
+    for node in destinations.values():
+        stored = copies[node]
+        if factor != 1.0:
+            stored = graph.call_function(torch.ops.aten.mul.Tensor, (stored, factor))
+            stored.meta = {"val": node.meta["val"]}
+        returned.append(stored)
+    graph.output(tuple(returned))
+    return Compute(
+        name=name,
+        module=GraphModule(module, graph),
+        inputs=tuple(node.name for node in read),
+        outputs=(*(node.name for node in results), *destinations),
+        destinations={destination: destination for destination in destinations},
+    )
+
+
+def whole_schedule(name: str, module: GraphModule) -> Schedule:
+    """The schedule of one process: the whole graph is one region."""
+    results = graph_results(module)
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    computed = list(dict.fromkeys(node for node in results if node is not None and node.op != "placeholder"))
+    return Schedule(
+        name=name,
+        inputs=tuple(node.name for node in graph_inputs(module)),
+        steps=(build_region(name, module, nodes, computed),),
+        outputs=tuple(None if node is None else node.name for node in results),
+    )

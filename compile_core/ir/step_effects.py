@@ -1,0 +1,53 @@
+"""Which buffers a step of a loop program reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from compile_core.ir.loops import Load, LoopNest, Step, Store, View
+
+
+def views_in(argument: Any) -> Iterator[View]:
+    """The views among (nested) arguments of an extern call."""
+    if isinstance(argument, View):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for part in argument:
+            yield from views_in(part)
+    elif isinstance(argument, dict):
+        for part in argument.values():
+            yield from views_in(part)
+
+
+def reads(step: Step) -> frozenset[str]:
+    """Buffers that a step reads. Arguments of an extern call all count, those that it overwrites too."""
+    if isinstance(step, LoopNest):
+        return frozenset(s.access.buffer for s in step.body if isinstance(s, Load))
+    return frozenset(view.buffer for view in views_in([step.arguments, dict(step.keywords)]))
+
+
+def writes(step: Step) -> frozenset[str]:
+    """Buffers that a step defines, fills (partly) or mutates."""
+    if isinstance(step, LoopNest):
+        return frozenset(s.access.buffer for s in step.body if isinstance(s, Store))
+    named = {name for name in step.outputs if name is not None}
+    named.update(view.buffer for view in step.out.values())
+    named.update(mutated(step))
+    return frozenset(named)
+
+
+def mutated(step: Step) -> frozenset[str]:
+    """Buffers that an extern call changes although they are among its arguments and not its ``out``."""
+    if isinstance(step, LoopNest):
+        return frozenset()
+    names: set[str] = set()
+    schema = step.target._schema
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(step.arguments):
+            names.update(view.buffer for view in views_in(step.arguments[position]))
+        elif argument.name in step.keywords:
+            names.update(view.buffer for view in views_in(step.keywords[argument.name]))
+    return frozenset(names)

@@ -1,0 +1,253 @@
+"""Rules that every loop program keeps.
+
+The lowering and the fusion promise them, the code generators rely on them: statements are in SSA form and of the
+right dtypes; every access stays inside its buffer; no two points of a nest store to one element; what a store writes
+does not vary where its address stands still; steps read only what was written before; nobody writes inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from compile_core.errors import InternalError
+from compile_core.ir.loops import (
+    REDUCTIONS,
+    SCALAR_OPERATIONS,
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Reduce,
+    Statement,
+    Store,
+    View,
+)
+from compile_core.ir.print_loops import axis_name, print_statement
+from compile_core.ir.step_effects import mutated, reads, views_in, writes
+from compile_core.ir.tensor_spec import TensorSpec
+
+_COMPUTE_DTYPES = frozenset(
+    {
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
+    }
+)  # fmt: skip
+_TO_BOOL = frozenset(
+    {
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "isnan",
+        "isinf",
+    }
+)
+
+
+def verify_program(program: LoopProgram) -> None:
+    """Checks a whole program.
+
+    Raises:
+        InternalError: names the step, the statement and the rule that it breaks.
+    """
+    for name in (*program.inputs, *program.destinations, *program.constants):
+        _rule(name in program.buffers, program.name, f"{name} has no spec")
+    known = set(program.inputs) | set(program.constants)
+    empty = {name for name, spec in program.buffers.items() if not spec.numel}
+    written: set[str] = set()
+    for number, step in enumerate(program.steps):
+        label = f"{program.name}, step {number}"
+        if isinstance(step, LoopNest):
+            label += f", nest {step.name}"
+            verify_nest(step, program.buffers, label)
+            missing = reads(step) - known - empty
+        else:
+            label += f", call of {step.target}"
+            for view in views_in([step.arguments, dict(step.keywords), dict(step.out)]):
+                _check_view(view, program.buffers, label)
+            missing = reads(step) - known - empty - {view.buffer for view in step.out.values()}
+        _rule(not missing, label, f"reads {sorted(missing)} before anything wrote it")
+        forbidden = (writes(step) - mutated(step)) & (set(program.inputs) | set(program.constants))
+        _rule(not forbidden, label, f"writes the input or constant {sorted(forbidden)}")
+        unknown = writes(step) - set(program.buffers)
+        _rule(not unknown, label, f"writes {sorted(unknown)}, which have no spec")
+        known |= writes(step)
+        written |= writes(step)
+    for name in program.destinations:
+        _rule(name in written or name in empty, program.name, f"destination {name} is never written")
+    for view in program.outputs:
+        if view is not None:
+            _check_view(view, program.buffers, f"{program.name}, outputs")
+            written_or_given = view.buffer in known or view.buffer in empty
+            _rule(written_or_given, program.name, f"returns {view.buffer}, which nothing wrote")
+
+
+def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = "") -> None:
+    """Checks one nest against the specs of its buffers."""
+    label = label or f"nest {nest.name}"
+    rank = len(nest.extents)
+    _rule(0 <= nest.reduced_axes <= rank, label, "has more reduced axes than axes")
+    _rule(any(isinstance(s, Store) for s in nest.body), label, "stores nothing")
+    varying: list[frozenset[int]] = []
+    for number, statement in enumerate(nest.body):
+        where = f"{label}, {print_statement(number, statement)}"
+        for operand in _operands(statement):
+            in_order = 0 <= operand < number and not isinstance(nest.body[operand], Store)
+            _rule(in_order, where, f"%{operand} is no earlier value")
+        _check_dtypes(statement, nest.body, buffers, where)
+        varying.append(_varying(statement, nest, varying))
+        if isinstance(statement, (Load, Store)):
+            _check_access(statement, nest, buffers, where)
+        if isinstance(statement, Store):
+            _check_store(statement, nest, varying, where)
+        if isinstance(statement, AxisIndex):
+            _rule(0 <= statement.axis < rank, where, "there is no such axis")
+        if isinstance(statement, Reduce) and statement.operation.startswith("arg"):
+            _rule(nest.reduced_axes == 1, where, "a position needs a single reduced axis")
+
+
+def _rule(holds: bool, where: str, rule: str) -> None:
+    if not holds:
+        raise InternalError(f"{where}: {rule}")
+
+
+def _operands(statement: Statement) -> list[int]:
+    if isinstance(statement, Apply):
+        return list(statement.arguments)
+    if isinstance(statement, Reduce):
+        return [statement.argument]
+    if isinstance(statement, (Load, Store)):
+        used = [gather.value for gather in statement.access.gathers]
+        used += [] if statement.mask is None else [statement.mask]
+        return used + ([statement.value] if isinstance(statement, Store) else [])
+    return []
+
+
+def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[int]]) -> frozenset[int]:
+    """The axes over which a statement's value varies."""
+    axes: frozenset[int] = frozenset().union(*(varying[operand] for operand in _operands(statement)))
+    if isinstance(statement, AxisIndex):
+        return frozenset({statement.axis})
+    if isinstance(statement, (Load, Store)):
+        return axes | {axis for axis, stride in enumerate(statement.access.strides) if stride}
+    if isinstance(statement, Reduce):
+        return frozenset(axis for axis in axes if axis < len(nest.extents) - nest.reduced_axes)
+    return axes
+
+
+def _check_dtypes(
+    statement: Statement, body: Sequence[Statement], buffers: Mapping[str, TensorSpec], where: str
+) -> None:
+    def dtype_of(value: int) -> torch.dtype:
+        definition = body[value]
+        assert not isinstance(definition, Store)
+        return definition.dtype
+
+    if isinstance(statement, (Load, Store)):
+        _rule(statement.access.buffer in buffers, where, f"{statement.access.buffer} has no spec")
+        if statement.mask is not None:
+            _rule(dtype_of(statement.mask) == torch.bool, where, "the mask is no bool")
+        for gather in statement.access.gathers:
+            dtype = dtype_of(gather.value)
+            is_integer = not dtype.is_floating_point and dtype != torch.bool
+            _rule(is_integer, where, "a gathered index is no integer")
+    if isinstance(statement, Store):
+        return
+    _rule(statement.dtype in _COMPUTE_DTYPES, where, f"{statement.dtype} is no dtype to compute in")
+    if isinstance(statement, Constant):
+        fitting = {bool: torch.bool, int: None, float: None}.get(type(statement.value), torch.bool)
+        is_bool = statement.dtype == torch.bool
+        _rule((fitting == torch.bool) == is_bool, where, "the constant's dtype does not fit its value")
+    if isinstance(statement, Reduce):
+        _rule(statement.operation in REDUCTIONS, where, "there is no such reduction")
+        expected = dtype_of(statement.argument)
+        is_position = statement.operation.startswith("arg")
+        same = statement.dtype == (torch.int64 if is_position else expected)
+        _rule(same, where, "a reduction yields the dtype of its argument, a position int64")
+    if isinstance(statement, Apply):
+        _check_operation(statement, [dtype_of(argument) for argument in statement.arguments], where)
+
+
+def _check_operation(statement: Apply, dtypes: Sequence[torch.dtype], where: str) -> None:
+    _rule(statement.operation in SCALAR_OPERATIONS, where, "there is no such operation")
+    count = SCALAR_OPERATIONS[statement.operation]
+    _rule(len(dtypes) == count, where, f"takes {count} arguments")
+    _rule((statement.parameter is not None) == (statement.operation == "round_to"), where, "parameter")
+    if statement.operation == "cast":
+        return
+    if statement.operation == "where":
+        _rule(dtypes[0] == torch.bool, where, "the condition is no bool")
+        dtypes = dtypes[1:]
+    _rule(len(set(dtypes)) == 1, where, "the arguments' dtypes differ")
+    expected = torch.bool if statement.operation in _TO_BOOL else dtypes[0]
+    _rule(statement.dtype == expected, where, f"yields {expected}")
+
+
+def _check_access(
+    statement: Load | Store, nest: LoopNest, buffers: Mapping[str, TensorSpec], where: str
+) -> None:
+    access, spec = statement.access, buffers[statement.access.buffer]
+    _rule(len(access.strides) == len(nest.extents), where, "needs one stride per axis")
+    if statement.mask is not None or 0 in nest.extents:
+        return  # a mask keeps addresses inside; which, only running it tells
+    low, high = _reach(access, nest.extents)
+    _rule(
+        low >= 0 and high < max(_span(spec), 1), where, f"reaches [{low}, {high}] of {_span(spec)} elements"
+    )
+
+
+def _reach(access: Access, extents: Sequence[int]) -> tuple[int, int]:
+    low = high = access.offset
+    moves = [(extent - 1) * stride for extent, stride in zip(extents, access.strides, strict=True)]
+    moves += [(gather.size - 1) * gather.stride for gather in access.gathers]
+    for move in moves:
+        low, high = low + min(move, 0), high + max(move, 0)
+    return low, high
+
+
+def _span(spec: TensorSpec) -> int:
+    if not spec.numel:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def _check_store(store: Store, nest: LoopNest, varying: Sequence[frozenset[int]], where: str) -> None:
+    access = store.access
+    parallel = len(nest.extents) - nest.reduced_axes
+    moving = [
+        (abs(stride), extent)
+        for stride, extent in zip(access.strides, nest.extents, strict=True)
+        if stride and extent != 1
+    ]
+    reached = 0
+    for stride, extent in sorted(moving):
+        _rule(stride > reached or bool(access.gathers), where, "two points store to one element")
+        reached += stride * (extent - 1)
+    depends = varying[store.value] | (varying[store.mask] if store.mask is not None else frozenset())
+    for axis, (stride, extent) in enumerate(zip(access.strides, nest.extents, strict=True)):
+        if stride or extent <= 1 or access.gathers:
+            continue
+        _rule(axis >= parallel, where, f"the address stands still along the parallel axis {axis_name(axis)}")
+        _rule(axis not in depends, where, f"the value varies along {axis_name(axis)}, the address does not")
+
+
+def _check_view(view: View, buffers: Mapping[str, TensorSpec], where: str) -> None:
+    _rule(view.buffer in buffers, where, f"{view.buffer} has no spec")
+    if 0 in view.shape:
+        return
+    access = Access(view.buffer, view.stride, view.offset)
+    low, high = _reach(access, view.shape)
+    span = _span(buffers[view.buffer])
+    _rule(
+        low >= 0 and high < span, where, f"view of {view.buffer} reaches [{low}, {high}] of {span} elements"
+    )

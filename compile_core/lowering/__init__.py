@@ -1,0 +1,1 @@
+"""From a region's graph to kernels."""

@@ -1,0 +1,53 @@
+"""Loop nests to sources, and sources to callables, whichever language they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from compile_core.errors import Unsupported
+from compile_core.ir.kernels import KernelSource
+from compile_core.ir.loops import LoopNest
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.build_cpp import build_cpp
+from compile_core.lowering.build_triton import build_triton
+from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.passes import buffers_of
+
+
+def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, Callable[..., None]]:
+    """Compiles the kernels of a program.
+
+    Args:
+        sources: kernels with distinct names.
+        cache_folder: where results are kept; processes may share it.
+
+    Returns:
+        A function for each kernel's name. Its arguments are the buffers of ``KernelSource.buffers``, in order, as
+        tensors or as ``tensor.data_ptr()``.
+
+    Raises:
+        CompileError: a compiler is missing or failed.
+    """
+    cpp = [source for source in sources if source.language == "cpp"]
+    on_gpu = [source for source in sources if source.language == "triton"]
+    return {**build_cpp(cpp, cache_folder), **build_triton(on_gpu, cache_folder)}
+
+
+def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
+    """Source for the device that a nest's buffers are on.
+
+    Raises:
+        Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not handled.
+    """
+    devices = {buffers[name].device for name in buffers_of(nest)}
+    kinds = {device.type for device in devices}
+    if len(devices) == 1 and kinds == {"cpu"}:
+        return generate_cpp(nest, buffers)
+    if len(devices) == 1 and kinds == {"cuda"}:
+        return generate_triton(nest, buffers)
+    named = ", ".join(sorted(map(str, devices)))
+    raise Unsupported(
+        "kernel-devices", f"The kernel {nest.name} has buffers on: {named}", "Move the tensors to one CPU or GPU."
+    )

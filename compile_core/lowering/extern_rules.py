@@ -1,0 +1,99 @@
+"""Calls of torch's own kernels: which are meant to stay, and how results are directed into existing memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compile_core.ir.loops import ExternCall, LoopProgram
+
+aten = torch.ops.aten
+
+# Matrix products write into memory that the program owns, so that buffers are reused instead of allocated each time.
+OUT_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
+    aten.mm.default: aten.mm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+}
+
+# Operators that run as torch's kernels by choice; any other extern call is a fallback.
+_KEPT_WHOLE = frozenset(
+    {
+        "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+        "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
+        "_efficient_attention_backward", "_cudnn_attention_forward", "_cudnn_attention_backward",
+        "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d",
+        "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk",
+        "index_put", "scatter_add", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like",
+        "randint", "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_",
+    }
+)  # fmt: skip
+
+
+def fallback_calls(program: LoopProgram) -> tuple[ExternCall, ...]:
+    """The extern calls that exist only because the lowering has no rule for their operator."""
+    return tuple(
+        step
+        for step in program.steps
+        if isinstance(step, ExternCall) and step.target._schema.name.split("::")[1] not in _KEPT_WHOLE
+    )
+
+
+def out_variant(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that writes the single result of ``target`` into its keyword ``out``, if there is one."""
+    if target in OUT_VARIANTS:
+        return OUT_VARIANTS[target]
+    if len(target._schema.returns) != 1:
+        return None
+    packet = target.overloadpacket
+    name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
+    if name not in packet.overloads():
+        return None
+    candidate = getattr(packet, name)
+    wanted = [argument.name for argument in target._schema.arguments]
+    offered = [argument.name for argument in candidate._schema.arguments if argument.name != "out"]
+    takes_out = any(argument.name == "out" for argument in candidate._schema.arguments)
+    return (
+        candidate
+        if takes_out and all(name in wanted for name in offered) and _same_order(wanted, offered)
+        else None
+    )
+
+
+def _same_order(wanted: Sequence[str], offered: Sequence[str]) -> bool:
+    return [name for name in wanted if name in offered] == list(offered) and len(offered) == len(wanted)
+
+
+def scalar_factor(node: torch.fx.Node) -> tuple[torch.fx.Node, float] | None:
+    """``(product, factor)`` where the node is a number times (or a division by a number of) a matrix product.
+
+    Such a factor becomes the ``alpha`` of the product and costs nothing; the gradients of data parallel training are
+    all divided by the number of processes.
+    """
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        return None
+    product, factor = node.args
+    if isinstance(factor, torch.fx.Node):
+        if node.target is not aten.mul.Tensor:
+            return None
+        product, factor = factor, product
+    if (
+        not isinstance(factor, (int, float))
+        or isinstance(factor, bool)
+        or not isinstance(product, torch.fx.Node)
+    ):
+        return None
+    if node.target in (aten.div.Tensor, aten.div.Scalar):
+        if factor == 0:
+            return None
+        factor = 1.0 / factor
+    if not product.meta["val"].dtype.is_floating_point or node.meta["val"].dtype != product.meta["val"].dtype:
+        return None
+    return product, float(factor)

@@ -1,0 +1,188 @@
+"""Building the straight-line body of a loop nest.
+
+Every statement is interned, so equal loads and operations appear once; operations on constants are folded; the few
+algebraic identities that hold bit for bit are applied.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store
+
+NARROW_FLOATS = frozenset({torch.float16, torch.bfloat16})
+
+_COMPARISONS = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+_ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+_UNARY: Mapping[str, Callable[[Any], Any]] = {
+    "neg": operator.neg,
+    "logical_not": operator.not_,
+    "square": lambda x: x * x,
+}
+_COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor",
+                          "bitwise_and", "bitwise_or", "bitwise_xor"})  # fmt: skip
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a body's value that stands for an element of ``dtype``."""
+    return torch.float32 if dtype in NARROW_FLOATS else dtype
+
+
+def value_dtype(statement: Statement) -> torch.dtype:
+    """The dtype of the value that a statement defines; a store defines none."""
+    if isinstance(statement, Store):
+        raise TypeError("a store defines no value")
+    return statement.dtype
+
+
+class BodyBuilder:
+    """Appends statements; every method returns the number of the value that holds the result.
+
+    Args:
+        extents: the iteration space, reduced axes last.
+        buffer_dtype: dtype of a buffer by name.
+    """
+
+    def __init__(self, extents: Sequence[int], buffer_dtype: Callable[[str], torch.dtype]) -> None:
+        self.extents = tuple(extents)
+        self.buffer_dtype = buffer_dtype
+        self.statements: list[Statement] = []
+        self._interned: dict[Any, int] = {}
+
+    def add(self, statement: Statement) -> int:
+        """Interns a statement as it is, without folding."""
+        key: Any = statement
+        if isinstance(statement, Constant):  # 0.0 == -0.0 == False, and nan != nan
+            key = (Constant, repr(statement.value), statement.dtype)
+        elif isinstance(statement, Load):
+            key = (statement, repr(statement.other))
+        elif isinstance(statement, Store):
+            key = (statement, len(self.statements))
+        found = self._interned.get(key)
+        if found is None:
+            found = self._interned[key] = len(self.statements)
+            self.statements.append(statement)
+        return found
+
+    def dtype_of(self, value: int) -> torch.dtype:
+        return value_dtype(self.statements[value])
+
+    def constant(self, value: float | int | bool, dtype: torch.dtype) -> int:
+        dtype = compute_dtype(dtype)
+        if dtype == torch.bool:
+            value = bool(value)
+        elif dtype.is_floating_point:
+            value = float(value)
+            if dtype == torch.float32 and math.isfinite(value):
+                value = torch.tensor(value, dtype=torch.float32).item()
+        else:
+            value = int(value)
+        return self.add(Constant(value, dtype))
+
+    def load(self, access: Access, mask: int | None = None, other: float | int | bool = 0) -> int:
+        dtype = compute_dtype(self.buffer_dtype(access.buffer))
+        if mask is not None:
+            known = self.constant_of(mask)
+            if known is not None:
+                return self.load(access) if known else self.constant(other, dtype)
+        return self.add(Load(access, dtype, mask, other if mask is not None else 0))
+
+    def axis_index(self, axis: int) -> int:
+        return self.constant(0, torch.int64) if self.extents[axis] == 1 else self.add(AxisIndex(axis))
+
+    def reduce(self, operation: str, argument: int, dtype: torch.dtype) -> int:
+        return self.add(Reduce(operation, argument, dtype))
+
+    def store(self, access: Access, value: int, mask: int | None = None) -> None:
+        self.add(Store(access, value, mask))
+
+    def constant_of(self, value: int) -> float | int | bool | None:
+        statement = self.statements[value]
+        return statement.value if isinstance(statement, Constant) else None
+
+    def cast(self, value: int, dtype: torch.dtype) -> int:
+        """The value in the compute dtype of ``dtype``; no rounding to a 16-bit float."""
+        dtype = compute_dtype(dtype)
+        if self.dtype_of(value) == dtype:
+            return value
+        if dtype == torch.bool:
+            return self.apply("ne", (value, self.constant(0, self.dtype_of(value))), torch.bool)
+        known = self.constant_of(value)
+        if known is not None and math.isfinite(known):
+            return self.constant(known, dtype)
+        return self.add(Apply("cast", (value,), dtype))
+
+    def round_to(self, value: int, dtype: torch.dtype) -> int:
+        """The value as an element of ``dtype`` would hold it."""
+        value = self.cast(value, dtype)
+        if dtype not in NARROW_FLOATS:
+            return value
+        statement = self.statements[value]
+        if isinstance(statement, Load) and self.buffer_dtype(statement.access.buffer) == dtype:
+            return value
+        if (
+            isinstance(statement, Apply)
+            and statement.operation == "round_to"
+            and statement.parameter == dtype
+        ):
+            return value
+        if isinstance(statement, Constant):
+            return self.constant(torch.tensor(statement.value, dtype=dtype).item(), torch.float32)
+        return self.add(Apply("round_to", (value,), torch.float32, dtype))
+
+    def apply(
+        self,
+        operation: str,
+        arguments: Sequence[int],
+        dtype: torch.dtype,
+        parameter: torch.dtype | None = None,
+    ) -> int:
+        if operation == "cast":
+            return self.cast(arguments[0], dtype)
+        if operation == "round_to" and parameter is not None:
+            return self.round_to(arguments[0], parameter)
+        folded = self._fold(operation, tuple(arguments), dtype)
+        if folded is not None:
+            return folded
+        if operation in _COMMUTATIVE:
+            arguments = sorted(arguments)
+        return self.add(Apply(operation, tuple(arguments), dtype, parameter))
+
+    def _fold(self, operation: str, arguments: tuple[int, ...], dtype: torch.dtype) -> int | None:
+        known = [self.constant_of(argument) for argument in arguments]
+        if operation == "where":
+            if known[0] is not None:
+                return arguments[1] if known[0] else arguments[2]
+            return arguments[1] if arguments[1] == arguments[2] else None
+        if operation in ("logical_and", "logical_or"):
+            for this, other in ((0, 1), (1, 0)):
+                if known[this] is not None:
+                    absorbs = bool(known[this]) == (operation == "logical_or")
+                    return arguments[this] if absorbs else arguments[other]
+            return None
+        if operation in ("mul", "div") and known[1] == 1 and self.dtype_of(arguments[0]) == dtype:
+            return arguments[0]
+        if operation == "mul" and known[0] == 1 and self.dtype_of(arguments[1]) == dtype:
+            return arguments[1]
+        if operation == "sub" and known[1] == 0 and self.dtype_of(arguments[0]) == dtype:
+            return arguments[0] if not dtype.is_floating_point or math.copysign(1, known[1]) > 0 else None
+        if operation == "add" and not dtype.is_floating_point:
+            for this, other in ((0, 1), (1, 0)):
+                if known[this] == 0:
+                    return arguments[other]
+        if any(value is None for value in known):
+            return None
+        function = _COMPARISONS.get(operation) or _ARITHMETIC.get(operation) or _UNARY.get(operation)
+        if function is None or (operation in _ARITHMETIC and dtype == torch.bool):
+            return None
+        result = function(*known)
+        if not dtype.is_floating_point and dtype != torch.bool and not -(2**31) <= result < 2**31:
+            return None  # integer overflow wraps: left to the generated code
+        return self.constant(result, dtype)

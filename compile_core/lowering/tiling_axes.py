@@ -1,0 +1,139 @@
+"""The axes of a nest in the order, and merged as far, as its memory accesses like best.
+
+A nest arrives with the axes of the tensors it came from. Axes of size 1 are dropped, parallel and reduced axes are each
+sorted by falling stride (stores vote first, as in torch's TensorIterator), and neighbours that every access walks as
+one are merged: an addition of two contiguous 4-d tensors becomes a single loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Statement, Store
+
+
+def simplify(nest: LoopNest) -> LoopNest:
+    """An equivalent nest with as few axes as its accesses allow, innermost the one of the smallest strides."""
+    nest = _with_axes(nest, [axis for axis, extent in enumerate(nest.extents) if extent != 1])
+    parallel = len(nest.extents) - nest.reduced_axes
+    accesses = _accesses(nest)
+    order = _sorted(accesses, list(range(parallel))) + _sorted(
+        accesses, list(range(parallel, len(nest.extents)))
+    )
+    return _merged(_without_trivial_reductions(_with_axes(nest, order)))
+
+
+def parallel_axes(nest: LoopNest) -> int:
+    return len(nest.extents) - nest.reduced_axes
+
+
+def points(nest: LoopNest) -> int:
+    """How often the body is executed."""
+    return prod(nest.extents)
+
+
+def _accesses(nest: LoopNest) -> list[Access]:
+    stores = [s.access for s in nest.body if isinstance(s, Store)]
+    loads = [s.access for s in nest.body if isinstance(s, Load)]
+    # A broadcast load says little about the order, one that moves along all axes says most.
+    loads.sort(key=lambda access: -sum(stride != 0 for stride in access.strides))
+    return stores + loads
+
+
+def _sorted(accesses: list[Access], axes: list[int]) -> list[int]:
+    """Insertion sort, since "no opinion" between two axes is not transitive."""
+    ordered: list[int] = []
+    for axis in axes:
+        position = len(ordered)
+        while position > 0 and _belongs_inside(accesses, ordered[position - 1], axis):
+            position -= 1
+        ordered.insert(position, axis)
+    return ordered
+
+
+def _belongs_inside(accesses: list[Access], outer: int, inner: int) -> bool:
+    """Whether ``outer``, which stands before ``inner``, has the smaller strides."""
+    for access in accesses:
+        first, second = abs(access.strides[outer]), abs(access.strides[inner])
+        if first and second and first != second:
+            return first < second
+    return False
+
+
+def _with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
+    """The nest with these axes, in this order; an axis left out is at index 0 throughout."""
+    parallel = parallel_axes(nest)
+
+    def moved(access: Access) -> Access:
+        return replace(access, strides=tuple(access.strides[axis] for axis in kept))
+
+    body: list[Statement] = []
+    for statement in nest.body:
+        if isinstance(statement, Load | Store):
+            body.append(replace(statement, access=moved(statement.access)))
+        elif isinstance(statement, AxisIndex):
+            known = statement.axis in kept
+            body.append(
+                AxisIndex(kept.index(statement.axis), statement.dtype) if known else Constant(0, torch.int64)
+            )
+        else:
+            body.append(statement)
+    return replace(
+        nest,
+        extents=tuple(nest.extents[axis] for axis in kept),
+        reduced_axes=sum(axis >= parallel for axis in kept),
+        body=tuple(body),
+    )
+
+
+def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
+    """A reduction over no axes (all had size 1) is its argument."""
+    if nest.reduced_axes:
+        return nest
+    body: list[Statement] = []
+    for statement in nest.body:
+        if isinstance(statement, Reduce) and statement.operation in ("argmax", "argmin"):
+            body.append(Constant(0, torch.int64))
+        elif isinstance(statement, Reduce):
+            body.append(Apply("cast", (statement.argument,), statement.dtype))
+        else:
+            body.append(statement)
+    return replace(nest, body=tuple(body))
+
+
+def _merged(nest: LoopNest) -> LoopNest:
+    """Every pair of neighbours that no access tells from one longer axis becomes that axis."""
+    indexed = {s.axis for s in nest.body if isinstance(s, AxisIndex)}
+    accesses = _accesses(nest)
+    for outer in range(len(nest.extents) - 1):
+        inner = outer + 1
+        if inner == parallel_axes(nest) or outer in indexed or inner in indexed:
+            continue
+        extent = nest.extents[inner]
+        if any(access.strides[outer] != access.strides[inner] * extent for access in accesses):
+            continue
+        longer = replace(
+            nest, extents=(*nest.extents[:outer], nest.extents[outer] * extent, *nest.extents[inner + 1 :])
+        )
+        kept = [axis for axis in range(len(nest.extents)) if axis != outer]
+        return _merged(_without_axis(longer, outer, kept))
+    return nest
+
+
+def _without_axis(longer: LoopNest, outer: int, kept: list[int]) -> LoopNest:
+    """Drops the outer of two merged axes; ``longer.extents`` is already one shorter than its accesses' strides."""
+    body: list[Statement] = []
+    for statement in longer.body:
+        if isinstance(statement, Load | Store):
+            strides = tuple(statement.access.strides[axis] for axis in kept)
+            body.append(replace(statement, access=replace(statement.access, strides=strides)))
+        elif isinstance(statement, AxisIndex) and statement.axis > outer:
+            body.append(replace(statement, axis=statement.axis - 1))
+        else:
+            body.append(statement)
+    parallel = len(kept) + 1 - longer.reduced_axes
+    reduced = longer.reduced_axes - (outer >= parallel)
+    return replace(longer, reduced_axes=reduced, body=tuple(body))

@@ -1,0 +1,249 @@
+"""Two kernels for a reduction that one kernel would run on a few processors of a GPU.
+
+The column sums of a tall matrix, which every bias gradient needs, have as many parallel points as there are columns:
+a few dozen programs on a hundred processors. Such a nest becomes two. The first has one more parallel axis, the number
+of a chunk of the reduced space, and stores partial results; the second reduces those and does what followed. There are
+no atomics: results are the same in every run. (CPU kernels split inside one kernel, see ``tiling.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Reduce,
+    Statement,
+    Step,
+    Store,
+)
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, operands
+from compile_core.lowering.tiling_axes import parallel_axes, simplify
+from compile_core.lowering.tiling_triton import tile_for_gpu
+
+_ENOUGH_PROGRAMS = 128
+_WANTED_PROGRAMS = 512
+_SHORTEST_CHUNK = 64
+_LEAST_POINTS = 1 << 16
+
+
+def split_reductions(program: LoopProgram) -> LoopProgram:
+    """An equivalent program in which GPU reductions with too few parallel points are two nests each."""
+    buffers = dict(program.buffers)
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, LoopNest):
+            nests, partials = split_nest(step, buffers)
+            buffers.update(partials)
+            steps += nests
+        else:
+            steps.append(step)
+    return replace(program, buffers=buffers, steps=tuple(steps))
+
+
+def split_nest(
+    nest: LoopNest, buffers: Mapping[str, TensorSpec]
+) -> tuple[tuple[LoopNest, ...], dict[str, TensorSpec]]:
+    """The nest itself, or two nests in its place, and the specs of the buffers between them."""
+    devices = {buffers[name].device for name in buffers_of(nest)}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return (nest,), {}
+    simple = simplify(nest)
+    chunks = _chunks(simple)
+    if chunks < 2:
+        return (nest,), {}
+    return _Split(simple, chunks, next(iter(devices))).nests()
+
+
+def _chunks(nest: LoopNest) -> int:
+    """Into how many parts to cut the outermost reduced axis; 1 for not at all."""
+    if not nest.reduced_axes or prod(nest.extents) < _LEAST_POINTS:
+        return 1
+    tiling = tile_for_gpu(nest)
+    parallel = parallel_axes(nest)
+    programs = -(-prod(nest.extents[:parallel]) // tiling.x_block)
+    if programs >= _ENOUGH_PROGRAMS or not _is_one_round(analyse(nest, 0)):
+        return 1
+    inner = prod(nest.extents[parallel + 1 :])
+    longest = nest.extents[parallel]
+    most = min(longest, longest * inner // _SHORTEST_CHUNK)
+    wanted = min(most, -(-_WANTED_PROGRAMS // programs))
+    # An exact divisor near the wanted number needs no masks.
+    exact = [c for c in range(max(1, wanted * 2 // 3), min(most, wanted * 3 // 2) + 1) if longest % c == 0]
+    return min(exact, key=lambda c: abs(c - wanted)) if exact else max(1, wanted)
+
+
+def _is_one_round(analysis: NestAnalysis) -> bool:
+    """Whether no reduction needs another's result, none yields a position, and points are stored before them."""
+    for n, statement in enumerate(analysis.nest.body):
+        if isinstance(statement, Reduce):
+            if analysis.levels[n] != 1 or statement.operation in ("argmax", "argmin"):
+                return False
+        elif analysis.levels[n] and analysis.walks_with(n):
+            return False
+    return True
+
+
+class _Split:
+    """Writes the two nests. Axes of the first: chunk, the parallel ones, the reduced ones."""
+
+    def __init__(self, nest: LoopNest, chunks: int, device: torch.device) -> None:
+        self.nest = nest
+        self.analysis = analyse(nest, 0)
+        self.parallel = parallel_axes(nest)
+        self.device = device
+        extent = nest.extents[self.parallel]
+        self.length = -(-extent // chunks)
+        self.chunks = -(-extent // self.length)
+        self.is_ragged = self.length * self.chunks != extent
+        rows = nest.extents[: self.parallel]
+        self.partial_strides = tuple(prod(rows[axis + 1 :]) for axis in range(self.parallel))
+        self.partials = {
+            n: f"{nest.name}_partial_{n}" for n, s in enumerate(nest.body) if isinstance(s, Reduce)
+        }
+
+    def nests(self) -> tuple[tuple[LoopNest, ...], dict[str, TensorSpec]]:
+        rows = self.nest.extents[: self.parallel]
+        specs = {}
+        for n, name in self.partials.items():
+            dtype = self.nest.body[n].dtype  # type: ignore[union-attr]
+            specs[name] = TensorSpec.contiguous((self.chunks, *rows), dtype, self.device)
+        reduced = (self.length, *self.nest.extents[self.parallel + 1 :])
+        first = LoopNest(
+            f"{self.nest.name}_partials",
+            (self.chunks, *rows, *reduced),
+            self.nest.reduced_axes,
+            self._first_body(),
+            self.nest.origins,
+        )
+        second = LoopNest(self.nest.name, (*rows, self.chunks), 1, self._second_body(), self.nest.origins)
+        return (first, second), specs
+
+    def _wanted(self, sinks: Iterable[int], stop_at: Iterable[int] = ()) -> list[int]:
+        wanted, stops = set(sinks), set(stop_at)
+        pending = list(wanted - stops)
+        while pending:
+            for operand in operands(self.nest.body[pending.pop()]):
+                if operand not in wanted:
+                    wanted.add(operand)
+                    if operand not in stops:
+                        pending.append(operand)
+        return sorted(wanted)
+
+    def _first_body(self) -> tuple[Statement, ...]:
+        body: list[Statement] = []
+        number: dict[int, int] = {}
+
+        def add(statement: Statement) -> int:
+            body.append(statement)
+            return len(body) - 1
+
+        chunk = add(AxisIndex(0))
+        step = add(AxisIndex(self.parallel + 1))
+        length = add(Constant(self.length, torch.int64))
+        position = add(Apply("add", (add(Apply("mul", (chunk, length), torch.int64)), step), torch.int64))
+        inside: int | None = None
+        if self.is_ragged:
+            extent = add(Constant(self.nest.extents[self.parallel], torch.int64))
+            inside = add(Apply("lt", (position, extent), torch.bool))
+
+        def masked(mask: int | None) -> int | None:
+            if mask is None or inside is None:
+                return inside if mask is None else number[mask]
+            return add(Apply("logical_and", (number[mask], inside), torch.bool))
+
+        walking = [n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)]
+        for n in self._wanted((*self.partials, *walking)):
+            statement = self.nest.body[n]
+            match statement:
+                case Load(access=access, mask=mask):
+                    split = access.strides[self.parallel] != 0
+                    mask = masked(mask) if split else (None if mask is None else number[mask])
+                    number[n] = add(replace(statement, access=self._moved(access, number), mask=mask))
+                case Store(access=access, value=value, mask=mask):
+                    moved = self._moved(access, number)
+                    number[n] = add(Store(moved, number[value], masked(mask)))
+                case AxisIndex(axis=axis):
+                    number[n] = position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
+                case Reduce(operation=operation, argument=argument, dtype=dtype):
+                    value = number[argument]
+                    if inside is not None:
+                        kind = body[value].dtype  # type: ignore[union-attr]
+                        neutral = add(Constant(_identity(operation, kind), kind))
+                        value = add(Apply("where", (inside, value, neutral), kind))
+                    result = add(Reduce(operation, value, dtype))
+                    number[n] = result
+                    strides = (prod(self.nest.extents[: self.parallel]), *self.partial_strides)
+                    padding = (0,) * self.nest.reduced_axes
+                    add(Store(Access(self.partials[n], (*strides, *padding)), result))
+                case _:
+                    number[n] = add(_renumbered(statement, number))
+        return tuple(body)
+
+    def _second_body(self) -> tuple[Statement, ...]:
+        body: list[Statement] = []
+        number: dict[int, int] = {}
+        rows = prod(self.nest.extents[: self.parallel])
+        stores = [
+            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and not self.analysis.walks_with(n)
+        ]
+        for n in self._wanted(stores, stop_at=self.partials):
+            statement = self.nest.body[n]
+            if isinstance(statement, Reduce):
+                access = Access(self.partials[n], (*self.partial_strides, rows))
+                body.append(Load(access, statement.dtype))
+                body.append(replace(statement, argument=len(body) - 1))
+            elif isinstance(statement, Load | Store):
+                strides = (*statement.access.strides[: self.parallel], 0)
+                access = replace(_gathered(statement.access, number), strides=strides)
+                renumbered = _renumbered(statement, number)
+                body.append(replace(renumbered, access=access))  # type: ignore[call-overload]
+            else:
+                body.append(_renumbered(statement, number))
+            number[n] = len(body) - 1
+        return tuple(body)
+
+    def _moved(self, access: Access, number: Mapping[int, int]) -> Access:
+        return replace(
+            _gathered(access, number), strides=(access.strides[self.parallel] * self.length, *access.strides)
+        )
+
+
+def _gathered(access: Access, number: Mapping[int, int]) -> Access:
+    return replace(access, gathers=tuple(replace(g, value=number[g.value]) for g in access.gathers))
+
+
+def _renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
+    match statement:
+        case Apply(arguments=arguments):
+            return replace(statement, arguments=tuple(number[a] for a in arguments))
+        case Load(mask=mask):
+            return replace(statement, mask=None if mask is None else number[mask])
+        case Store(value=value, mask=mask):
+            return replace(statement, value=number[value], mask=None if mask is None else number[mask])
+        case _:
+            return statement
+
+
+def _identity(operation: str, dtype: torch.dtype) -> float | bool:
+    if operation in ("sum", "any"):
+        return 0
+    if operation in ("prod", "all"):
+        return 1
+    if dtype.is_floating_point:
+        return float("inf") if operation == "min" else -float("inf")
+    if dtype == torch.bool:
+        return operation == "min"
+    limits = torch.iinfo(dtype)
+    return limits.max if operation == "min" else limits.min

@@ -1,0 +1,124 @@
+"""How a simplified nest is cut for a GPU: the tile of a program, and the number of warps.
+
+A tile has an X side, a block of the parallel axes taken as one flat index, and, in a nest that reduces, an R side, a
+block of the flat reduced index. Flat indices make neighbouring threads touch neighbouring elements whatever the axes;
+the integer divisions that recover the axes have constant divisors. A *persistent* tile spans the whole reduced space, so
+that everything is loaded once; else each pass loops over blocks of R. A pointwise nest that transposes has a second
+parallel side, Y, so that loads and stores are both contiguous along a side of the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from compile_core.ir.loops import Load, LoopNest, Store
+from compile_core.lowering.tiling import is_transposed
+from compile_core.lowering.tiling_axes import parallel_axes
+
+_POINTWISE_TILE = 1024
+_REDUCTION_TILE = 2048
+_LOOPED_ROW_BLOCK = 2048
+_COLUMN_SIDE = 32
+_TRANSPOSED_SIDE = 32
+# Elements times live values that the registers of one program hold without spilling.
+_PERSISTENT_BUDGET = 32768
+_WANTED_PROGRAMS = 256
+
+
+@dataclass(frozen=True)
+class GpuTiling:
+    """See the file's head.
+
+    Attributes:
+        x_axes, y_axes: the parallel axes on each side; ``y_axes`` is empty unless the nest transposes.
+        x_block, y_block, r_block: sides of the tile, powers of two; 1 where there is no such side.
+        persistent: whether ``r_block`` covers the reduced space.
+        num_warps: warps of a program.
+    """
+
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int, ...]
+    x_block: int
+    y_block: int
+    r_block: int
+    persistent: bool
+    num_warps: int
+
+
+def tile_for_gpu(nest: LoopNest) -> GpuTiling:
+    """Chooses the tiling of a nest that ``simplify`` returned."""
+    parallel = parallel_axes(nest)
+    if nest.reduced_axes:
+        return _tile_reduction(nest)
+    transposed = _transposed_side(nest)
+    if transposed is not None:
+        others = tuple(axis for axis in range(parallel) if axis != transposed)
+        y_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[transposed]))
+        x_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[parallel - 1]))
+        return GpuTiling(others, (transposed,), x_block, y_block, 1, False, 4)
+    count = prod(nest.extents)
+    # Small arrays go in small blocks, so that more than a few processors work.
+    block = max(128, min(_POINTWISE_TILE, power_of_two(count // _WANTED_PROGRAMS)))
+    return GpuTiling(tuple(range(parallel)), (), block, 1, 1, False, max(1, min(4, block // 128)))
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _tile_reduction(nest: LoopNest) -> GpuTiling:
+    parallel = parallel_axes(nest)
+    rows, length = prod(nest.extents[:parallel]), prod(nest.extents[parallel:])
+    whole = power_of_two(length)
+    by_column = _is_contiguous_along_parallel(nest)
+    narrowest = min(_COLUMN_SIDE, power_of_two(rows)) if by_column else 1
+    persistent = whole * narrowest * _live_values(nest) <= _PERSISTENT_BUDGET
+    if persistent:
+        r_block = whole
+        x_block = max(narrowest, min(power_of_two(rows), _REDUCTION_TILE // 2 // whole))
+    elif by_column:
+        x_block = narrowest
+        r_block = max(1, min(whole, _REDUCTION_TILE // x_block))
+    else:
+        x_block, r_block = 1, min(whole, _LOOPED_ROW_BLOCK)
+    # Many rows a program are only worth it while there are programs enough.
+    while x_block > narrowest and -(-rows // x_block) < _WANTED_PROGRAMS:
+        x_block //= 2
+    warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps)
+
+
+def _live_values(nest: LoopNest) -> int:
+    """Roughly, how many values of the whole tile are live at once: those loaded, and one to work with."""
+    reduced = range(parallel_axes(nest), len(nest.extents))
+    loads = {
+        s.access for s in nest.body if isinstance(s, Load) and any(s.access.strides[axis] for axis in reduced)
+    }
+    return 1 + len(loads)
+
+
+def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
+    """Whether what a nest loads most of lies contiguous along its last parallel axis, not the last reduced one."""
+    parallel = parallel_axes(nest)
+    if not parallel:
+        return False
+    reduced = len(nest.extents) - 1
+    votes = 0
+    for statement in nest.body:
+        if isinstance(statement, Load | Store) and statement.access.strides[reduced]:
+            votes += abs(statement.access.strides[parallel - 1]) == 1
+            votes -= abs(statement.access.strides[reduced]) == 1
+    return votes > 0
+
+
+def _transposed_side(nest: LoopNest) -> int | None:
+    vector = len(nest.extents) - 1
+    for statement in nest.body:
+        if not isinstance(statement, Load | Store):
+            continue
+        for axis in range(vector):
+            if nest.extents[axis] >= 8 and is_transposed(statement.access, axis, vector):
+                return axis
+    return None

@@ -1,0 +1,1 @@
+"""What a compilation shows of itself."""

@@ -1,0 +1,133 @@
+"""The stages of a compilation in order: the table of contents.
+
+Stage 0 (``compiled_function``) and stage 1 (``capture``) lie before it: they find the graph. Each line below is a plain
+function from one frozen type to the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from compile_core.autograd.bind import BoundGraph, bind_autograd
+from compile_core.autograd.partition import partition
+from compile_core.autograd.trace_joint import trace_joint
+from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
+from compile_core.errors import Unsupported
+from compile_core.ir.captured import CapturedGraph
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.print_graph import print_graph, print_schedule
+from compile_core.ir.regions import whole_schedule
+from compile_core.ir.schedule import Schedule
+from compile_core.observe.dump import StageDump
+from compile_core.options import CompileOptions
+from compile_core.runtime.communicator import Communicator
+from compile_core.runtime.executable import Executable, Region, link
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulePlanner(Protocol):
+    """What data parallelism supplies: when the pieces of a backward run, and who reduces their gradients."""
+
+    def plan_backward(
+        self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Schedule, Communicator]:
+        """Cuts the backward of ``graph``, traced for the real ``inputs``.
+
+        Raises:
+            Unsupported: this graph's gradients cannot be reduced inside it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """A captured graph that went through all stages, called with its input tensors."""
+
+    run: BoundGraph
+    forward: Executable
+    backward: Executable | None
+    partitioned: PartitionedGraph
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.run(*tensors)
+
+
+def compile_graph(
+    captured: CapturedGraph,
+    inputs: Sequence[torch.Tensor],
+    *,
+    backend: Backend,
+    options: CompileOptions,
+    planner: SchedulePlanner | None = None,
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Stages 2 to 8: a captured graph becomes a callable of its input tensors.
+
+    A graph that a stage has no rule for runs with torch's own kernels, with the reason logged; under a ``planner``,
+    which someone must follow, the reason is raised instead.
+
+    Raises:
+        Unsupported: under a planner only.
+    """
+    examples = [entry.example for entry in captured.inputs]
+    if isinstance(backend, GraphBackend):
+        return backend.compile(captured.module, examples)
+    try:
+        return compile_stages(captured.module, examples, inputs, backend=backend, options=options, planner=planner)
+    except Unsupported as reason:
+        if planner is not None:
+            raise
+        logger.warning("a graph runs with torch's own kernels: %s", reason)
+        return captured.module
+
+
+def compile_stages(
+    module: torch.fx.GraphModule,
+    examples: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    backend: RegionBackend,
+    options: CompileOptions,
+    planner: SchedulePlanner | None,
+) -> CompiledGraph:
+    """The stages proper; see ``compile_graph``."""
+    dump = StageDump(options.trace_folder)
+    dump("captured", print_graph(module))
+    joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
+    dump("joint", print_graph(joint.module))
+    graph = partition(joint)
+
+    schedule = whole_schedule("forward", graph.forward)
+    forward = link(schedule, _compile_regions(schedule, backend, options, dump), None)
+    backward = None
+    if graph.backward is not None:
+        schedule, communicator = _plan_backward(graph, inputs, planner)
+        backward = link(schedule, _compile_regions(schedule, backend, options, dump), communicator)
+    return CompiledGraph(bind_autograd(graph, forward, backward), forward, backward, graph)
+
+
+def _plan_backward(
+    graph: PartitionedGraph, inputs: Sequence[torch.Tensor], planner: SchedulePlanner | None
+) -> tuple[Schedule, Communicator | None]:
+    assert graph.backward is not None
+    if planner is None:
+        return whole_schedule("backward", graph.backward), None
+    return planner.plan_backward(graph, inputs)
+
+
+def _compile_regions(
+    schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
+) -> Mapping[str, Region]:
+    dump(schedule.name, print_schedule(schedule))
+    return {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
+
+
+def _device_type(examples: Sequence[torch.Tensor]) -> str:
+    """The type of device that the graph computes on: an accelerator where any input lies on one."""
+    types = [example.device.type for example in examples]
+    return next((kind for kind in types if kind != "cpu"), "cpu")

@@ -1,0 +1,10 @@
+"""How ``compile_core`` finds us: the plug-in that claims ``DistributedDataParallel`` modules."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+from compile_core.planners import ModuleCompiler
+from distributed.compile_ddp import compile_ddp
+
+PLUGIN = ModuleCompiler(DistributedDataParallel, compile_ddp)

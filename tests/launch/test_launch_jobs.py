@@ -1,0 +1,224 @@
+"""Real jobs of two ranks: `python -m launch` as a user runs it, and under a user's own mpiexec."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mpi4py")
+
+from launch.errors import LaunchError
+from launch.mpi_environment import find_mpi
+from launch.mpiexec_command import mpiexec_command, mpiexec_variables
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTLY_S = 15
+"""Far less than the 60 s for which a test's healthy rank sleeps, with room for a busy machine."""
+
+try:
+    INSTALLATION = find_mpi(os.environ)
+except LaunchError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(60)
+
+SHOW_ENVIRONMENT = """
+import json, os, sys
+assert "mpi4py" not in sys.modules and sys.stdin.read() == ""
+print(json.dumps([dict(os.environ), sys.argv[1:]]))
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    outer = {n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**outer, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
+
+
+def launch(*arguments: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch", *map(str, arguments)],
+        check=False,
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+def write(folder: Path, text: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(text)
+    return script
+
+
+def ranks_shown(output: str) -> list[tuple[dict[str, str], list[str]]]:
+    shown = [json.loads(line) for line in output.splitlines() if line.startswith("[{")]
+    return sorted(shown, key=lambda pair: int(pair[0]["RANK"]))
+
+
+def test_each_rank_sees_torchruns_variables(tmp_path):
+    script = write(tmp_path, SHOW_ENVIRONMENT)
+    job = launch(
+        "--nproc-per-node", "2", script, "a b", ":", "--x", cwd=tmp_path, TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    assert (job.returncode, job.stderr) == (0, "")
+    ranks = ranks_shown(job.stdout)
+    assert len(ranks) == 2
+    for rank, (seen, arguments) in enumerate(ranks):
+        assert arguments == ["a b", ":", "--x"]
+        expected = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "ROLE_RANK": rank,
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+        }
+        expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "ROLE_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        assert {name: seen[name] for name in expected} == {
+            name: str(value) for name, value in expected.items()
+        }
+        assert seen["MASTER_ADDR"] == "127.0.0.1" and 0 < int(seen["MASTER_PORT"]) < 65536
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in seen
+        assert not any(name.startswith(("OMPI_", "PMI", "GRADSPLIT_")) for name in seen)
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        assert ranks[0][0][name] == ranks[1][0][name]
+
+
+def test_under_a_users_own_mpiexec(tmp_path):
+    script = write(tmp_path, SHOW_ENVIRONMENT)
+    variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
+    del variables["MPI4PY_LIBMPI"]  # The rank has to find it.
+    for options, code in (["--master-port", "23456"], 0), (["--nproc-per-node", "3"], 2):
+        program = [sys.executable, "-m", "launch", *options, str(script)]
+        job = subprocess.run(
+            mpiexec_command(INSTALLATION, 2, program),
+            check=False,
+            cwd=tmp_path,
+            env=environment(**variables, OMP_NUM_THREADS="5"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert job.returncode == code, job.stderr
+        ranks = ranks_shown(job.stdout)
+        assert [seen["LOCAL_RANK"] for seen, _ in ranks] == (["0", "1"] if code == 0 else [])
+        assert all(seen["MASTER_PORT"] == "23456" and seen["OMP_NUM_THREADS"] == "5" for seen, _ in ranks)
+        assert job.stderr.count("launch: ") == (0 if code == 0 else 1)
+
+
+def test_torch_distributed_finds_its_peers(tmp_path):
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("total", total.item())
+dist.destroy_process_group()
+"""
+    # Torch's own warnings are not this test's subject.
+    job = launch("--nproc_per_node=2", write(tmp_path, script), cwd=tmp_path, PYTHONWARNINGS="")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split("\n").count("total 3.0") == 2
+
+
+def test_exit_code_of_one_rank_ends_the_other_promptly(tmp_path):
+    script = 'import os, sys, time\nif os.environ["RANK"] == "1": sys.exit(3)\ntime.sleep(60)\n'
+    started = time.monotonic()
+    job = launch("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
+    assert time.monotonic() - started < PROMPTLY_S
+    assert job.returncode == 3
+    assert job.stderr.count("\n") == 1 and "rank 1 of 2" in job.stderr and "code 3" in job.stderr
+
+
+def test_an_exception_is_printed_once_with_its_rank(tmp_path):
+    script = 'import os, time\nif os.environ["RANK"] == "0": raise ValueError("broken")\ntime.sleep(60)\n'
+    started = time.monotonic()
+    job = launch("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
+    assert time.monotonic() - started < PROMPTLY_S
+    assert job.returncode == 1
+    assert job.stderr.count("ValueError: broken") == 1 and job.stderr.count("Traceback") == 1
+    assert job.stderr.splitlines()[-1].startswith("launch: rank 0 of 2")
+
+
+def processes_with(marker: str) -> list[str]:
+    found = []
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in command_line.read_text():
+                found.append(command_line.parent.name)
+        except (OSError, UnicodeDecodeError):
+            pass  # It has just ended.
+    return found
+
+
+def wait_until_gone(marker: str) -> None:
+    deadline = time.monotonic() + 5
+    while processes_with(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(marker) == []
+
+
+STARTS_A_CHILD = """
+import os, signal, sys, time
+child = [sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]]
+os.spawnv(os.P_NOWAIT, sys.executable, child)
+print("started", flush=True)
+if os.environ["RANK"] == "1" and "die" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_killed_rank_leaves_no_process_behind(tmp_path):
+    started = time.monotonic()
+    job = launch("--nproc-per-node", "2", write(tmp_path, STARTS_A_CHILD), tmp_path, "die", cwd=tmp_path)
+    assert time.monotonic() - started < PROMPTLY_S
+    assert job.returncode == 128 + signal.SIGKILL
+    assert job.stderr.count("\n") == 1 and "rank 1 of 2" in job.stderr and "signal 9" in job.stderr
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_ending_the_launcher_ends_everything(tmp_path, ending):
+    script = write(tmp_path, STARTS_A_CHILD)
+    command = [sys.executable, "-m", "launch", "--nproc-per-node", "2", str(script), str(tmp_path)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stderr is not None
+        for _ in range(2):
+            assert job.stdout.readline() == "started\n"  # Live, while the ranks still run.
+        job.send_signal(ending)
+        assert job.wait(PROMPTLY_S) == (130 if ending == signal.SIGINT else -signal.SIGKILL)
+        assert job.stderr.read() == ""
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no_such_script.py"],
+        ["--nproc-per-node", "0", "script.py"],
+        ["--nproc-per-node", "many", "script.py"],
+        ["--bogus", "script.py"],
+        ["--nproc-per-node", "2"],
+        ["--nnodes", "2", "script.py"],
+        ["-m", "no_such_module.part"],
+        ["--no-python", "no-such-program"],
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path, arguments):
+    write(tmp_path, 'print("ran")')
+    job = launch(*arguments, cwd=tmp_path)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr.startswith("launch: ") and job.stderr.count("\n") == 1

@@ -1,0 +1,201 @@
+"""The launcher's pure parts: command line, placement of ranks, MPI installations."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.cli import parse_spec, split_arguments
+from launch.errors import LaunchError
+from launch.launch_spec import EntryKind, LaunchSpec
+from launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
+from launch.mpi_variables import mpi_rank, mpi_size, without_mpi_variables
+from launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from launch.rank_placement import check_placement, place_ranks
+from launch.rendezvous import Rendezvous, choose_rendezvous
+from launch.terminal import terminal_variables
+from launch.worker import Failure, describe
+
+
+def parse(*arguments: str) -> LaunchSpec:
+    return parse_spec(*split_arguments(arguments))
+
+
+@pytest.mark.parametrize("spelling", [("--nproc-per-node", "2"), ("--nproc_per_node=2",)])
+def test_options_end_at_the_script(spelling):
+    spec = parse(
+        *spelling, "--master_port=1234", "--master-addr", "a", "t.py", "--nproc-per-node", "9", "--", "-m"
+    )
+    assert spec == LaunchSpec(
+        entry="t.py",
+        entry_kind=EntryKind.SCRIPT,
+        arguments=("--nproc-per-node", "9", "--", "-m"),
+        processes_per_node=2,
+        master_address="a",
+        master_port=1234,
+    )
+    assert LaunchSpec.from_json(spec.to_json()) == spec
+
+
+def test_kinds_of_entry():
+    assert parse("-m", "a.b", "x").command()[1:] == ["-u", "-m", "a.b", "x"]
+    assert parse("--no_python", "echo", "x").command() == ["echo", "x"]
+    assert parse("--nnodes", "1:1", "--", "-odd.py").entry == "-odd.py"
+    assert parse("--standalone", "t.py").nodes == 1
+    assert parse("--nproc-per-node", "cpu", "t.py").processes_per_node == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no script given"),
+        (("-m",), "no module given"),
+        (("--nproc-per-node",), "--nproc-per-node needs a value"),
+        (("--nproc-per-node", "0", "t.py"), "'0'"),
+        (("--nproc-per-node", "-1", "t.py"), "'-1'"),
+        (("--nproc-per-node", "two", "t.py"), "allowed: a whole number from 1, cpu, gpu, auto"),
+        (("--nnodes", "1:2", "t.py"), "no elastic ranges"),
+        (("--master-port", "65536", "t.py"), "1 to 65535"),
+        (("--master-addr", "", "t.py"), "--master-addr is empty"),
+        (
+            ("--max-restarts", "3", "t.py"),
+            "unknown option '--max-restarts'; allowed before the script: --nproc",
+        ),
+        (("--nproc", "3", "t.py"), "unknown option '--nproc'"),
+        (("--standalone=1", "t.py"), "takes no value"),
+        (("-m", "--no-python", "t"), "exclude each other"),
+        (("--standalone", "--nnodes", "2", "t.py"), "--standalone means"),
+    ],
+)
+def test_faults_are_named(arguments, said):
+    with pytest.raises(LaunchError) as raised:
+        parse(*arguments)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_placement_on_one_host():
+    second = place_ranks(["a", "a"])[1]
+    assert second.torchrun_variables() == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+    }
+
+
+def test_placement_of_interleaved_and_uneven_hosts():
+    placements = place_ranks(["b", "a", "b", "a", "b"])
+    assert [p.node_index for p in placements] == [0, 1, 0, 1, 0]
+    assert [p.local_rank for p in placements] == [0, 0, 1, 1, 2]
+    assert [p.local_world_size for p in placements] == [3, 2, 3, 2, 3]
+    assert {p.node_count for p in placements} == {2}
+
+
+def test_placement_must_match_the_options():
+    placements = place_ranks(["a", "a", "b"])
+    check_placement(parse("t.py"), placements)
+    with pytest.raises(LaunchError, match=r"started 1 rank\(s\) on b"):
+        check_placement(parse("--nproc-per-node", "2", "t.py"), placements)
+    with pytest.raises(LaunchError, match=r"on 2 node\(s\)"):
+        check_placement(parse("--nnodes", "3", "t.py"), placements)
+
+
+def test_rendezvous():
+    one, two = place_ranks(["a", "a"]), place_ranks(["a", "b"])
+    assert choose_rendezvous(parse("t.py"), one[0]).master_address == "127.0.0.1"
+    assert choose_rendezvous(parse("t.py"), two[0]).master_address == "a"
+    spec = parse("--master-addr", "10.0.0.1", "--master-port", "29500", "t.py")
+    chosen = choose_rendezvous(spec, two[0])
+    assert (chosen.master_address, chosen.master_port) == ("10.0.0.1", 29500)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in Rendezvous("a", 1, "x").torchrun_variables()
+
+
+def test_mpi_variables():
+    open_mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
+    hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
+    assert (mpi_rank(open_mpi), mpi_size(open_mpi)) == (1, 4)
+    assert (mpi_rank(hydra), mpi_size(hydra)) == (3, 4)
+    assert mpi_rank({"PATH": "x"}) is None
+    assert without_mpi_variables(open_mpi | hydra | {"PATH": "x"}) == {"PATH": "x"}
+
+
+def test_flavours():
+    assert parse_flavour("mpiexec (Open MPI) 5.0.11\n\nReport bugs") is Flavour.OPEN_MPI
+    assert parse_flavour("mpiexec (OpenRTE) 4.0.3") is Flavour.OPEN_MPI
+    assert parse_flavour("HYDRA build details:\n    Version: 4.2.0") is Flavour.MPICH
+    assert parse_flavour("Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 2023") is Flavour.INTEL
+    assert parse_flavour("something else") is Flavour.OTHER
+
+
+def test_mpiexec_command_lines():
+    def installation(flavour: Flavour) -> MpiInstallation:
+        return MpiInstallation(Path("/m/bin/mpiexec"), flavour, Path("/m/lib/libmpi.so"))
+
+    command = mpiexec_command(installation(Flavour.OPEN_MPI), 4, ["p", "x"])
+    assert command == [
+        "/m/bin/mpiexec",
+        "-n",
+        "4",
+        "--bind-to",
+        "none",
+        "--map-by",
+        ":OVERSUBSCRIBE",
+        "p",
+        "x",
+    ]
+    assert mpiexec_command(installation(Flavour.MPICH), 2, ["p"])[1:] == ["-n", "2", "-bind-to", "none", "p"]
+    assert mpiexec_command(installation(Flavour.INTEL), 2, ["p"])[1:] == ["-n", "2", "p"]
+
+    root = mpiexec_variables(installation(Flavour.OPEN_MPI), as_root=True)
+    assert root["MPI4PY_LIBMPI"] == "/m/lib/libmpi.so" and root["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    user = mpiexec_variables(installation(Flavour.OPEN_MPI), as_root=False)
+    assert not any("ROOT" in name for name in user)
+    assert mpiexec_variables(installation(Flavour.INTEL), as_root=False)["I_MPI_PIN"] == "0"
+
+
+def make_installation(prefix: Path, version: str, library: str) -> Path:
+    mpiexec = prefix / "bin" / "mpiexec"
+    mpiexec.parent.mkdir(parents=True)
+    mpiexec.write_text(f"#!/bin/sh\necho '{version}'\n")
+    mpiexec.chmod(0o755)
+    (prefix / "lib").mkdir()
+    (prefix / "lib" / library).touch()
+    return mpiexec
+
+
+def test_a_system_mpi_goes_before_the_embedded_one_with_its_own_library(tmp_path, monkeypatch):
+    embedded = make_installation(tmp_path / "venv", "mpiexec (Open MPI) 5.0", "libmpi.so.40")
+    system = make_installation(tmp_path / "system", "HYDRA build details:", "libmpi.so.12")
+    broken = make_installation(tmp_path / "broken", "Open MPI", "libmpi.so.40")
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr("launch.mpi_environment.own_script_folders", lambda: [embedded.parent])
+    path = os.pathsep.join(str(mpiexec.parent) for mpiexec in (embedded, broken, system))
+    assert find_mpi({"PATH": path}) == MpiInstallation(
+        system, Flavour.MPICH, tmp_path / "system" / "lib" / "libmpi.so.12"
+    )
+    assert find_mpi({"PATH": str(broken.parent)}).mpiexec == embedded  # Need not be on PATH.
+    embedded.unlink()
+    with pytest.raises(LaunchError, match="no MPI found"):
+        find_mpi({"PATH": str(broken.parent)})
+
+
+def test_terminal_variables():
+    size = os.terminal_size((120, 40))
+    shown = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "120", "LINES": "40"}
+    assert terminal_variables({}, size) == shown
+    assert terminal_variables({"NO_COLOR": "1", "COLUMNS": "9"}, size) == {"LINES": "40"}
+    assert terminal_variables({}, None) == {"NO_COLOR": "1", "TTY_COMPATIBLE": "0"}
+
+
+def test_failures():
+    placements = place_ranks(["a", "a"])
+    assert min(Failure(2.0, 0, 1), Failure(1.0, 1, -9)).exit_code == 137
+    assert "rank 1 of 2 (local rank 1 on a) was killed by signal 9" in describe(
+        Failure(1.0, 1, -9), placements[1]
+    )
+    assert "exited with code 200;" in describe(Failure(1.0, 0, 200), placements[0])

@@ -1,0 +1,363 @@
+"""Loop nests written by hand, each with the specs of its buffers: what lowering would make of common operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    Gather,
+    Load,
+    LoopNest,
+    Reduce,
+    Statement,
+    Store,
+)
+from compile_core.ir.tensor_spec import TensorSpec
+
+F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
+CPU = torch.device("cpu")
+
+
+@dataclass
+class NestBuilder:
+    """Writes a nest's body; every method returns the number of the value that it defines."""
+
+    extents: tuple[int, ...]
+    reduced_axes: int = 0
+    body: list[Statement] = field(default_factory=list)
+    buffers: dict[str, TensorSpec] = field(default_factory=dict)
+
+    def add(self, statement: Statement) -> int:
+        self.body.append(statement)
+        return len(self.body) - 1
+
+    def dtype(self, value: int) -> torch.dtype:
+        return self.body[value].dtype  # type: ignore[union-attr]
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = F32) -> None:
+        self.buffers[name] = TensorSpec.contiguous(shape, dtype, CPU)
+
+    def access(
+        self, name: str, axes: tuple[int | None, ...], gathers: tuple[Gather, ...] = (), offset: int = 0
+    ) -> Access:
+        """An access of a buffer whose dim ``d`` moves along axis ``axes[d]``."""
+        strides = [0] * len(self.extents)
+        for axis, stride in zip(axes, self.buffers[name].stride, strict=True):
+            if axis is not None:
+                strides[axis] += stride
+        return Access(name, tuple(strides), offset, gathers)
+
+    def load(self, name: str, axes: tuple[int | None, ...], dtype: torch.dtype | None = None, **more) -> int:
+        stored = self.buffers[name].dtype
+        widened = F32 if stored in (torch.float16, torch.bfloat16) else stored
+        mask, other = more.pop("mask", None), more.pop("other", 0)
+        return self.add(Load(self.access(name, axes, **more), dtype or widened, mask, other))
+
+    def store(
+        self, name: str, axes: tuple[int | None, ...], value: int, mask: int | None = None, **more
+    ) -> int:
+        return self.add(Store(self.access(name, axes, **more), value, mask))
+
+    def constant(self, value: float, dtype: torch.dtype = F32) -> int:
+        return self.add(Constant(value, dtype))
+
+    def apply(self, operation: str, *arguments: int, dtype: torch.dtype | None = None, parameter=None) -> int:
+        comparisons = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf")
+        if dtype is None:
+            logical = operation in comparisons or operation.startswith("logical")
+            dtype = BOOL if logical else self.dtype(arguments[-1])
+        return self.add(Apply(operation, arguments, dtype, parameter))
+
+    def reduce(self, operation: str, value: int, dtype: torch.dtype | None = None) -> int:
+        return self.add(Reduce(operation, value, dtype or self.dtype(value)))
+
+    def nest(self, name: str) -> LoopNest:
+        return LoopNest(name, self.extents, self.reduced_axes, tuple(self.body))
+
+
+Case = tuple[LoopNest, dict[str, TensorSpec]]
+
+
+def bias_gelu(rows: int = 5, columns: int = 37, dtype: torch.dtype = F32) -> Case:
+    b = NestBuilder((rows, columns))
+    b.buffer("x", (rows, columns), dtype)
+    b.buffer("bias", (columns,), dtype)
+    b.buffer("y", (rows, columns), dtype)
+    x = b.apply("add", b.load("x", (0, 1)), b.load("bias", (1,)))
+    e = b.apply("erf", b.apply("mul", x, b.constant(0.7071067811865476)))
+    half = b.apply("mul", x, b.constant(0.5))
+    b.store("y", (0, 1), b.apply("mul", half, b.apply("add", e, b.constant(1.0))))
+    return b.nest("bias_gelu"), b.buffers
+
+
+def residual_add(shape: tuple[int, ...] = (3, 4, 5, 6)) -> Case:
+    axes = tuple(range(len(shape)))
+    b = NestBuilder(shape)
+    for name in ("x", "y", "z"):
+        b.buffer(name, shape)
+    b.store("z", axes, b.apply("add", b.load("x", axes), b.load("y", axes)))
+    return b.nest("residual_add"), b.buffers
+
+
+def layer_norm(rows: int = 7, columns: int = 65, dtype: torch.dtype = F32) -> Case:
+    b = NestBuilder((rows, columns), 1)
+    b.buffer("x", (rows, columns), dtype)
+    b.buffer("weight", (columns,))
+    b.buffer("bias", (columns,))
+    b.buffer("y", (rows, columns), dtype)
+    b.buffer("mean", (rows,))
+    b.buffer("rstd", (rows,))
+    x = b.load("x", (0, 1))
+    count = b.constant(1.0 / columns)
+    mean = b.apply("mul", b.reduce("sum", x), count)
+    centred = b.apply("sub", x, mean)
+    variance = b.apply("mul", b.reduce("sum", b.apply("mul", centred, centred)), count)
+    rstd = b.apply("rsqrt", b.apply("add", variance, b.constant(1e-5)))
+    b.store("mean", (0,), mean)
+    b.store("rstd", (0,), rstd)
+    scaled = b.apply("mul", b.apply("mul", centred, rstd), b.load("weight", (1,)))
+    b.store("y", (0, 1), b.apply("add", scaled, b.load("bias", (1,))))
+    return b.nest("layer_norm"), b.buffers
+
+
+def layer_norm_backward(rows: int = 7, columns: int = 65) -> Case:
+    b = NestBuilder((rows, columns), 1)
+    for name in ("x", "dy", "dx"):
+        b.buffer(name, (rows, columns))
+    b.buffer("weight", (columns,))
+    b.buffer("mean", (rows,))
+    b.buffer("rstd", (rows,))
+    rstd = b.load("rstd", (0,))
+    xhat = b.apply("mul", b.apply("sub", b.load("x", (0, 1)), b.load("mean", (0,))), rstd)
+    g = b.apply("mul", b.load("dy", (0, 1)), b.load("weight", (1,)))
+    count = b.constant(1.0 / columns)
+    first = b.apply("mul", b.reduce("sum", g), count)
+    second = b.apply("mul", b.reduce("sum", b.apply("mul", g, xhat)), count)
+    rest = b.apply("sub", b.apply("sub", g, first), b.apply("mul", xhat, second))
+    b.store("dx", (0, 1), b.apply("mul", rest, rstd))
+    return b.nest("layer_norm_backward"), b.buffers
+
+
+def column_sums(rows: int = 33, columns: int = 20, dtype: torch.dtype = F32) -> Case:
+    b = NestBuilder((columns, rows), 1)
+    b.buffer("x", (rows, columns), dtype)
+    b.buffer("y", (columns,), dtype)
+    b.store("y", (0,), b.reduce("sum", b.load("x", (1, 0))))
+    return b.nest("column_sums"), b.buffers
+
+
+def total(shape: tuple[int, ...] = (9, 31), operation: str = "sum", dtype: torch.dtype = F32) -> Case:
+    axes = tuple(range(len(shape)))
+    b = NestBuilder(shape, len(shape))
+    b.buffer("x", shape, dtype)
+    b.buffer("y", (), dtype)
+    b.store("y", (), b.reduce(operation, b.load("x", axes)))
+    return b.nest("total"), b.buffers
+
+
+def softmax(rows: int = 6, columns: int = 50, dim: int = 1) -> Case:
+    """Over ``dim``; dim 0 makes the reduced axis strided."""
+    extents = (rows, columns) if dim == 1 else (columns, rows)
+    axes = (0, 1) if dim == 1 else (1, 0)
+    b = NestBuilder(extents, 1)
+    b.buffer("x", (rows, columns))
+    b.buffer("y", (rows, columns))
+    x = b.load("x", axes)
+    e = b.apply("exp", b.apply("sub", x, b.reduce("max", x)))
+    b.store("y", axes, b.apply("div", e, b.reduce("sum", e)))
+    return b.nest(f"softmax_{dim}"), b.buffers
+
+
+def cross_entropy(rows: int = 9, classes: int = 30) -> Case:
+    """Log-softmax and the negative log-likelihood of each row; label -100 is ignored."""
+    b = NestBuilder((rows, classes), 1)
+    b.buffer("x", (rows, classes))
+    b.buffer("target", (rows,), I64)
+    b.buffer("loss", (rows,))
+    b.buffer("log_sum", (rows,))
+    x = b.load("x", (0, 1))
+    peak = b.reduce("max", x)
+    sums = b.reduce("sum", b.apply("exp", b.apply("sub", x, peak)))
+    log_sum = b.apply("add", b.apply("log", sums), peak)
+    target = b.load("target", (0,))
+    counts = b.apply("ne", target, b.constant(-100, I64))
+    chosen = b.load("x", (0, None), mask=counts, gathers=(Gather(target, 1, classes),))
+    b.store("loss", (0,), b.apply("where", counts, b.apply("sub", log_sum, chosen), b.constant(0.0)))
+    b.store("log_sum", (0,), log_sum)
+    return b.nest("cross_entropy"), b.buffers
+
+
+def embedding(tokens: int = 11, vocabulary: int = 17, width: int = 24) -> Case:
+    b = NestBuilder((tokens, width))
+    b.buffer("table", (vocabulary, width))
+    b.buffer("index", (tokens,), I64)
+    b.buffer("y", (tokens, width))
+    index = b.load("index", (0,))
+    b.store("y", (0, 1), b.load("table", (None, 1), gathers=(Gather(index, width, vocabulary),)))
+    return b.nest("embedding"), b.buffers
+
+
+def gather_elements(rows: int = 6, columns: int = 21) -> Case:
+    """Each element picks its own: the index varies over the innermost axis."""
+    b = NestBuilder((rows, columns))
+    b.buffer("x", (rows, 9))
+    b.buffer("index", (rows, columns), I64)
+    b.buffer("y", (rows, columns))
+    index = b.load("index", (0, 1))
+    b.store("y", (0, 1), b.load("x", (0, None), gathers=(Gather(index, 1, 9),)))
+    return b.nest("gather_elements"), b.buffers
+
+
+def masked_pad(rows: int = 5, columns: int = 23, pad: int = 3) -> Case:
+    b = NestBuilder((rows, columns + 2 * pad))
+    b.buffer("x", (rows, columns))
+    b.buffer("y", (rows, columns + 2 * pad))
+    position = b.add(AxisIndex(1))
+    inside = b.apply(
+        "logical_and",
+        b.apply("ge", position, b.constant(pad, I64)),
+        b.apply("lt", position, b.constant(pad + columns, I64)),
+    )
+    b.store("y", (0, 1), b.load("x", (0, 1), mask=inside, other=-1.5, offset=-pad))
+    return b.nest("masked_pad"), b.buffers
+
+
+def transpose(rows: int = 45, columns: int = 70) -> Case:
+    b = NestBuilder((columns, rows))
+    b.buffer("x", (rows, columns))
+    b.buffer("y", (columns, rows))
+    b.store("y", (0, 1), b.apply("neg", b.load("x", (1, 0))))
+    return b.nest("transpose"), b.buffers
+
+
+def arg_extremum(operation: str = "argmax", rows: int = 6, columns: int = 40, dim: int = 1) -> Case:
+    extents = (rows, columns) if dim == 1 else (columns, rows)
+    b = NestBuilder(extents, 1)
+    b.buffer("x", (rows, columns))
+    b.buffer("y", (extents[0],), I64)
+    b.store("y", (0,), b.reduce(operation, b.load("x", (0, 1) if dim == 1 else (1, 0)), I64))
+    return b.nest(f"{operation}_{dim}"), b.buffers
+
+
+def extrema(rows: int = 6, columns: int = 40, dtype: torch.dtype = F32) -> Case:
+    b = NestBuilder((rows, columns), 1)
+    b.buffer("x", (rows, columns), dtype)
+    x = b.load("x", (0, 1))
+    for operation in ("max", "min"):
+        b.buffer(operation, (rows,), dtype)
+        b.store(operation, (0,), b.reduce(operation, x))
+    for operation in ("any", "all"):
+        b.buffer(operation, (rows,), BOOL)
+        positive = b.apply("gt", x, b.constant(0, b.dtype(x)))
+        b.store(operation, (0,), b.reduce(operation, positive))
+    return b.nest("extrema"), b.buffers
+
+
+def casts(count: int = 77, source: torch.dtype = F32, target: torch.dtype = torch.int32) -> Case:
+    b = NestBuilder((count,))
+    b.buffer("x", (count,), source)
+    b.buffer("y", (count,), target)
+    b.store("y", (0,), b.load("x", (0,)))
+    return b.nest("casts"), b.buffers
+
+
+def bool_operations(count: int = 70) -> Case:
+    b = NestBuilder((count,))
+    b.buffer("x", (count,), BOOL)
+    b.buffer("y", (count,), BOOL)
+    b.buffer("z", (count,), BOOL)
+    x, y = b.load("x", (0,)), b.load("y", (0,))
+    mixed = b.apply("logical_xor", b.apply("logical_or", x, y), b.apply("bitwise_not", x, dtype=BOOL))
+    b.store("z", (0,), b.apply("logical_and", mixed, b.apply("logical_not", b.apply("eq", x, y))))
+    return b.nest("bool_operations"), b.buffers
+
+
+def batch_norm_statistics(images: int = 4, channels: int = 6, pixels: int = 25) -> Case:
+    """Parallel axis in the middle, two reduced axes around it, output over everything."""
+    b = NestBuilder((channels, images, pixels), 2)
+    b.buffer("x", (images, channels, pixels))
+    b.buffer("y", (images, channels, pixels))
+    b.buffer("mean", (channels,))
+    x = b.load("x", (1, 0, 2))
+    mean = b.apply("mul", b.reduce("sum", x), b.constant(1.0 / (images * pixels)))
+    b.store("mean", (0,), mean)
+    b.store("y", (1, 0, 2), b.apply("sub", x, mean))
+    return b.nest("batch_norm_statistics"), b.buffers
+
+
+def dropout_like(rows: int = 4, columns: int = 33) -> Case:
+    b = NestBuilder((rows, columns))
+    b.buffer("x", (rows, columns), torch.bfloat16)
+    b.buffer("keep", (rows, columns), BOOL)
+    b.buffer("y", (rows, columns), torch.bfloat16)
+    scaled = b.apply("mul", b.load("x", (0, 1)), b.constant(1.25))
+    rounded = b.apply("round_to", scaled, parameter=torch.bfloat16)
+    b.store("y", (0, 1), b.apply("where", b.load("keep", (0, 1)), rounded, b.constant(0.0)))
+    return b.nest("dropout_like"), b.buffers
+
+
+def inputs_for(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Flat storages with random contents; integers stay small enough to be indices of what they index."""
+    nest, buffers = case
+    generator = torch.Generator().manual_seed(seed)
+    storages = {}
+    for name, spec in buffers.items():
+        size = 1 + sum((s - 1) * t for s, t in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
+        if spec.dtype == BOOL:
+            storages[name] = torch.randint(0, 2, (size,), generator=generator).bool()
+        elif spec.dtype.is_floating_point:
+            storages[name] = (torch.randn(size, generator=generator) * 2).to(spec.dtype)
+        else:
+            storages[name] = torch.randint(0, 9, (size,), generator=generator).to(spec.dtype)
+    return storages
+
+
+HAND_WRITTEN = {
+    "bias_gelu": bias_gelu(),
+    "bias_gelu_bf16": bias_gelu(dtype=torch.bfloat16),
+    "bias_gelu_f16": bias_gelu(dtype=torch.float16),
+    "residual_add": residual_add(),
+    "layer_norm": layer_norm(),
+    "layer_norm_bf16": layer_norm(dtype=torch.bfloat16),
+    "layer_norm_long": layer_norm(2, 9000),
+    "layer_norm_backward": layer_norm_backward(),
+    "column_sums": column_sums(),
+    "column_sums_many_rows": column_sums(5000, 70),
+    "column_sums_wide": column_sums(40, 1500),
+    "column_sums_f64": column_sums(dtype=F64),
+    "total": total(),
+    "total_large": total((600, 700)),
+    "total_max": total((600, 701), "max"),
+    "total_int": total((8, 9), "sum", I64),
+    "softmax_rows": softmax(),
+    "softmax_long": softmax(2, 70000),
+    "softmax_columns": softmax(dim=0),
+    "cross_entropy": cross_entropy(),
+    "embedding": embedding(),
+    "gather_elements": gather_elements(),
+    "masked_pad": masked_pad(),
+    "transpose": transpose(),
+    "argmax": arg_extremum(),
+    "argmin": arg_extremum("argmin"),
+    "argmax_columns": arg_extremum(dim=0),
+    "extrema": extrema(),
+    "extrema_int": extrema(dtype=torch.int32),
+    "extrema_f64": extrema(dtype=F64),
+    "bool_operations": bool_operations(),
+    "batch_norm_statistics": batch_norm_statistics(),
+    "dropout_like": dropout_like(),
+    **{
+        f"cast_{str(s)[6:]}_{str(t)[6:]}": casts(source=s, target=t)
+        for s, t in (
+            (F32, torch.int32), (F32, torch.float16), (torch.float16, F32), (F32, torch.bfloat16),
+            (torch.bfloat16, F64), (I64, F32), (torch.uint8, F32), (torch.int8, torch.int16), (F32, BOOL),
+            (BOOL, I64), (F64, torch.float16), (torch.int16, torch.bfloat16),
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""Triton kernels in Triton's interpreter, on CPU tensors, against the reference evaluator.
+
+Not collected by itself: the interpreter is chosen by an environment variable before Triton is imported, so
+``test_codegen_triton.py`` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from compile_core.lowering.build_triton import triton_function
+from compile_core.lowering.codegen_triton import generate_triton
+from tests.lowering.codegen_nests import BOOL, HAND_WRITTEN, Case, embedding, inputs_for, total
+from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
+from tests.lowering.codegen_random import random_cases
+from tests.lowering.codegen_reference import evaluate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def run(case: Case, storages: dict[str, torch.Tensor], folder: Path) -> str:
+    source = generate_triton(*case)
+    if 0 not in source.grid:
+        pointers = [storages[name] for name in source.buffers]
+        bytes_for_bools = [p.view(torch.uint8) if p.dtype == BOOL else p for p in pointers]
+        triton_function(source, folder)[source.grid](*bytes_for_bools)
+    return source.text
+
+
+def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
+    expected = evaluate(*case, storages)
+    text = run(case, storages, folder)
+    for name, spec in case[1].items():
+        narrow = spec.dtype in (torch.float16, torch.bfloat16)
+        bound = 1e-2 if narrow else tolerance
+        torch.testing.assert_close(
+            storages[name],
+            expected[name],
+            rtol=bound,
+            atol=bound,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}\n{text}",
+        )
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_hand_written_nests(name: str, folder: Path) -> None:
+    check(HAND_WRITTEN[name], inputs_for(HAND_WRITTEN[name]), folder, 1e-4 if "many_rows" in name else 1e-5)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_scalar_operations(name: str, folder: Path) -> None:
+    operation, case = OPERATIONS[name]
+    is_float = case[1]["x0"].dtype.is_floating_point
+    if is_float and operation in (LIBDEVICE_F64 if name.endswith("float64") else LIBDEVICE):
+        pytest.skip("the interpreter has no libdevice")
+    check(case, operands_for(operation, case), folder)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=random_cases())
+def test_random_nests(case: Case, folder: Path) -> None:
+    check(case, inputs_for(case), folder, 1e-4)
+
+
+def test_nan_and_infinity_in_reductions(folder: Path) -> None:
+    for name in ("extrema", "argmax", "argmin", "argmax_columns", "softmax_rows", "softmax_columns", "total_max"):
+        case = HAND_WRITTEN[name]
+        storages = inputs_for(case)
+        storages["x"][3] = float("nan")
+        storages["x"][60:100] = -float("inf")
+        storages["x"][110] = float("inf")
+        check(case, storages, folder)
+
+
+def test_an_index_out_of_range_reads_nan_and_nothing_else(folder: Path) -> None:
+    case = embedding()
+    storages = inputs_for(case)
+    storages["index"][5] = 10**12
+    run(case, storages, folder)
+    rows = storages["y"].view(11, 24)
+    assert rows[5].isnan().all()
+    assert not rows[:5].isnan().any()
+    assert not rows[6:].isnan().any()
+
+
+def test_nothing_to_do(folder: Path) -> None:
+    check(total((0, 3)), inputs_for(total((0, 3))), folder)

@@ -1,0 +1,211 @@
+"""Runs loop programs with torch, one whole-tensor operation per statement: what every nest means, slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    AxisIndex,
+    Constant,
+    ExternCall,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Reduce,
+    Store,
+    View,
+)
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+def evaluate(
+    program: LoopProgram, inputs: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor | None]:
+    """The program's outputs. Temporaries start as garbage (NaN or large numbers)."""
+    buffers: dict[str, torch.Tensor] = {}
+    for name, tensor in zip(program.inputs, inputs, strict=True):
+        assert TensorSpec.of(tensor) == program.buffers[name], name
+        buffers[name] = tensor
+    buffers.update(zip(program.destinations, destinations, strict=True))
+    buffers.update(program.constants)
+    for step in program.steps:
+        if isinstance(step, LoopNest):
+            for statement in step.body:
+                if isinstance(statement, Store):
+                    _allocate(buffers, program, statement.access.buffer)
+            run_nest(step, buffers)
+        else:
+            _run_call(step, buffers, program)
+    for name in {view.buffer for view in program.outputs if view is not None}:
+        _allocate(buffers, program, name)  # an empty tensor needs no step
+    return [None if view is None else _strided(buffers[view.buffer], view) for view in program.outputs]
+
+
+def _allocate(buffers: dict[str, torch.Tensor], program: LoopProgram, name: str) -> None:
+    if name not in buffers:
+        spec = program.buffers[name]
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        garbage = float("nan") if spec.dtype.is_floating_point else 1 if spec.dtype == torch.bool else 113
+        torch.as_strided(tensor, (_span(spec),), (1,)).fill_(garbage)
+        buffers[name] = tensor
+
+
+def _span(spec: TensorSpec) -> int:
+    if not spec.numel:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def _strided(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    return torch.as_strided(tensor, view.shape, view.stride, view.offset + tensor.storage_offset())
+
+
+def _run_call(call: ExternCall, buffers: dict[str, torch.Tensor], program: LoopProgram) -> None:
+    def place(argument: Any) -> Any:
+        if not isinstance(argument, View):
+            return argument
+        _allocate(buffers, program, argument.buffer)
+        return _strided(buffers[argument.buffer], argument)
+
+    def is_view(argument: Any) -> bool:
+        return isinstance(argument, View)
+
+    tree_map = torch.utils._pytree.tree_map
+    arguments, keywords, out = tree_map(
+        place, (list(call.arguments), dict(call.keywords), dict(call.out)), is_leaf=is_view
+    )
+    result = call.target(*arguments, **keywords, **out)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for name, value in zip(call.outputs, results, strict=True):
+        if name is not None:
+            spec = program.buffers[name]
+            assert (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype), name
+            steps = zip(spec.shape, value.stride(), spec.stride, strict=True)
+            assert all(size == 1 or mine == wanted for size, mine, wanted in steps) or not spec.numel, name
+            buffers[name] = value
+
+
+def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
+    """Executes one nest on buffers that exist."""
+    if 0 in nest.extents:
+        return
+    rank = len(nest.extents)
+    device = next(iter(buffers.values())).device
+    grid = [
+        torch.arange(extent, device=device).reshape([-1 if a == axis else 1 for a in range(rank)])
+        for axis, extent in enumerate(nest.extents)
+    ]
+    reduced = list(range(rank - nest.reduced_axes, rank))
+    values: list[torch.Tensor] = []
+
+    def address(access: Access) -> torch.Tensor:
+        total = torch.full([1] * rank, access.offset, device=device)
+        for axis, stride in enumerate(access.strides):
+            if stride:
+                total = total + grid[axis] * stride
+        for gather in access.gathers:
+            index = values[gather.value].long()
+            index = torch.where(index < 0, index + gather.size, index)
+            total = total + index * gather.stride
+        return total
+
+    for statement in nest.body:
+        value = torch.zeros([1] * rank)
+        if isinstance(statement, Constant):
+            value = torch.full([1] * rank, statement.value, dtype=statement.dtype, device=device)
+        elif isinstance(statement, AxisIndex):
+            value = grid[statement.axis]
+        elif isinstance(statement, Load):
+            where = address(statement.access)
+            flat = _flat(buffers[statement.access.buffer])
+            if statement.mask is None:
+                for gather in statement.access.gathers:
+                    index = values[gather.value]
+                    assert bool(((index >= -gather.size) & (index < gather.size)).all()), (
+                        "gather out of range"
+                    )
+                assert bool((where >= 0).all() and (where < len(flat)).all())
+                value = flat[where].to(statement.dtype)
+            else:
+                where, mask = torch.broadcast_tensors(where, values[statement.mask])
+                inside = torch.where(mask, where, 0)
+                assert bool((inside >= 0).all() and (inside < len(flat)).all())
+                value = torch.where(
+                    mask, flat[inside].to(statement.dtype), _as(statement.other, statement.dtype)
+                )
+        elif isinstance(statement, Apply):
+            value = _apply(statement, [values[argument] for argument in statement.arguments])
+        elif isinstance(statement, Reduce):
+            argument = values[statement.argument]
+            shape = [nest.extents[axis] if axis in reduced else argument.shape[axis] for axis in range(rank)]
+            value = _reduce(statement, argument.expand(shape), reduced)
+        else:
+            _store(statement, values, address(statement.access), buffers[statement.access.buffer])
+        values.append(value)
+
+
+def _as(value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(tensor, (_span(TensorSpec.of(tensor)),), (1,))
+
+
+def _store(store: Store, values: list[torch.Tensor], where: torch.Tensor, buffer: torch.Tensor) -> None:
+    value = values[store.value].to(buffer.dtype)
+    if store.mask is None:
+        where, value = torch.broadcast_tensors(where, value)
+        assert where.unique().numel() == where.numel(), "two points store to one element"
+        _flat(buffer)[where.reshape(-1)] = value.reshape(-1)
+        return
+    where, value, mask = torch.broadcast_tensors(where, value, values[store.mask])
+    _flat(buffer)[where[mask]] = value[mask]
+
+
+def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    operation = statement.operation
+    if operation in ("argmax", "argmin"):
+        assert len(dims) == 1
+        return getattr(torch, operation)(argument, dims[0], keepdim=True)
+    if not dims or operation in ("max", "min"):
+        if not dims:
+            return argument.to(statement.dtype)
+        return {"max": torch.amax, "min": torch.amin}[operation](argument, dims, keepdim=True)
+    if operation == "prod":
+        for dim in dims:
+            argument = torch.prod(argument, dim, keepdim=True, dtype=statement.dtype)
+        return argument
+    if operation in ("any", "all"):
+        for dim in dims:
+            argument = getattr(torch, operation)(argument, dim, keepdim=True)
+        return argument
+    return torch.sum(argument, dims, keepdim=True, dtype=statement.dtype)
+
+
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+    "floor_div": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "trunc_div": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "shift_left": torch.bitwise_left_shift, "shift_right": torch.bitwise_right_shift,
+}  # fmt: skip
+
+
+def _apply(statement: Apply, arguments: list[torch.Tensor]) -> torch.Tensor:
+    if statement.operation == "cast":
+        return arguments[0].to(statement.dtype)
+    if statement.operation == "round_to":
+        return arguments[0].to(statement.parameter).to(statement.dtype)
+    function = _FUNCTIONS.get(statement.operation) or getattr(torch, statement.operation)
+    for argument in arguments[1:] if statement.operation == "where" else arguments:
+        assert argument.dtype == arguments[-1].dtype, statement
+    result = function(*arguments)
+    assert result.dtype == statement.dtype, (statement, result.dtype)
+    assert prod(result.shape) >= 0
+    return result

@@ -1,0 +1,125 @@
+"""Building C++ kernels: sharing, caching, failing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_core.errors import CompileError
+from compile_core.ir.kernels import KERNEL_SYMBOL
+from compile_core.lowering import build_cpp
+from compile_core.lowering.build import build
+from compile_core.lowering.codegen_cpp import generate_cpp
+from tests.lowering.codegen_nests import inputs_for, residual_add, softmax
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(build_cpp, "_loaded", {})
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    compiled: list[str] = []
+    original = build_cpp._compile
+
+    def counted(source: str, *arguments) -> None:
+        compiled.append(source)
+        original(source, *arguments)
+
+    monkeypatch.setattr(build_cpp, "_compile", counted)
+    return compiled
+
+
+def test_kernels_of_the_same_text_are_one(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compilations(monkeypatch)
+    first = generate_cpp(*residual_add((7, 11)))
+    functions = build([first, replace(first, name="twin"), generate_cpp(*softmax(3, 7))], tmp_path)
+    assert functions["residual_add"] is functions["twin"]
+    assert len(compiled) == 1
+    assert compiled[0].count("MethodDefinition gs_") == 2
+    build([replace(first, name="triplet")], tmp_path)
+    assert len(compiled) == 1
+
+
+def test_a_new_process_finds_what_was_built(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compilations(monkeypatch)
+    sources = [generate_cpp(*residual_add((7, 11))), generate_cpp(*softmax(3, 7))]
+    build(sources, tmp_path)
+    build_cpp._loaded.clear()
+    functions = build(list(reversed(sources)), tmp_path)
+    assert len(compiled) == 1
+    storages = inputs_for(residual_add((7, 11)))
+    functions["residual_add"](*(storages[name] for name in sources[0].buffers))
+    assert torch.equal(storages["z"], storages["x"] + storages["y"])
+
+
+def test_a_damaged_object_is_rebuilt_and_not_loaded(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = generate_cpp(*softmax(3, 5))
+    # In a process of its own: rewriting an object that this one has mapped would crash it.
+    script = (
+        "import sys; from pathlib import Path; from tests.lowering.codegen_nests import softmax\n"
+        "from compile_core.lowering.build import build; from compile_core.lowering.codegen_cpp import generate_cpp\n"
+        "build([generate_cpp(*softmax(3, 5))], Path(sys.argv[1]))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+    )
+    (built,) = tmp_path.glob("entries/*/kernels.so")
+    built.write_bytes(built.read_bytes()[:-100])
+    compiled = count_compilations(monkeypatch)
+    storages = inputs_for(softmax(3, 5))
+    build([source], tmp_path)[source.name](*(storages[name] for name in source.buffers))
+    assert len(compiled) == 1
+    torch.testing.assert_close(storages["y"].view(3, 5), storages["x"].view(3, 5).softmax(1))
+
+
+def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(tmp_path: Path, nothing_loaded: None) -> None:
+    source = generate_cpp(*residual_add((2, 2)))
+    broken = replace(source, text=source.text.replace("bad = 0", "bad = nonsense"))
+    with pytest.raises(CompileError, match=r"(?s)nonsense.*The source is kept in (.*\.cpp)") as raised:
+        build([broken], tmp_path)
+    kept = Path(str(raised.value).rsplit("kept in ", 1)[1].rstrip("."))
+    assert "nonsense" in kept.read_text()
+
+
+def test_no_compiler_is_explained(tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    build_cpp.compiler.cache_clear()
+    try:
+        with pytest.raises(CompileError, match="none of g\\+\\+, c\\+\\+, clang\\+\\+ is on PATH"):
+            build([generate_cpp(*residual_add((2, 5)))], tmp_path)
+    finally:
+        build_cpp.compiler.cache_clear()
+
+
+def test_objects_use_the_openmp_runtime_of_torch(tmp_path: Path, nothing_loaded: None) -> None:
+    before = build_cpp.openmp_runtime()
+    source = generate_cpp(*residual_add((3, 5)))
+    build([source], tmp_path)
+    mapped = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line or "libiomp" in line
+    }
+    assert mapped == {before}
+
+
+def test_names_do_not_reach_the_text() -> None:
+    source = generate_cpp(*residual_add((2, 2)))
+    assert "residual_add" not in source.text
+    assert KERNEL_SYMBOL in source.text

@@ -1,0 +1,299 @@
+"""C++ kernels against the reference evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from compile_core.errors import Unsupported
+from compile_core.ir.kernels import KernelSource
+from compile_core.ir.loops import Gather
+from compile_core.lowering.build import build, generate
+from compile_core.lowering.codegen_cpp import generate_cpp
+from tests.lowering.codegen_nests import (
+    BOOL,
+    CPU,
+    F32,
+    F64,
+    HAND_WRITTEN,
+    I64,
+    Case,
+    NestBuilder,
+    column_sums,
+    embedding,
+    gather_elements,
+    inputs_for,
+    layer_norm,
+    softmax,
+    total,
+)
+from tests.lowering.codegen_operations import OPERATIONS, operands_for
+from tests.lowering.codegen_random import random_cases
+from tests.lowering.codegen_reference import evaluate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def named_sources(cases: Iterable[tuple[str, Case]]) -> dict[str, KernelSource]:
+    return {name: generate_cpp(replace(nest, name=name), buffers) for name, (nest, buffers) in cases}
+
+
+@pytest.fixture(scope="module")
+def hand_written(folder: Path):
+    sources = named_sources(HAND_WRITTEN.items())
+    return sources, build(list(sources.values()), folder)
+
+
+def check(case: Case, source: KernelSource, function, storages: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    expected = evaluate(*case, storages)
+    function(*(storages[name] for name in source.buffers))
+    for name, spec in case[1].items():
+        narrow = spec.dtype in (torch.float16, torch.bfloat16)
+        bound = 1e-2 if narrow else tolerance
+        torch.testing.assert_close(storages[name], expected[name], rtol=bound, atol=bound, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}\n{source.text}")
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_hand_written_nests(name: str, hand_written) -> None:
+    sources, functions = hand_written
+    tolerance = 1e-4 if "many_rows" in name else 1e-5
+    check(HAND_WRITTEN[name], sources[name], functions[name], inputs_for(HAND_WRITTEN[name]), tolerance)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(folder: Path) -> None:
+    cases = {"total": total((700, 999)), "columns": column_sums(9000, 65), "layer_norm": layer_norm(300, 999)}
+    sources = named_sources(cases.items())
+    functions = build(list(sources.values()), folder)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append({name: inputs_for(case) for name, case in cases.items()})
+            for name, source in sources.items():
+                check(cases[name], source, functions[name], results[-1][name], 1e-3)
+    finally:
+        torch.set_num_threads(threads)
+    for name in cases:
+        for other in results[1:]:
+            for buffer, tensor in results[0][name].items():
+                assert torch.equal(tensor, other[name][buffer])
+
+
+def test_every_scalar_operation(folder: Path) -> None:
+    sources = named_sources((name, case) for name, (_, case) in OPERATIONS.items())
+    functions = build(list(sources.values()), folder)
+    for name, (operation, case) in OPERATIONS.items():
+        check(case, sources[name], functions[name], operands_for(operation, case))
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cases=st.lists(random_cases(), min_size=10, max_size=12))
+def test_random_nests(cases: list[Case], folder: Path) -> None:
+    named = {f"random_{k}": case for k, case in enumerate(cases)}
+    sources = named_sources(named.items())
+    functions = build(list(sources.values()), folder)
+    for name, case in named.items():
+        check(case, sources[name], functions[name], inputs_for(case), 1e-4)
+
+
+@pytest.mark.parametrize("case", [embedding(), gather_elements()], ids=["rows", "elements"])
+@pytest.mark.parametrize("index", [10**12, -(10**12), 17, -18])
+def test_index_out_of_range_raises(case: Case, index: int, folder: Path) -> None:
+    source = generate_cpp(*case)
+    function = build([source], folder)[source.name]
+    storages = inputs_for(case)
+    storages["index"][5] = index
+    with pytest.raises(IndexError, match="out of range"):
+        function(*(storages[name] for name in source.buffers))
+    storages["index"][5] = -1
+    check(case, source, function, storages)
+
+
+def test_an_unused_index_may_be_out_of_range(folder: Path) -> None:
+    b = NestBuilder((4,))
+    b.buffer("index", (4,), I64)
+    b.buffer("x", (3,))
+    b.buffer("y", (4,))
+    index = b.load("index", (0,))
+    valid = b.apply("ne", index, b.constant(-100, I64))
+    b.store("y", (0,), b.load("x", (None,), mask=valid, other=7.0, gathers=(Gather(index, 1, 3),)))
+    case = b.nest("masked_gather"), b.buffers
+    source = generate_cpp(*case)
+    storages = inputs_for(case)
+    storages["index"][:] = torch.tensor([0, -100, 2, -3])
+    check(case, source, build([source], folder)[source.name], storages)
+
+
+def test_nothing_to_do_and_empty_reductions(folder: Path) -> None:
+    cases = {"no_rows": layer_norm(0, 5), "no_columns": column_sums(0, 7), "empty_total": total((0, 3))}
+    sources = named_sources(cases.items())
+    functions = build(list(sources.values()), folder)
+    for name, case in cases.items():
+        check(case, sources[name], functions[name], inputs_for(case))
+
+
+def test_in_place_normalisation(folder: Path) -> None:
+    """A buffer that is read by every pass and written by the last."""
+    b = NestBuilder((3, 40), 1)
+    b.buffer("x", (3, 40))
+    x = b.load("x", (0, 1))
+    b.store("x", (0, 1), b.apply("sub", x, b.apply("mul", b.reduce("sum", x), b.constant(1 / 40))))
+    case = b.nest("centre"), b.buffers
+    source = generate_cpp(*case)
+    check(case, source, build([source], folder)[source.name], inputs_for(case))
+
+
+def test_nan_and_infinity_in_reductions(folder: Path) -> None:
+    for name in ("extrema", "argmax", "argmin", "argmax_columns", "softmax_rows", "softmax_columns", "total_max"):
+        case = HAND_WRITTEN[name]
+        source = generate_cpp(*case)
+        storages = inputs_for(case)
+        storages["x"][3] = float("nan")
+        storages["x"][60:100] = -float("inf")
+        storages["x"][110] = float("inf")
+        check(case, source, build([source], folder)[source.name], storages)
+
+
+def test_long_sums_are_as_accurate_as_eager(folder: Path) -> None:
+    case = total((1 << 21,))
+    source = generate_cpp(*case)
+    storages = {"x": torch.rand(1 << 21), "y": torch.zeros(1)}
+    exact = storages["x"].double().sum()
+    build([source], folder)[source.name](storages["x"], storages["y"])
+    eager_error = (storages["x"].sum().double() - exact).abs()
+    assert (storages["y"].double() - exact).abs() <= max(eager_error, exact * 2**-24)
+
+
+def test_kernels_take_tensors_or_addresses(folder: Path) -> None:
+    case = softmax(4, 9)
+    source = generate_cpp(*case)
+    function = build([source], folder)[source.name]
+    first, second = inputs_for(case), inputs_for(case)
+    function(*(first[name] for name in source.buffers))
+    function(*(second[name].data_ptr() for name in source.buffers))
+    assert torch.equal(first["y"], second["y"])
+    with pytest.raises(TypeError, match="one tensor or address"):
+        function(first["x"])
+    with pytest.raises(AttributeError):
+        function(first["x"], "y")
+
+
+def test_unsupported_dtypes_and_devices() -> None:
+    b = NestBuilder((4,))
+    b.buffer("x", (4,), torch.complex64)
+    b.store("x", (0,), b.constant(1.0))
+    with pytest.raises(Unsupported, match="complex64"):
+        generate_cpp(b.nest("complex"), b.buffers)
+    b = NestBuilder((4,))
+    b.buffer("x", (4,))
+    b.buffers["x"] = replace(b.buffers["x"], device=torch.device("meta"))
+    b.store("x", (0,), b.constant(1.0))
+    with pytest.raises(Unsupported, match="meta"):
+        generate(b.nest("meta"), b.buffers)
+
+
+_FUNCTIONS = {
+    # function -> bound in ulp
+    "exp": 1.5, "exp2": 1.5, "expm1": 2.0, "log": 1.5, "log2": 2.0, "log10": 2.0, "log1p": 1.5,
+    "sigmoid": 3.0, "tanh": 3.0, "erf": 2.0, "sin": 2.0, "cos": 2.0,
+}  # fmt: skip
+
+
+def test_float32_functions_within_their_bounds(folder: Path) -> None:
+    """Every 4001st float of all, and dense ranges where results are near 0, 1 or the ends of their range."""
+    bits = torch.arange(-(2**31), 2**31, 4001).to(torch.int32).view(F32)
+    dense = [torch.linspace(*ends, 200_003) for ends in ((-20, 20), (-1.5, 1.5), (0.3, 3), (-110, 100), (-1e-3, 1e-3))]
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 2.0**-149, 2.0**-126])
+    x = torch.cat([bits, *dense, special])
+    cases = {}
+    for function in _FUNCTIONS:
+        b = NestBuilder((x.numel(),))
+        b.buffer("x", (x.numel(),))
+        b.buffer("y", (x.numel(),))
+        b.store("y", (0,), b.apply(function, b.load("x", (0,))))
+        cases[function] = b.nest(function), b.buffers
+    sources = named_sources(cases.items())
+    functions = build(list(sources.values()), folder)
+    for function, bound in _FUNCTIONS.items():
+        y = torch.empty_like(x)
+        functions[function](x, y)
+        exact = getattr(torch, function)(x.double())
+        known = torch.ones_like(x, dtype=torch.bool)
+        if function in ("sin", "cos"):
+            known = (x.abs() < 2.0**40) | ~x.isfinite()
+        if function == "sigmoid":  # eager's formula, too, gives 0 below the least normal number
+            known = ~(exact < 2.0**-126) | (y == 0)
+            exact = torch.where(exact < 2.0**-126, 0.0, exact)
+        same = (y == exact.float()) | (y.isnan() & exact.isnan())
+        ulp = torch.ldexp(torch.ones_like(exact), (torch.frexp(exact)[1] - 24).clamp(min=-149))
+        error = torch.where(same, 0.0, (y.double() - exact).abs() / ulp)
+        worst = torch.where(known, error, 0.0).nan_to_num(nan=1e9).argmax()
+        assert error[worst] <= bound, f"{function}({x[worst]!r}) = {y[worst]!r}, not {exact[worst]!r}"
+        assert torch.signbit(y[x == 0]).tolist() == torch.signbit(exact[x == 0].float()).tolist()
+
+
+def test_all_float16_and_bfloat16_conversions(folder: Path) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    wide = torch.cat([torch.arange(-(2**31), 2**31, 9973).to(torch.int32).view(F32), torch.linspace(-7e4, 7e4, 100_001)])
+    for narrow in (torch.float16, torch.bfloat16):
+        for source_tensor, target in ((every.view(narrow), F32), (wide, narrow)):
+            b = NestBuilder((source_tensor.numel(),))
+            b.buffer("x", tuple(source_tensor.shape), source_tensor.dtype)
+            b.buffer("y", tuple(source_tensor.shape), target)
+            b.store("y", (0,), b.load("x", (0,)))
+            source = generate_cpp(b.nest("convert"), b.buffers)
+            result = torch.empty(source_tensor.shape, dtype=target)
+            build([source], folder)["convert"](source_tensor, result)
+            torch.testing.assert_close(result, source_tensor.to(target), rtol=0, atol=0, equal_nan=True)
+
+
+def test_reads_through_strides_and_offsets(folder: Path) -> None:
+    """Negative strides, gaps, and an offset, as views make them."""
+    b = NestBuilder((6, 10))
+    b.buffer("x", (200,))
+    b.buffer("y", (6, 10))
+    access = replace(b.access("x", (None,)), strides=(20, -2), offset=60)
+    b.body.append(_load(access))
+    b.store("y", (0, 1), len(b.body) - 1)
+    case = b.nest("strided"), b.buffers
+    source = generate_cpp(*case)
+    check(case, source, build([source], folder)[source.name], inputs_for(case))
+
+
+def _load(access):
+    from compile_core.ir.loops import Load
+
+    return Load(access, F32)
+
+
+def test_constants_keep_their_values(folder: Path) -> None:
+    values = [0.1, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4028234663852886e38]
+    for dtype in (F32, F64):
+        b = NestBuilder(())
+        for k, value in enumerate(values):
+            b.buffer(f"y{k}", (), dtype)
+            b.store(f"y{k}", (), b.constant(value, dtype))
+        source = generate_cpp(b.nest("constants"), b.buffers)
+        results = [torch.zeros(1, dtype=dtype, device=CPU) for _ in values]
+        build([source], folder)["constants"](*results)
+        for result, value in zip(results, values, strict=True):
+            torch.testing.assert_close(result, torch.tensor([value], dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    b = NestBuilder(())
+    b.buffer("y", (), I64)
+    b.buffer("z", (), BOOL)
+    b.store("y", (), b.constant(-(2**63), I64))
+    b.store("z", (), b.constant(True, BOOL))
+    source = generate_cpp(b.nest("integers"), b.buffers)
+    whole, truth = torch.zeros(1, dtype=I64), torch.zeros(1, dtype=BOOL)
+    build([source], folder)["integers"](whole, truth)
+    assert (whole.item(), truth.item()) == (-(2**63), True)

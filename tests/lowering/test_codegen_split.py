@@ -1,0 +1,109 @@
+"""Reductions cut into two kernels mean what they meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compile_core.ir.loops import LoopNest, LoopProgram
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.tiling_split import split_nest, split_reductions
+from tests.lowering.codegen_nests import (
+    BOOL,
+    F32,
+    Case,
+    NestBuilder,
+    arg_extremum,
+    batch_norm_statistics,
+    column_sums,
+    inputs_for,
+    layer_norm,
+    total,
+)
+from tests.lowering.codegen_reference import evaluate
+
+GPU = torch.device("cuda", 0)
+
+
+def bias_gradient(rows: int = 5000, columns: int = 24) -> Case:
+    """Several reductions of one pass, a store at every point, values that follow, a masked load."""
+    b = NestBuilder((columns, rows), 1)
+    b.buffer("x", (rows, columns))
+    b.buffer("keep", (rows, columns), BOOL)
+    b.buffer("scale", (columns,))
+    b.buffer("scaled", (rows, columns))
+    for name in ("sums", "largest"):
+        b.buffer(name, (columns,))
+    b.buffer("any", (columns,), BOOL)
+    scale = b.load("scale", (0,))
+    keep = b.load("keep", (1, 0))
+    x = b.apply("mul", b.load("x", (1, 0), mask=keep, other=0.5), scale)
+    b.store("scaled", (1, 0), x, mask=keep)
+    b.store("sums", (0,), b.apply("add", b.reduce("sum", x), scale))
+    b.store("largest", (0,), b.reduce("max", x))
+    b.store("any", (0,), b.reduce("any", b.apply("gt", x, b.constant(6.0)), BOOL))
+    return b.nest("bias_gradient"), b.buffers
+
+
+CASES = {
+    "columns": column_sums(4096, 70),
+    "prime_rows": column_sums(7919, 12),
+    "total": total((300, 701)),
+    "total_max": total((300, 701), "max"),
+    "total_prime": total((99991,)),
+    "bias_gradient": bias_gradient(),
+    "bias_gradient_prime": bias_gradient(4999, 23),
+}
+
+
+def on_gpu(buffers: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: replace(spec, device=GPU) for name, spec in buffers.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_nests_compute_what_one_did(name: str) -> None:
+    nest, buffers = CASES[name]
+    nests, partials = split_nest(nest, on_gpu(buffers))
+    assert len(nests) == 2
+    assert partials
+    storages = inputs_for(CASES[name])
+    expected = evaluate(nest, buffers, storages)
+    state = {**storages, **{n: torch.full((s.numel,), 7).to(s.dtype) for n, s in partials.items()}}
+    for part in nests:
+        state = evaluate(part, {**buffers, **partials}, state)
+        assert generate_triton(part, {**on_gpu(buffers), **partials}).text
+    for buffer in buffers:
+        torch.testing.assert_close(state[buffer], expected[buffer], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        layer_norm(8, 60_000),  # two rounds
+        column_sums(20, 100),  # small
+        column_sums(64, 8192),  # parallel enough
+        arg_extremum("argmax", 4, 50_000),
+        batch_norm_statistics(64, 8, 784),  # stores what follows from the reduction at every point
+    ],
+    ids=["rounds", "small", "parallel", "positions", "stores"],
+)
+def test_other_nests_stay_whole(case: Case) -> None:
+    assert split_nest(case[0], on_gpu(case[1])) == ((case[0],), {})
+
+
+def test_nests_on_cpu_stay_whole() -> None:
+    case = CASES["total"]
+    assert split_nest(*case) == ((case[0],), {})
+
+
+def test_a_program_gets_the_partial_buffers() -> None:
+    nest, buffers = CASES["columns"]
+    program = LoopProgram("p", ("x",), ("y",), on_gpu(buffers), {}, (nest,), ())
+    split = split_reductions(program)
+    assert [step.name for step in split.steps if isinstance(step, LoopNest)] == ["column_sums_partials", "column_sums"]
+    (added,) = set(split.buffers) - set(buffers)
+    assert split.buffers[added].dtype == F32
+    assert split.buffers[added].device == GPU

@@ -1,0 +1,110 @@
+"""Triton kernels without a GPU: each is compiled for one that is not there, and run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_core.errors import CompileError
+from compile_core.lowering import build_triton
+from compile_core.lowering.build_triton import compile_triton_for, gpu_target, triton_function
+from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.tiling_axes import simplify
+from compile_core.lowering.tiling_triton import tile_for_gpu
+from tests.lowering.codegen_nests import (
+    HAND_WRITTEN,
+    NestBuilder,
+    column_sums,
+    layer_norm,
+    residual_add,
+    softmax,
+    total,
+    transpose,
+)
+from tests.lowering.codegen_operations import OPERATIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("triton")
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton_cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_hand_written_nests_compile(name: str, folder: Path) -> None:
+    kernel = compile_triton_for(generate_triton(*HAND_WRITTEN[name]), gpu_target("cuda", 90, 32), folder)
+    assert kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "int64" not in name])
+def test_scalar_operations_compile(name: str, folder: Path) -> None:
+    assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), gpu_target("cuda", 90, 32), folder)
+
+
+def test_without_alignment_it_compiles_too(folder: Path) -> None:
+    source = generate_triton(*residual_add((64, 64)))
+    target = gpu_target("cuda", 90, 32)
+    assert "ld.global.v4" in compile_triton_for(source, target, folder, is_aligned=True).asm["ptx"]
+    assert "ld.global.v4" not in compile_triton_for(source, target, folder, is_aligned=False).asm["ptx"]
+
+
+def test_they_run_in_the_interpreter(folder: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
+         "pythonpath=.", "-o", "addopts=", "tests/lowering/interpreted_triton.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-6000:]
+
+
+def test_a_missing_triton_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_triton, "triton", None)
+    with pytest.raises(CompileError, match="needs Triton, which is not installed"):
+        triton_function(generate_triton(*residual_add((2, 3))), folder)
+
+
+def test_a_kernel_that_triton_refuses_names_its_source(folder: Path) -> None:
+    source = generate_triton(*residual_add((5, 3)))
+    broken = type(source)(**{**vars(source), "text": source.text.replace("tl.load", "tl.lode"), "name": "broken"})
+    with pytest.raises(CompileError, match=r"the kernel broken: (.|\n)*The source is in .*kernel\.py"):
+        compile_triton_for(broken, gpu_target("cuda", 90, 32), folder)
+
+
+def test_tiles_follow_the_shape() -> None:
+    def tiling(case):
+        return tile_for_gpu(simplify(case[0]))
+
+    assert tiling(layer_norm(4096, 1024)).persistent
+    assert tiling(layer_norm(4096, 1024)).r_block == 1024
+    assert not tiling(softmax(64, 200_000)).persistent
+    columns = tiling(column_sums(4096, 768))
+    assert (columns.persistent, columns.x_block) == (False, 32)
+    assert tiling(transpose(512, 512)).y_axes
+    assert not tiling(residual_add((512, 512))).y_axes
+    assert tiling(total((10, 7))).persistent
+
+
+def test_addresses_beyond_int32_are_int64() -> None:
+    b = NestBuilder((3, 2**30))
+    b.buffer("x", (3, 2**30), torch.int8)
+    b.store("x", (0, 1), b.load("x", (0, 1)))
+    assert "int64" in generate_triton(b.nest("large"), b.buffers).text
+    assert "int64" not in generate_triton(*residual_add((64, 64))).text

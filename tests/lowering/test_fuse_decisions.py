@@ -1,0 +1,110 @@
+"""Which nests are joined, which are not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from compile_core.ir.loops import Load, LoopProgram, Store
+from compile_core.lowering.fuse import fuse_and_explain
+from compile_core.lowering.lower import lower
+from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
+
+
+def _reasons(function: Callable[..., object], *inputs: torch.Tensor) -> set[str]:
+    _, refusals = fuse_and_explain(lower(compute_of(trace(function, *inputs))))
+    return {refusal.reason for refusal in refusals}
+
+
+def _moved_buffers(program: LoopProgram) -> tuple[int, int]:
+    """Numbers of loads and stores in the single nest of a program."""
+    (nest,) = nests(program)
+    return sum(isinstance(s, Load) for s in nest.body), sum(isinstance(s, Store) for s in nest.body)
+
+
+def test_softmax_reads_once_and_writes_once() -> None:
+    assert _moved_buffers(check(lambda x: F.softmax(x * 2, -1), torch.randn(6, 8))) == (1, 1)
+    assert _moved_buffers(check(lambda x: F.log_softmax(x, -1), torch.randn(2, 3, 8))) == (1, 1)
+    assert _moved_buffers(check(lambda x: F.softmax(x, 0), torch.randn(6, 8))) == (1, 1)
+
+
+def test_two_column_sums_share_their_loads() -> None:
+    assert _moved_buffers(
+        check(lambda x, y: ((x * y).sum(0), y.sum(0)), torch.randn(6, 8), torch.randn(6, 8))
+    ) == (2, 2)
+
+
+def test_a_column_sum_joins_the_nest_that_stores_its_argument() -> None:
+    program = check(lambda x, w: ((y := x.tanh()) @ w, y.sum(0)), torch.randn(6, 8), torch.randn(8, 3))
+    assert _moved_buffers(program) == (1, 2)
+
+
+def test_rows_and_columns_stay_apart() -> None:
+    program = check(lambda x: (x.sum(0), x.sum(1)), torch.randn(6, 8))
+    assert len(nests(program)) == 2
+    assert _reasons(lambda x: (x.sum(0), x.sum(1)), torch.randn(6, 8)) == {"they reduce over different axes"}
+
+
+def test_a_product_between_them_keeps_nests_apart() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y @ y + y
+
+    program = check(function, torch.randn(6, 6))
+    assert (len(nests(program)), len(calls(program))) == (2, 1)
+    assert _reasons(function, torch.randn(6, 6)) == {"aten.mm.out must run between them"}
+
+
+def test_other_points_keep_nests_apart() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.cumsum(0).exp()
+        return y, (y + y.t()).cumsum(0)
+
+    check(function, torch.randn(6, 6))
+
+
+def test_axes_are_merged_and_sorted_by_stride() -> None:
+    program = check(lambda x, y: (x + y).permute(2, 0, 1) * 2, torch.randn(3, 4, 5), torch.randn(3, 4, 5))
+    (nest,) = nests(program)
+    assert nest.extents == (60,)
+    program = check(lambda x, y: y + x.t(), torch.randn(8, 6), torch.randn(6, 8))
+    assert nests(program)[0].extents == (6, 8)
+
+
+def test_cut_axes_match_merged_ones() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (x + 1).tanh()
+        return y.view(6, 2, 4) * w, y.sum(1)
+
+    program = check(function, torch.randn(6, 8), torch.randn(2, 1))
+    assert len(nests(program)) == 1
+
+
+def test_products_take_transposed_operands_and_fill_transposed_results() -> None:
+    program = check(lambda x, w: (x.t() @ w.t()).t().contiguous(), torch.randn(4, 3), torch.randn(5, 4))
+    assert len(calls(program)) == 1
+    program = check(lambda x, w: x.t() @ (w + 1).t(), torch.randn(4, 3), torch.randn(5, 4))
+    assert (len(nests(program)), len(calls(program))) == (1, 1)
+
+
+def test_addmm_leaves_its_bias_to_the_next_body() -> None:
+    program = check(
+        lambda x, w, b: F.relu(F.linear(x, w, b)), torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+    )
+    assert [call.target for call in calls(program)] == [torch.ops.aten.mm.out]
+    program = check(lambda x, w, b: F.linear(x, w, b), torch.randn(4, 3), torch.randn(5, 3), torch.randn(5))
+    assert [call.target for call in calls(program)] == [torch.ops.aten.addmm.out] and not nests(program)
+
+
+def test_sums_over_everything_run_in_two_stages() -> None:
+    program = check(lambda x: (x * x).sum(), torch.randn(512, 256))
+    first, second = nests(program)
+    assert first.extents[0] == second.extents[0] == 32 and second.reduced_axes == 1
+
+
+def test_arange_indices_become_strides() -> None:
+    program = check(lambda x: F.embedding(torch.arange(4), x) * 2, torch.randn(4, 3))
+    (nest,) = nests(program)
+    assert nest.extents == (12,)

@@ -1,0 +1,218 @@
+"""Every operator family: lowered and fused programs compute what the graph computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compile_core.ir.loops import ExternCall
+from compile_core.lowering.extern_rules import fallback_calls
+from tests.lowering.lowering_harness import check, check_module, nests, trace, trace_joint
+
+Function = Callable[..., object]
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _integers(*shape: int, low: int = -9, high: int = 9, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+UNARY: list[Function] = [
+    torch.neg, torch.abs, torch.sign, torch.exp, torch.tanh, torch.sigmoid, torch.erf, torch.sin, torch.floor,
+    torch.relu, torch.square, torch.expm1, torch.isnan, torch.logical_not, torch.reciprocal, torch.round,
+    F.gelu, F.silu, F.softplus, F.leaky_relu, F.elu, F.hardtanh, F.hardswish, F.mish, F.logsigmoid,
+    lambda x: F.gelu(x, approximate="tanh"), lambda x: x**2, lambda x: x**3, lambda x: x**-1, lambda x: x.abs() ** 0.5,
+    lambda x: x.clamp(-0.5, 0.5), lambda x: x.clamp(min=0.1), lambda x: x.clamp(max=0.1), lambda x: x.clamp_min(0.2),
+    lambda x: 2 - x, lambda x: x.add(1, alpha=3), lambda x: x.to(torch.float64), lambda x: x.to(torch.int32),
+    lambda x: x.to(torch.bool), lambda x: torch.nan_to_num(x / (x > 0)), lambda x: F.threshold(x, 0.1, 5.0),
+    lambda x: torch.where(x > 0, x, 0.5), lambda x: x.masked_fill(x > 0, -1.0), lambda x: F.softmax(x, -1),
+    lambda x: F.log_softmax(x, 0), lambda x: torch.logsumexp(x, 1), lambda x: F.layer_norm(x, x.shape[-1:]),
+    lambda x: x.var(1), lambda x: x.std(0), lambda x: torch.var_mean(x, (0, 1), correction=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(UNARY)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unary(number: int, dtype: torch.dtype) -> None:
+    program = check(UNARY[number], _x(6, 10, dtype=dtype))
+    assert not fallback_calls(program)
+
+
+BINARY: list[Function] = [
+    torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.atan2, torch.fmod,
+    torch.remainder, torch.eq, torch.lt, torch.logical_and, torch.addcmul, torch.pow,
+    lambda a, b: torch.div(a, b, rounding_mode="floor"), lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    lambda a, b: torch.lerp(a, b, 0.3), lambda a, b: F.mse_loss(a, b.expand_as(a)), lambda a, b: F.huber_loss(a, b.expand_as(a)),
+    lambda a, b: torch.where(a > b, a, b),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(BINARY)))
+@pytest.mark.parametrize("shapes", [((4, 6), (4, 6)), ((4, 6), (6,)), ((4, 6), (4, 1)), ((4, 6), ())])
+def test_binary(number: int, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    function = BINARY[number]
+    left, right = _x(*shapes[0]).abs() + 0.5, _x(*shapes[1]).abs() + 0.3
+    third = (left,) if function is torch.addcmul else ()
+    check(lambda a, b, *more: function(a, b, *more), left, right, *third)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: a + b, lambda a, b: a * b - 2, lambda a, b: a // b, lambda a, b: a % b, lambda a, b: a / b,
+        lambda a, b: torch.div(a, b, rounding_mode="trunc"), lambda a, b: a & b, lambda a, b: a | b,
+        lambda a, b: a ^ b, lambda a, b: ~a, lambda a, b: a << 2, lambda a, b: a >> 1, lambda a, b: a > b,
+        lambda a, b: a + 1.5, lambda a, b: (a > 0) & (b > 0), lambda a, b: (a > 0) + (b > 0), lambda a, b: a.sum(),
+        lambda a, b: (a > 0).sum(0), lambda a, b: a.float().mean(), lambda a, b: a == 2.5,
+        lambda a, b: (a > 0) * (b > 0), lambda a, b: a.prod(1), lambda a, b: torch.where(a > b, a, 1.5),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_integers(function: Function, dtype: torch.dtype) -> None:
+    low = 1 if dtype == torch.uint8 else -9
+    a, b = _integers(3, 4, low=low, dtype=dtype), _integers(3, 4, low=1, dtype=dtype)
+    assert not fallback_calls(check(function, a, b))
+
+
+def test_mixed_dtypes_promote_as_in_eager() -> None:
+    half, single, whole = _x(3, 4, dtype=torch.bfloat16), _x(4), _integers(3, 4)
+    scalar = torch.tensor(2.5, dtype=torch.float64)
+    check(lambda h, s, w, n: (h + s, h * w, s * n, h * n, w * n, w > n, h > s), half, single, whole, scalar)
+
+
+REDUCTIONS: list[Function] = [
+    torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.prod, torch.argmax, torch.argmin,
+    lambda x: x.sum(0), lambda x: x.sum((0, 2)), lambda x: x.mean(-1, keepdim=True), lambda x: x.amax((1, 2)),
+    lambda x: x.argmax(1), lambda x: x.argmin(2, keepdim=True), lambda x: x.max(1), lambda x: x.min(0, keepdim=True),
+    lambda x: (x > 1).any(), lambda x: (x > -5).all(1), lambda x: (x > 1).any(2), lambda x: x.prod(1),
+    lambda x: x.sum(dtype=torch.float64), lambda x: x.permute(2, 0, 1).sum(1), lambda x: x.transpose(0, 2).argmax(1),
+    lambda x: (x * 2).view(-1).argmax(), lambda x: x.norm(), lambda x: torch.linalg.vector_norm(x, dim=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REDUCTIONS)))
+def test_reductions(number: int) -> None:
+    assert not fallback_calls(check(REDUCTIONS[number], _x(3, 4, 5)))
+
+
+VIEWS: list[Function] = [
+    lambda y: y.view(12, 5), lambda y: y.reshape(-1), lambda y: y.permute(2, 0, 1), lambda y: y.transpose(0, 2),
+    lambda y: y[:, 1:3], lambda y: y[1], lambda y: y[..., ::2], lambda y: y.unsqueeze(1), lambda y: y[:, :1].squeeze(1),
+    lambda y: y.unsqueeze(0).expand(2, 3, 4, 5), lambda y: y.split(2, 1)[1], lambda y: torch.unbind(y, 2)[3],
+    lambda y: y.permute(2, 0, 1).reshape(5, 12), lambda y: y.transpose(0, 1).reshape(-1), lambda y: y.flip(0, 2),
+    lambda y: y.diagonal(0, 1, 2), lambda y: y.diagonal(1, 0, 1), lambda y: y.unfold(1, 2, 1), lambda y: y.chunk(2, 2)[1],
+    lambda y: y.as_strided((2, 3), (20, 1), 5), lambda y: y.reshape(6, 10), lambda y: y.reshape(3, 2, 2, 5)[:, 1],
+    lambda y: y.reshape(4, 15).t().reshape(3, 20), lambda y: y.movedim(0, -1), lambda y: y.repeat(2, 1, 1),
+    lambda y: y.roll(1, 1), lambda y: y.reshape(2, 30)[:, 3:21].reshape(36), lambda y: y.tril(), lambda y: y.triu(1),
+    lambda y: y[:, 1:3].reshape(-1), lambda y: y.flatten(1)[:, 4:16].view(3, 3, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(VIEWS)))
+def test_views_of_memory_of_bodies_and_inside_reductions(number: int) -> None:
+    view = VIEWS[number]
+    check(view, _x(3, 4, 5))
+    check(lambda x: view(x * 2) + 1, _x(3, 4, 5))
+    check(lambda x: (view(x + 1), view(x + 1) * 3), _x(3, 4, 5))
+    check(lambda x: view(x * 2).sum(-1) + view(x).amax(-1), _x(3, 4, 5))
+
+
+INDICES: list[Function] = [
+    lambda x, i: x[i], lambda x, i: x[:, i % 4], lambda x, i: x[i, i % 4], lambda x, i: x[i, :, i % 5],
+    lambda x, i: torch.index_select(x, 0, i), lambda x, i: F.embedding(i, x.view(12, 5)), lambda x, i: (x * 2)[i - 3],
+    lambda x, i: torch.gather(x, 1, (i % 4).view(2, 2, 1)), lambda x, i: F.pad(x, (1, 2, 0, 1), value=3.0),
+    lambda x, i: F.pad(x * 2, (-1, 2)), lambda x, i: torch.cat([x, x * 2, x[:1]], 0), lambda x, i: torch.cat([x, x], 2) + 1,
+    lambda x, i: torch.stack([x, x + 1], 1), lambda x, i: torch.arange(5, device=x.device) * x,
+    lambda x, i: torch.arange(1, 11, 2, dtype=torch.float32) * x, lambda x, i: torch.zeros_like(x) + torch.ones(5),
+    lambda x, i: torch.slice_scatter(x, x[:, 1:3] * 2, 1, 1, 3), lambda x, i: torch.select_scatter(x, x[:, 0] * 2, 1, 2),
+    lambda x, i: torch.full((3, 4, 5), 2.0) * x, lambda x, i: torch.linspace(0, 1, 5) * x, lambda x, i: F.one_hot(i, 4),
+    lambda x, i: torch.eye(5)[:4] + x, lambda x, i: F.pad(x, (1, 1)).sum(2), lambda x, i: (x.view(12, 5) + 1)[i].view(-1),
+    lambda x, i: torch.cat([x.bfloat16(), x]), lambda x, i: torch.cumsum(x * 2, 1) + 1, lambda x, i: torch.sort(x + 1)[0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(INDICES)))
+def test_indices_and_creation(number: int) -> None:
+    check(INDICES[number], _x(3, 4, 5), torch.tensor([2, 0, 1, 2]))
+
+
+LOSSES: list[Function] = [
+    lambda x, w, t: F.cross_entropy(x * w, t), lambda x, w, t: F.cross_entropy(x * w, t, weight=w.detach().abs()),
+    lambda x, w, t: F.cross_entropy(x * w, t, ignore_index=2), lambda x, w, t: F.cross_entropy(x * w, t, reduction="sum"),
+    lambda x, w, t: F.nll_loss(F.log_softmax(x * w, 1), t, reduction="none").sum(),
+    lambda x, w, t: F.layer_norm(x, (7,), w, w).square().mean(), lambda x, w, t: F.gelu(x * w).sum(),
+    lambda x, w, t: F.softmax(x * w, -1).square().sum(), lambda x, w, t: F.silu(x * w).mean(),
+    lambda x, w, t: F.mse_loss(x * w, x), lambda x, w, t: F.rms_norm(x, (7,), w).sum(),
+    lambda x, w, t: F.batch_norm(x * w, None, None, w, w, training=True).square().sum(),
+    lambda x, w, t: F.group_norm((x * w).view(2, 4, 7).movedim(1, 2)[:, :6], 2).square().sum(),
+    lambda x, w, t: (x * w)[:, 1:4].square().sum() + (x * w)[2].sum() + (x * w)[t].sum(),
+    lambda x, w, t: torch.var(x * w, 1).sum() + torch.std(x * w), lambda x, w, t: F.pad(x * w, (1, 2)).square().sum(),
+    lambda x, w, t: torch.cat([x, x * w]).square().sum() + torch.stack(list((x * w).unbind())).square().sum(),
+    lambda x, w, t: F.binary_cross_entropy_with_logits(x * w, (x > 0).float()), lambda x, w, t: (x * w).amax(1).sum(),
+    lambda x, w, t: (x.t() @ (x * w)).tanh().sum(), lambda x, w, t: F.embedding(t, x * w).square().sum(),
+    lambda x, w, t: F.smooth_l1_loss(x * w, x), lambda x, w, t: (x * w).logsumexp(0).sum(),
+    lambda x, w, t: F.glu(x[:, :6] * w[:6]).sum(), lambda x, w, t: F.normalize(x * w).sum(),
+    lambda x, w, t: F.conv1d((x * w).view(2, 4, 7), w.view(1, 1, 7)[:, :, :3].expand(4, 4, 3)).square().sum(),
+    lambda x, w, t: F.max_pool1d((x * w).view(2, 4, 7), 2).sum(), lambda x, w, t: (x * w).repeat(2, 2).square().sum(),
+    lambda x, w, t: F.kl_div(F.log_softmax(x * w, 1), F.softmax(x, 1), reduction="batchmean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(LOSSES)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_backward(number: int, dtype: torch.dtype) -> None:
+    def gradients(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = LOSSES[number](x, w, t)
+        return loss, *torch.autograd.grad(loss, (x, w), allow_unused=True, materialize_grads=True)
+
+    x, w = _x(8, 7, dtype=dtype), _x(7, dtype=dtype)
+    target = _integers(8, low=0, high=7)
+    # 16-bit graphs round after every operator and ours rarely do, hence the wide tolerance
+    check_module(
+        trace_joint(gradients, x, w, target), (x, w, target), 1e-4 if dtype == torch.float32 else 0.1
+    )
+
+
+def test_scalars_size_one_and_empty_tensors() -> None:
+    check(lambda s, o, e: (s * 2, o + s, e * 2, e.sum(), e.sum(0), o.sum()), _x(), _x(1, 1), _x(0, 3))
+    check(lambda e: (e.view(3, 0), torch.cat([e, e]), e.amax(1)), _x(0, 3))
+    check(lambda e: (e.sum(1), e.mean(1), e.prod(1), (e > 0).any(1), (e > 0).all(1)), _x(3, 0))
+
+
+def test_constants_of_the_graph() -> None:
+    table, scalar = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0)
+    module = trace(lambda x, t, s: x * t + s, _x(2, 3), table, scalar)
+    graph = module.graph
+    for node, constant in zip(list(graph.nodes)[1:3], (table, scalar), strict=True):
+        setattr(module, f"constant_{node.name}", constant)
+        with graph.inserting_before(node):
+            attribute = graph.create_node("get_attr", f"constant_{node.name}")
+        attribute.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    module.recompile()
+    program = check_module(module, [_x(2, 3)])
+    assert len(program.constants) == 1  # the scalar is part of the code
+
+
+def test_random_numbers_stay_torch_kernels() -> None:
+    program = check(lambda x: torch.rand_like(x) * 0 + x, _x(3, 4))
+    assert [type(step) for step in program.steps].count(ExternCall) == 1
+    assert not fallback_calls(program) and len(nests(program)) == 1
+
+
+def test_an_operator_without_a_rule_is_called_and_counted() -> None:
+    program = check(lambda x: torch.cumsum(x * 2, 0) + 1, _x(3, 4))
+    assert [call.target for call in fallback_calls(program)] == [torch.ops.aten.cumsum.default]
+
+
+def test_complex_numbers_pass_through_torch() -> None:
+    check(lambda x: torch.view_as_real(torch.view_as_complex(x * 2) * 1j).sum(-1), _x(3, 2))

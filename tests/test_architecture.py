@@ -1,0 +1,348 @@
+"""The rules for how the source is cut: import directions, layers, file sizes.
+
+Every rule is a function from the parsed modules to a list of ``file:line: what broke which rule``. Nothing is
+imported: the modules are read with ``ast``, and a package that does not exist is simply absent.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("bucketing", "compile_core", "distributed", "launch")
+OURS = (*PACKAGES, "examples", "tests")
+
+# What each package may import of the others, as module prefixes.
+PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
+    "launch": (),
+    "compile_core": (),
+    "bucketing": ("compile_core.ir", "compile_core.errors"),
+    "distributed": ("compile_core", "bucketing"),
+}
+
+# What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
+BASE = ("errors", "options", "ir")
+STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
+COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "options": ("errors",),
+    "ir": ("errors", "options"),
+    "capture": BASE,
+    "autograd": BASE,
+    "lowering": BASE,
+    "runtime": BASE,
+    "observe": BASE,
+    "backends": (*BASE, "autograd", "lowering", "runtime", "observe"),
+    "pipeline": (*BASE, *STAGES),
+    "planners": (*BASE, "backends"),
+    "compiled_function": (*BASE, "capture"),
+    "compiled_module": (),
+    "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
+    "testing": (*BASE, *STAGES, "pipeline", "api"),
+    "compile_core": (*BASE, *STAGES, "pipeline", "api", "testing"),
+}
+
+# The compilers inside torch, which this project does without, and the one file that may use them.
+FOREIGN_COMPILERS = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch.aot_autograd",
+    "torch._functorch._aot_autograd",
+    "torch._functorch.partitioners",
+)
+FOREIGN_COMPILER_BRIDGE = "compile_core/backends/inductor.py"
+
+OPTIONAL_PACKAGES = ("triton", "mpi4py", "matplotlib")
+MAXIMUM_LINES = 500
+LONG_TABLES: frozenset[str] = frozenset()  # declarative tables may be longer: list them here
+FORBIDDEN_FILE_NAMES = ("utils.py", "util.py")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import; of ``from a import b`` the ``target`` is ``a.b`` if that is a module, else ``a``."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: str
+    line_count: int
+    tree: ast.Module
+    imports: tuple[Import, ...]
+
+
+def within(name: str, prefix: str) -> bool:
+    """Whether the dotted ``name`` is ``prefix`` or inside it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def nodes_with_function_depth(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    yield node, in_function
+    inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from nodes_with_function_depth(child, inside)
+
+
+def read_imports(tree: ast.Module, package: str, module_names: frozenset[str]) -> Iterator[Import]:
+    """All imports of a module whose package (itself, for an ``__init__``) is ``package``."""
+    for node, in_function in nodes_with_function_depth(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, in_function)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                member = f"{base}.{alias.name}"
+                # A name taken from a package of ours is a module only when there is such a file; of packages
+                # that are not ours the longer name is kept, so that `from torch import _dynamo` is seen.
+                is_module = member in module_names or base.split(".")[0] not in OURS
+                yield Import(member if is_module else base, node.lineno, in_function)
+
+
+def read_modules(root: Path) -> list[Module]:
+    """The modules of the four packages under ``root``, parsed; packages that do not exist are left out."""
+    files: dict[str, Path] = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    names = frozenset(files)
+    modules = []
+    for name, path in files.items():
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source, filename=str(path))
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        imports = tuple(read_imports(tree, package, names))
+        modules.append(Module(name, path.relative_to(root).as_posix(), source.count("\n"), tree, imports))
+    return modules
+
+
+def layer_of(module_name: str) -> str:
+    """`ir` of `compile_core.ir.schedule`; `compile_core` of the package itself."""
+    parts = module_name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def check_package_directions(modules: list[Module]) -> list[str]:
+    broken = []
+    for module in modules:
+        package = module.name.split(".")[0]
+        for item in module.imports:
+            other = item.target.split(".")[0]
+            if other == package or other not in OURS:
+                continue
+            allowed = PACKAGE_EDGES[package]
+            if not any(within(item.target, prefix) for prefix in allowed):
+                may = ", ".join(allowed) or "nothing of ours"
+                broken.append(
+                    f"{module.path}:{item.line}: imports {item.target}, but {package} may import {may}"
+                )
+    return broken
+
+
+def check_compile_core_layers(modules: list[Module]) -> list[str]:
+    broken = []
+    for module in modules:
+        if not within(module.name, "compile_core"):
+            continue
+        layer = layer_of(module.name)
+        if layer not in COMPILE_CORE_EDGES:
+            broken.append(f"{module.path}:1: compile_core.{layer} is not declared in COMPILE_CORE_EDGES")
+            continue
+        for item in module.imports:
+            if not within(item.target, "compile_core"):
+                continue
+            other = layer_of(item.target)
+            if other != layer and other not in COMPILE_CORE_EDGES[layer]:
+                may = ", ".join(COMPILE_CORE_EDGES[layer]) or "no sibling"
+                broken.append(
+                    f"{module.path}:{item.line}: imports {item.target}, but {layer} may import {may}"
+                )
+    return broken
+
+
+def check_no_imports_inside_functions(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.path}:{item.line}: imports {item.target} in a function; ours are imported at module level"
+        for module in modules
+        for item in module.imports
+        if item.in_function and item.target.split(".")[0] in OURS
+    ]
+
+
+def dotted_name(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain on a plain name; empty for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
+def check_no_foreign_compiler(modules: list[Module]) -> list[str]:
+    broken = []
+    for module in modules:
+        if module.path == FOREIGN_COMPILER_BRIDGE:
+            continue
+        imported = {
+            (item.target, item.line)
+            for item in module.imports
+            if any(within(item.target, prefix) for prefix in FOREIGN_COMPILERS)
+        }
+        # Of a chain torch._dynamo.a.b the part torch._dynamo is a node of its own, so each use is found once.
+        used = {
+            (dotted_name(node), node.lineno)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and dotted_name(node) in FOREIGN_COMPILERS
+        }
+        for name, line in sorted(imported | used, key=lambda use: use[1]):
+            broken.append(f"{module.path}:{line}: uses {name}; only {FOREIGN_COMPILER_BRIDGE} may")
+    return broken
+
+
+def check_acyclic(modules: list[Module]) -> list[str]:
+    graph = networkx.DiGraph()
+    names = {module.name for module in modules}
+    for module in modules:
+        for item in module.imports:
+            if item.target in names and item.target != module.name:
+                graph.add_edge(module.name, item.target, place=f"{module.path}:{item.line}")
+    broken = []
+    for component in networkx.strongly_connected_components(graph):
+        if len(component) > 1:
+            cycle = networkx.find_cycle(graph.subgraph(component))
+            steps = " ".join(f"{graph.edges[a, b]['place']}: {a} imports {b};" for a, b in cycle)
+            broken.append(f"{steps} imports may not form a cycle")
+    return broken
+
+
+def check_optional_packages_in_one_place(modules: list[Module]) -> list[str]:
+    broken = []
+    for package in OPTIONAL_PACKAGES:
+        lines = {
+            module.path: item.line
+            for module in modules
+            for item in module.imports
+            if within(item.target, package)
+        }
+        if len(lines) > 1:
+            places = ", ".join(f"{path}:{line}" for path, line in sorted(lines.items()))
+            broken.append(f"{places}: import {package}; an optional package is imported in one file")
+    return broken
+
+
+def check_file_sizes(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.path}:{module.line_count}: longer than {MAXIMUM_LINES} lines; look for its second concept"
+        for module in modules
+        if module.line_count > MAXIMUM_LINES and module.path not in LONG_TABLES
+    ]
+
+
+def check_file_names(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.path}:1: a file is named after its one concept, so not {Path(module.path).name}"
+        for module in modules
+        if Path(module.path).name in FORBIDDEN_FILE_NAMES
+    ]
+
+
+CHECKS: tuple[Callable[[list[Module]], list[str]], ...] = (
+    check_package_directions,
+    check_compile_core_layers,
+    check_no_imports_inside_functions,
+    check_no_foreign_compiler,
+    check_acyclic,
+    check_optional_packages_in_one_place,
+    check_file_sizes,
+    check_file_names,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_source_keeps_the_rule(check):
+    broken = check(read_modules(ROOT))
+    assert not broken, "\n" + "\n".join(broken)
+
+
+# Each rule can fail: a small tree that breaks exactly it, and the place that the message must name.
+BROKEN_TREES = [
+    (check_package_directions, {"launch/a.py": "import bucketing\n"}, "launch/a.py:1:"),
+    (check_package_directions, {"bucketing/a.py": "from compile_core import api\n"}, "bucketing/a.py:1:"),
+    (check_package_directions, {"distributed/a.py": "\nimport tests.conftest\n"}, "distributed/a.py:2:"),
+    (
+        check_compile_core_layers,
+        {"compile_core/ir/a.py": "from compile_core import pipeline\n", "compile_core/pipeline.py": ""},
+        "compile_core/ir/a.py:1:",
+    ),
+    (
+        check_compile_core_layers,
+        {"compile_core/lowering/a.py": "from ..runtime import b\n", "compile_core/runtime/b.py": ""},
+        "compile_core/lowering/a.py:1:",
+    ),
+    (check_compile_core_layers, {"compile_core/ir/a.py": "import compile_core\n"}, "compile_core/ir/a.py:1:"),
+    (check_compile_core_layers, {"compile_core/novelty.py": ""}, "compile_core/novelty.py:1:"),
+    (
+        check_no_imports_inside_functions,
+        {"distributed/a.py": "def f():\n    import bucketing\n"},
+        "distributed/a.py:2:",
+    ),
+    (check_no_foreign_compiler, {"launch/a.py": "from torch import _dynamo\n"}, "launch/a.py:1:"),
+    (check_no_foreign_compiler, {"launch/a.py": "import torch._inductor.config\n"}, "launch/a.py:1:"),
+    (check_no_foreign_compiler, {"launch/a.py": "import torch\ntorch._dynamo.reset()\n"}, "launch/a.py:2:"),
+    (
+        check_acyclic,
+        {"launch/a.py": "from launch.b import x\n", "launch/b.py": "from . import a\n"},
+        "launch/a.py:1:",
+    ),
+    (
+        check_optional_packages_in_one_place,
+        {"launch/a.py": "import mpi4py\n", "launch/b.py": "from mpi4py import MPI\n"},
+        "launch/a.py:1, launch/b.py:1:",
+    ),
+    (check_file_sizes, {"launch/a.py": "\n" * 501}, "launch/a.py:501:"),
+    (check_file_names, {"launch/utils.py": ""}, "launch/utils.py:1:"),
+]
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, source in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+
+@pytest.mark.parametrize(("check", "files", "place"), BROKEN_TREES)
+def test_rule_catches_its_breach(tmp_path, check, files, place):
+    write_tree(tmp_path, files)
+    broken = check(read_modules(tmp_path))
+    assert len(broken) == 1
+    assert place in broken[0]
+
+
+def test_rules_allow_what_they_should(tmp_path):
+    files = {
+        "compile_core/__init__.py": "from compile_core.api import compile\n",
+        "compile_core/api.py": "from compile_core import pipeline\n",
+        "compile_core/pipeline.py": "from compile_core.backends import inductor\n",
+        "compile_core/backends/__init__.py": "",
+        "compile_core/backends/inductor.py": "from torch._inductor import compile_fx\n",
+        "bucketing/__init__.py": "from .plan import plan\n",
+        "bucketing/plan.py": "from compile_core.errors import A\ndef plan():\n    import matplotlib\n",
+        "distributed/a.py": "import bucketing, compile_core\n",
+    }
+    write_tree(tmp_path, files)
+    modules = read_modules(tmp_path)
+    assert [message for check in CHECKS for message in check(modules)] == []
