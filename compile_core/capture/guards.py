@@ -27,6 +27,11 @@ _IDENTITY_TYPES = (
 )
 
 
+def _has_hidden_parts(value: Any) -> bool:
+    """Whether ``==`` cannot tell a number from others: zeros have signs, and nan equals nothing."""
+    return isinstance(value, (float, complex)) and (value == 0 or value != value or isinstance(value, complex))
+
+
 class GuardSet:
     """Guards in the order in which they were found, without repeats."""
 
@@ -74,17 +79,17 @@ class GuardSet:
         if isinstance(value, _IDENTITY_TYPES):
             self.add([source], "{0} is {c0}", [value], f"{source} is {value!r}")
             return
-        self.type_is(source, type(value))
-        if isinstance(value, (float, complex)):
-            self.add([source], f"repr({{0}}) == {repr(value)!r}", [], f"{source} == {value!r}")
-        else:
-            self.add([source], "{0} == {c0}", [value], f"{source} == {value!r}")
+        exact = "repr({0}) == repr({c1})" if _has_hidden_parts(value) else "{0} == {c1}"
+        self.add(
+            [source], f"type({{0}}) is {{c0}} and {exact}", [type(value), value], f"{source} == {value!r}"
+        )
 
     def tensor(self, source: Source, tensor: torch.Tensor, is_module_entry: bool) -> None:
         """Everything that a graph takes for granted about an input tensor."""
         cls = type(tensor)
         shape, stride = tuple(tensor.shape), tensor.stride()
         requires = "" if tensor.requires_grad else "not "
+        device = "{0}.is_cpu" if tensor.device.type == "cpu" else "{0}.device == {c2}"
         # A parameter or buffer is never a lazily negated or conjugated view; testing every one would cost more than
         # all the rest, so only arguments are tested.
         lazy = "" if is_module_entry else " and not {0}.is_neg() and not {0}.is_conj()"
@@ -92,7 +97,7 @@ class GuardSet:
             [source],
             "type({0}) is {c0} and {0}.dtype is {c1} and "
             f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r} and {requires}{{0}}.requires_grad "
-            f"and {{0}}.device == {{c2}}{lazy}",
+            f"and {device}{lazy}",
             [cls, tensor.dtype, tensor.device],
             f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{list(shape)}, "
             f"strides {list(stride)}, on {tensor.device}, "

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Stands for the kernel's name in its text. The builder puts a name there, so that kernels that differ only in what
-# they are called are one kernel to it.
+# Stands for the kernel's name in its text. The builder puts a name there, so that kernels that differ only in
+# what they are called are one kernel to it.
 KERNEL_SYMBOL = "gradsplit_kernel"
 
 

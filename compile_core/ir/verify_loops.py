@@ -104,7 +104,7 @@ def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = 
         for operand in _operands(statement):
             in_order = 0 <= operand < number and not isinstance(nest.body[operand], Store)
             _rule(in_order, where, f"%{operand} is no earlier value")
-        _check_dtypes(statement, nest.body, buffers, where)
+        _check_dtypes(statement, nest.body, nest.reduced_axes, buffers, where)
         varying.append(_varying(statement, nest, varying))
         if isinstance(statement, (Load, Store)):
             _check_access(statement, nest, buffers, where)
@@ -146,7 +146,7 @@ def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[i
 
 
 def _check_dtypes(
-    statement: Statement, body: Sequence[Statement], buffers: Mapping[str, TensorSpec], where: str
+    statement: Statement, body: Sequence[Statement], reduced_axes: int, buffers: Mapping[str, TensorSpec], where: str
 ) -> None:
     def dtype_of(value: int) -> torch.dtype:
         definition = body[value]
@@ -169,6 +169,7 @@ def _check_dtypes(
         is_bool = statement.dtype == torch.bool
         _rule((fitting == torch.bool) == is_bool, where, "the constant's dtype does not fit its value")
     if isinstance(statement, Reduce):
+        _rule(reduced_axes > 0, where, "there is no reduced axis")
         _rule(statement.operation in REDUCTIONS, where, "there is no such reduction")
         expected = dtype_of(statement.argument)
         is_position = statement.operation.startswith("arg")

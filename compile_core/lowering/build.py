@@ -24,8 +24,8 @@ def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, C
         cache_folder: where results are kept; processes may share it.
 
     Returns:
-        A function for each kernel's name. Its arguments are the buffers of ``KernelSource.buffers``, in order, as
-        tensors or as ``tensor.data_ptr()``.
+        A function for each kernel's name. Its arguments are the buffers of ``KernelSource.buffers``, in
+        order, as tensors or as ``tensor.data_ptr()``.
 
     Raises:
         CompileError: a compiler is missing or failed.
@@ -39,7 +39,8 @@ def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
     """Source for the device that a nest's buffers are on.
 
     Raises:
-        Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not handled.
+        Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not
+        handled.
     """
     devices = {buffers[name].device for name in buffers_of(nest)}
     kinds = {device.type for device in devices}
@@ -49,5 +50,7 @@ def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
         return generate_triton(nest, buffers)
     named = ", ".join(sorted(map(str, devices)))
     raise Unsupported(
-        "kernel-devices", f"The kernel {nest.name} has buffers on: {named}", "Move the tensors to one CPU or GPU."
+        "kernel-devices",
+        f"The kernel {nest.name} has buffers on: {named}",
+        "Move the tensors to one CPU or GPU.",
     )

@@ -1,12 +1,12 @@
 """From C++ source to functions that Python calls.
 
-Kernels of a program are compiled in a few translation units, in parallel, by the C++ compiler on the user's machine.
-The result is a shared object without any dependency on Python's headers: each kernel's symbol is a ``PyMethodDef``,
-from which ``PyCFunction_NewEx`` makes a builtin function. Calling one costs about as much as calling ``len``, several
-times less than through ``ctypes``; tensors are asked for their addresses in C.
+Kernels of a program are compiled in a few translation units, in parallel, by the C++ compiler on the user's
+machine. The result is a shared object without any dependency on Python's headers: each kernel's symbol is a
+``PyMethodDef``, from which ``PyCFunction_NewEx`` makes a builtin function. Calling one costs about as much as
+calling ``len``, several times less than through ``ctypes``; tensors are asked for their addresses in C.
 
-The OpenMP runtime is the one that torch has loaded already: the object is linked against that very file, so that there
-is one pool of threads and ``torch.set_num_threads`` rules over both.
+The OpenMP runtime is the one that torch has loaded already: the object is linked against that very file, so
+that there is one pool of threads and ``torch.set_num_threads`` rules over both.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def build_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> dict[str, 
         cache_folder: where results are kept for the next time.
 
     Returns:
-        For each name a function of the kernel's buffers, in order: CPU tensors, or addresses as integers. It returns
-        ``None`` and raises ``IndexError`` if a gathered index was out of range.
+        For each name a function of the kernel's buffers, in order: CPU tensors, or addresses as integers. It
+        returns ``None`` and raises ``IndexError`` if a gathered index was out of range.
 
     Raises:
         CompileError: no working compiler.
@@ -113,13 +113,15 @@ def _compile(source: str, folder: Path, cache_folder: Path, key: str) -> None:
             kept.write_text(source)
             first = "\n".join(f"  {line}" for line in result.stderr.splitlines()[:_ERROR_LINES])
             raise CompileError(
-                f"{' '.join(step)} failed with status {result.returncode}:\n{first}\nThe source is kept in {kept}."
+                f"{' '.join(step)} failed with status {result.returncode}:\n{first}\n"
+                f"The source is kept in {kept}."
             )
     (folder / "kernels.o").unlink(missing_ok=True)
 
 
 def _function(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
-    """The builtin function of a method definition; it stays valid because a loaded library is never unloaded."""
+    """The builtin function of a method definition; it stays valid because a loaded library is never
+    unloaded."""
     definition = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype = ctypes.py_object
@@ -144,8 +146,8 @@ def compiler() -> str:
         if path is not None:
             return path
     raise CompileError(
-        "Compiling for CPU needs a C++ compiler, and none of g++, c++, clang++ is on PATH. Install g++, or choose "
-        'backend="aot_eager".'
+        "Compiling for CPU needs a C++ compiler, and none of g++, c++, clang++ is on PATH. Install g++, or "
+        'choose backend="aot_eager".'
     )
 
 
@@ -167,7 +169,8 @@ def _cpu_features() -> str:
 
 @cache
 def _all_flags() -> tuple[str, ...]:
-    # g++ prefers 256-bit vectors on most machines that have 512-bit ones; elementary functions gain a factor of 1.8.
+    # g++ prefers 256-bit vectors on most machines that have 512-bit ones; elementary functions gain a factor
+    # of 1.8.
     wide = ("-mprefer-vector-width=512",) if " avx512f " in f"{_cpu_features()} " else ()
     return (*_FLAGS, *wide)
 

@@ -1,12 +1,13 @@
 """From Triton source to functions that launch kernels. The only file that imports Triton.
 
-Kernels are compiled ahead of their first call and launched through the compiled kernel's own launcher: Triton's
-``kernel[grid](...)`` looks at every argument to choose a specialisation, and takes ten times as long. What it would
-choose is known here: all arguments are pointers, and torch aligns what it allocates to 16 bytes. A call with an address
-that is not so aligned (a slice of the caller's) goes to a second kernel, compiled when it first happens.
+Kernels are compiled ahead of their first call and launched through the compiled kernel's own launcher:
+Triton's ``kernel[grid](...)`` looks at every argument to choose a specialisation, and takes ten times as
+long. What it would choose is known here: all arguments are pointers, and torch aligns what it allocates to 16
+bytes. A call with an address that is not so aligned (a slice of the caller's) goes to a second kernel,
+compiled when it first happens.
 
-Triton reads a function's source from its file, so modules are written to the cache folder. What it compiles goes to
-Triton's own cache.
+Triton reads a function's source from its file, so modules are written to the cache folder. What it compiles
+goes to Triton's own cache.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from compile_core.lowering.cache import DiskCache, content_key
 
-try:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-except ImportError:
-    triton = None
+
+def _import_triton() -> Any:
+    """Triton, or ``None`` where it is not installed: programs on CPU do without."""
+    try:
+        import triton
+        import triton.backends.compiler
+        import triton.compiler
+    except ImportError:
+        return None
+    return triton
+
+
+triton = _import_triton()
 
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
@@ -48,8 +56,9 @@ def build_triton(sources: Sequence[KernelSource], cache_folder: Path) -> dict[st
         cache_folder: where modules are kept.
 
     Returns:
-        For each name a function of the kernel's buffers, in order: tensors, or addresses as integers, the quicker way.
-        It launches the kernel on the current stream of the kernel's device, whichever device is current.
+        For each name a function of the kernel's buffers, in order: tensors, or addresses as integers, the
+        quicker way. It launches the kernel on the current stream of the kernel's device, whichever device is
+        current.
 
     Raises:
         CompileError: Triton is not installed, or fails.
@@ -81,13 +90,14 @@ def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is
     function = triton_function(source, cache_folder)
     names = function.arg_names
     attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(names))} if is_aligned else {}
-    unit = ASTSource(function, dict(zip(names, source.pointers, strict=True)), {}, attributes)
+    unit = triton.compiler.ASTSource(function, dict(zip(names, source.pointers, strict=True)), {}, attributes)
     try:
         with DiskCache(cache_folder).lock(content_key("triton", source.text)):
             return triton.compile(unit, target=target, options={**dict(source.meta), **_OPTIONS})
     except Exception as error:
         raise CompileError(
-            f"Triton failed on the kernel {source.name}: {error}\nThe source is in {_path(source, cache_folder)}."
+            f"Triton failed on the kernel {source.name}: {error}\n"
+            f"The source is in {_path(source, cache_folder)}."
         ) from error
 
 
@@ -115,7 +125,7 @@ def triton_function(source: KernelSource, cache_folder: Path) -> Any:
 
 def gpu_target(kind: str, architecture: int, warp_size: int) -> Any:
     """A ``GPUTarget``, for ``compile_triton_for``."""
-    return GPUTarget(kind, architecture, warp_size)
+    return triton.backends.compiler.GPUTarget(kind, architecture, warp_size)
 
 
 def _path(source: KernelSource, cache_folder: Path) -> Path:
@@ -181,7 +191,7 @@ def _launcher(source: KernelSource, cache_folder: Path) -> Callable[..., None]:
             kernel = loaded(is_aligned)
             stream = stream_of(index)
             kernel.run(
-                grid_x, grid_y, grid_z, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses
+                *source.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses
             )
 
     return launch

@@ -1,11 +1,11 @@
 """A folder of build results that several processes share, and that survives whatever happens to them.
 
-An entry is a folder named after the hash of everything that went into it. It is built in a temporary folder beside,
-described by a manifest (sizes and hashes of its files), and moved into place by one rename: other processes see all of
-it or nothing. A lock per entry makes the second of two processes that want the same thing wait and load instead of
-building it twice; the kernel releases the lock of a process that dies. An entry that does not match its manifest (a
-full disk, a machine that lost power) is built again. When the entries outgrow a limit, those that were not used for the
-longest time go first.
+An entry is a folder named after the hash of everything that went into it. It is built in a temporary folder
+beside, described by a manifest (sizes and hashes of its files), and moved into place by one rename: other
+processes see all of it or nothing. A lock per entry makes the second of two processes that want the same
+thing wait and load instead of building it twice; the kernel releases the lock of a process that dies. An
+entry that does not match its manifest (a full disk, a machine that lost power) is built again. When the
+entries outgrow a limit, those that were not used for the longest time go first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DiskCache:
 
         Args:
             key: from ``content_key``.
-            fill: writes the entry's files into an empty folder; called if there is no sound entry. When it raises,
-                there is no entry.
+            fill: writes the entry's files into an empty folder; called if there is no sound entry. When it
+                raises, there is no entry.
         """
         place = self._entries / key
         with self.lock(key):
@@ -102,7 +102,8 @@ class DiskCache:
             os.close(handle)
 
     def _evict(self, keep: str) -> None:
-        """Removes entries, the longest unused first, until the rest fits; and what killed processes left behind."""
+        """Removes entries, the longest unused first, until the rest fits; and what killed processes left
+        behind."""
         entries = []
         for place in self._entries.iterdir():
             with suppress(OSError):  # another process evicts as well

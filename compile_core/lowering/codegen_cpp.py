@@ -1,9 +1,9 @@
 """C++ source of a loop nest: loops, OpenMP, and vectorisation by g++.
 
-The shape of a kernel is that of ``tiling.py``: a parallel loop over units; in a unit, the passes of ``passes.py``; in a
-pass, loops over the axes that the unit covers, the vectorised one innermost. Each value is computed in the outermost
-loop in which all axes it varies over are bound. What crosses from one pass to the next is a scalar, or, where it varies
-over the vectorised axis, an array on the stack.
+The shape of a kernel is that of ``tiling.py``: a parallel loop over units; in a unit, the passes of
+``passes.py``; in a pass, loops over the axes that the unit covers, the vectorised one innermost. Each value
+is computed in the outermost loop in which all axes it varies over are bound. What crosses from one pass to
+the next is a scalar, or, where it varies over the vectorised axis, an array on the stack.
 
     for unit in units (threads share them)
         values of the parallel axes                          "before" of pass 0
@@ -12,8 +12,8 @@ over the vectorised axis, an array on the stack.
         values that follow from the reductions               "before" of pass 1
         for r0 ... for r1 (simd) { loads, arithmetic, store }             pass 1
 
-When the vectorised axis is parallel ("by column"), accumulators are arrays over a block of columns and the vectorised
-loop stays innermost, inside the reduced ones.
+When the vectorised axis is parallel ("by column"), accumulators are arrays over a block of columns and the
+vectorised loop stays innermost, inside the reduced ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def generate_cpp(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSou
     """
     names = buffers_of(nest)
     simple = simplify(nest)
-    pointers = tuple(_pointer(index, buffers[name].dtype, name in stored_buffers(nest)) for index, name in enumerate(names))
+    pointers = tuple(
+        _pointer(index, buffers[name].dtype, name in stored_buffers(nest)) for index, name in enumerate(names)
+    )
     body = _NestWriter(simple, buffers, {name: index for index, name in enumerate(names)}, pointers).lines()
     cost = points(simple) * sum(statement_cost(statement) for statement in simple.body)
     parts = (
@@ -69,8 +71,8 @@ def generate_cpp(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSou
 
 @dataclass(frozen=True)
 class _Variable:
-    """Something that a function of the kernel takes by value. Loops must not see variables that a lambda captured:
-    g++ reads those anew in every iteration, and gathers what it would load."""
+    """Something that a function of the kernel takes by value. Loops must not see variables that a lambda
+    captured: g++ reads those anew in every iteration, and gathers what it would load."""
 
     kind: str
     name: str
@@ -140,7 +142,13 @@ class _NestWriter:
         extents, blocks = self.nest.extents[: self.parallel], self.tiling.blocks
         counts = [-(-extent // block) for extent, block in zip(extents, blocks, strict=True)]
         unit = [f"    {line}" for line in (*self._unit_ranges(counts), *self._unit())]
-        loop = ["  int bad = 0;", "  for (int64_t unit = begin; unit < end; ++unit) {", *unit, "  }", "  return bad;"]
+        loop = [
+            "  int bad = 0;",
+            "  for (int64_t unit = begin; unit < end; ++unit) {",
+            *unit,
+            "  }",
+            "  return bad;",
+        ]
         if self.tiling.split_axis is not None:  # its passes are parallel inside, so its units are not
             return [f"  const int64_t begin = 0, end = {prod(counts)};", *loop]
         definition, call = _called_in_parallel("units", prod(counts), self.tiling.grain, self.pointers, loop)
@@ -182,15 +190,15 @@ class _NestWriter:
         return lines
 
     def _staged_tiles(self) -> list[str]:
-        """Copies of what a transposing nest loads, turned over in the first-level cache: read along their contiguous
-        axis, stored element by element, so that the vectorised loop reads them along its own."""
+        """Copies of what a transposing nest loads, turned over in the first-level cache: read along their
+        contiguous axis, stored element by element, so that the vectorised loop reads them along its own."""
         lines = []
         for n, (axis, element) in self.body.staged.items():
             kind = memory_type(self.body.buffers[self.body.access(n).buffer].dtype)
             lines.append(f"alignas(64) {kind} s{n}[{prod(self.tiling.blocks)}];")
-            other = self.tiling.vector_axis
-            for loop in (axis_loop(other, f"low{other}", f"high{other}"), axis_loop(axis, f"low{axis}", f"high{axis}")):
-                lines.append(loop.header)
+            outer = [loop for loop in self._block_loops() if loop.axis != axis]
+            inner = axis_loop(axis, f"low{axis}", f"high{axis}")
+            lines += [loop.header for loop in (*outer, inner)]
             lines += [f"{self.body.staged_element(n)} = {element};", "}", "}"]
         return lines
 
@@ -292,8 +300,12 @@ class _NestWriter:
             "  return bad;",
         ]
         function = f"pass_{min((*step.reduces, *step.stores))}"
-        definition, call = _called_in_parallel(function, chunks, 1, [*self._outer_variables(step), *partial_results], body)
-        combined = f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {self._each_column(' '.join(combine))}"
+        definition, call = _called_in_parallel(
+            function, chunks, 1, [*self._outer_variables(step), *partial_results], body
+        )
+        combined = (
+            f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {self._each_column(' '.join(combine))}"
+        )
         return [*lines, *definition, f"bad |= {call};", combined]
 
     def _outer_variables(self, step: Pass) -> list[_Variable]:

@@ -1,8 +1,8 @@
 """The C++ of statements and of loops around them: what is inside one pass of a kernel.
 
-A statement goes into the outermost loop in which every axis that it varies over is bound. Names are fixed: ``v{n}`` is
-statement ``n``'s value, ``a{n}`` an array of such values over the unit's columns, ``k{n}`` a scratch array over all
-points of a unit, ``i{axis}`` an index, ``p{k}`` the pointer of buffer ``k``.
+A statement goes into the outermost loop in which every axis that it varies over is bound. Names are fixed:
+``v{n}`` is statement ``n``'s value, ``a{n}`` an array of such values over the unit's columns, ``k{n}`` a
+scratch array over all points of a unit, ``i{axis}`` an index, ``p{k}`` the pointer of buffer ``k``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Redu
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.passes import NestAnalysis, operands
+from compile_core.lowering.passes import NestAnalysis, operands, stored_buffers
 from compile_core.lowering.tiling import CpuTiling, is_transposed
 from compile_core.lowering.tiling_axes import parallel_axes
 
@@ -73,18 +73,20 @@ class BodyWriter:
             for n, statement in enumerate(self.nest.body)
             if isinstance(statement, Reduce)
         }
-
+        self.stored = stored_buffers(self.nest)
         self.staged = self._staged()
 
     def _staged(self) -> dict[int, tuple[int, str]]:
-        """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the element."""
+        """Loads of a transposing nest that go through a copy of their tile: the contiguous axis, and the
+        element."""
         axis, vector = self.tiling.tiled_axis, self.tiling.vector_axis
         if axis is None or vector is None:
             return {}
         staged = {}
         for n, statement in enumerate(self.nest.body):
-            plain = isinstance(statement, Load) and statement.mask is None and not statement.access.gathers
-            if plain and is_transposed(statement.access, axis, vector):
+            if not isinstance(statement, Load) or statement.mask is not None or statement.access.gathers:
+                continue
+            if is_transposed(statement.access, axis, vector):
                 staged[n] = (axis, self._element(n, statement.access, "true", str)[1])
         return staged
 
@@ -110,8 +112,13 @@ class BodyWriter:
         """By column: whether a value of the parallel axes is computed once a unit, not once a row."""
         if not self.by_column:
             return False
-        computed = isinstance(self.nest.body[value], Apply) and not self.analysis.walks_with(value)
-        return value in self.reductions or (computed and not self.is_fixed(value))
+        if value in self.reductions:
+            return True
+        statement = self.nest.body[value]
+        # A load can be repeated, unless a store comes in between.
+        overwritten = isinstance(statement, Load) and statement.access.buffer in self.stored
+        worthwhile = isinstance(statement, Apply) or overwritten
+        return worthwhile and not self.analysis.walks_with(value) and not self.is_fixed(value)
 
     def fixed(self, numbers: Sequence[int]) -> list[str]:
         """Statements outside all loops of a unit."""
@@ -154,14 +161,16 @@ class BodyWriter:
     def read_from_outside(
         self, numbers: Sequence[int], kept: Sequence[int] = ()
     ) -> tuple[list[int], list[int]]:
-        """The unit's values that statements read, apart from ``kept`` ones: scalars, and elements of arrays."""
+        """The unit's values that statements read, apart from ``kept`` ones: scalars, and elements of
+        arrays."""
         numbers = self._with_repeated(numbers)
         read = {operand for n in numbers for operand in operands(self.nest.body[n])} - {*numbers, *kept}
         arrays = sorted(n for n in read if self.in_array(n))
         return sorted(read - set(arrays)), arrays
 
     def _with_repeated(self, numbers: Sequence[int]) -> list[int]:
-        """Adds the loads of a column that an array would not make cheaper: they are repeated where they are used."""
+        """Adds the loads of a column that an array would not make cheaper: they are repeated where they are
+        used."""
         wanted = set(numbers)
         pending = list(numbers) if self.by_column else []
         while pending:
@@ -195,7 +204,7 @@ class BodyWriter:
         checks = any(_gathers(self.nest.body[n]) for n in numbers)
         return f"#pragma omp simd{clauses}{' reduction(|: bad)' if checks else ''}"
 
-    # ---- single statements ----------------------------------------------------------------------------------
+    # ---- single statements ------------------------------------------------------------------------------
 
     def statement(self, n: int, arrays: Mapping[int, str]) -> list[str]:
         """The lines of one statement; ``arrays`` says which operands are elements of arrays."""
@@ -248,8 +257,8 @@ class BodyWriter:
     def _element(
         self, n: int, access: Access, active: str, value: Callable[[int], str]
     ) -> tuple[list[str], str]:
-        """Lines that check gathered indices, and the memory element. Checks stay outside conditions, so that these
-        can become masks."""
+        """Lines that check gathered indices, and the memory element. Checks stay outside conditions, so that
+        these can become masks."""
         terms = [str(access.offset)] if access.offset else []
         for axis, stride in enumerate(access.strides):
             if stride:

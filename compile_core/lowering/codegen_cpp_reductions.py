@@ -2,12 +2,13 @@
 
 A reduction lives in variables of a fixed meaning, named after its statement ``n``:
 
-- ``r{n}`` accumulates a block of points: a scalar when the reduced axis is vectorised (g++ then keeps a vector of
-  partial results), an array over columns when a parallel axis is.
-- ``t{n}`` accumulates blocks. For sums and products of float32 it is a double, so that the error is that of one block
-  of at most a few thousand points in 16 interleaved sums, however long the reduction.
-- ``q{n}`` accompanies ``r{n}``: for a scalar maximum or minimum of floats it says whether a NaN came by (one plain
-  vector maximum and one comparison, instead of a chain of selects), for argmax and argmin it is the position.
+- ``r{n}`` accumulates a block of points: a scalar when the reduced axis is vectorised (g++ then keeps a
+  vector of partial results), an array over columns when a parallel axis is.
+- ``t{n}`` accumulates blocks. For sums and products of float32 it is a double, so that the error is that of
+  one block of at most a few thousand points in 16 interleaved sums, however long the reduction.
+- ``q{n}`` accompanies ``r{n}``: for a scalar maximum or minimum of floats it says whether a NaN came by (one
+  plain vector maximum and one comparison, instead of a chain of selects), for argmax and argmin it is the
+  position.
 - ``v{n}`` is the result.
 """
 
@@ -82,10 +83,12 @@ class CppReduction:
         return f"{value_type(computed)}({limits.min + 1}LL - 1)"
 
     def step(self, value: str, at: str, position: str) -> str:
-        """Takes one value; ``at`` is ``""`` or the column's subscript, ``position`` the index along the axis."""
+        """Takes one value; ``at`` is ``""`` or the column's subscript, ``position`` the index along the
+        axis."""
         r, q = f"r{self.number}{at}", f"q{self.number}{at}"
         if self.is_positional:
-            return f"if (displaces_{self.statement.operation[3:]}({r}, {value})) {{ {r} = {value}; {q} = {position}; }}"
+            displaces = f"displaces_{self.statement.operation[3:]}({r}, {value})"
+            return f"if ({displaces}) {{ {r} = {value}; {q} = {position}; }}"
         if self.has_flag:
             sign = ">" if self.statement.operation == "max" else "<"
             return f"{r} = {value} {sign} {r} ? {value} : {r}; {q} |= int({value} != {value});"

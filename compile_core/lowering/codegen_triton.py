@@ -1,12 +1,13 @@
 """Triton source of a loop nest.
 
-A value is a tensor of just the sides of the tile over which it varies, with size-1 dims for the others: ``[X]`` in a
-pointwise nest, ``[X, 1]``, ``[1, R]`` or ``[X, R]`` in one that reduces, ``[Y, X]`` in one that transposes; broadcasting
-does the rest. A persistent tile needs no passes: statements follow each other as in the nest's body. Otherwise each pass
-of ``passes.py`` is a loop over blocks of R that accumulates a tile, which is reduced once after the loop.
+A value is a tensor of just the sides of the tile over which it varies, with size-1 dims for the others:
+``[X]`` in a pointwise nest, ``[X, 1]``, ``[1, R]`` or ``[X, R]`` in one that reduces, ``[Y, X]`` in one that
+transposes; broadcasting does the rest. A persistent tile needs no passes: statements follow each other as in
+the nest's body. Otherwise each pass of ``passes.py`` is a loop over blocks of R that accumulates a tile,
+which is reduced once after the loop.
 
-A gathered index that is out of range never leads to an access outside the buffer: a store is left out, a load yields NaN
-(0 for integers). Kernels cannot raise.
+A gathered index that is out of range never leads to an access outside the buffer: a store is left out, a load
+yields NaN (0 for integers). Kernels cannot raise.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> Kernel
     names = buffers_of(nest)
     writer = _TritonWriter(simplify(nest), buffers, {name: index for index, name in enumerate(names)})
     parameters = ", ".join(f"p{index}" for index in range(len(names)))
-    lines = ["@triton.jit", f"def {KERNEL_SYMBOL}({parameters}):", *(f"    {line}" for line in writer.lines())]
+    lines = [
+        "@triton.jit",
+        f"def {KERNEL_SYMBOL}({parameters}):",
+        *(f"    {line}" for line in writer.lines()),
+    ]
     return KernelSource(
         name=nest.name,
         language="triton",
@@ -58,7 +63,9 @@ def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> Kernel
 class _TritonWriter:
     """Writes the body of one kernel."""
 
-    def __init__(self, nest: LoopNest, buffers: Mapping[str, TensorSpec], positions: Mapping[str, int]) -> None:
+    def __init__(
+        self, nest: LoopNest, buffers: Mapping[str, TensorSpec], positions: Mapping[str, int]
+    ) -> None:
         self.nest = nest
         self.buffers = buffers
         self.positions = positions
@@ -70,7 +77,9 @@ class _TritonWriter:
         self.y_count = prod(nest.extents[axis] for axis in self.tiling.y_axes)
         self.r_count = prod(nest.extents[self.parallel :])
         self.wide = _needs_int64(nest)
-        self.used = {axis for access in _accesses(nest) for axis, stride in enumerate(access.strides) if stride}
+        self.used = {
+            axis for access in _accesses(nest) for axis, stride in enumerate(access.strides) if stride
+        }
         self.used |= {s.axis for s in nest.body if isinstance(s, AxisIndex)}
 
     def grid(self) -> tuple[int, int, int]:
@@ -78,7 +87,7 @@ class _TritonWriter:
         y_programs = -(-self.y_count // self.tiling.y_block)
         return (x_programs * y_programs, 1, 1)
 
-    # ---- indices --------------------------------------------------------------------------------------------
+    # ---- indices ----------------------------------------------------------------------------------------
 
     def lines(self) -> list[str]:
         tiling, lines = self.tiling, []
@@ -86,8 +95,12 @@ class _TritonWriter:
         if tiling.y_axes:
             x_programs = -(-self.x_count // tiling.x_block)
             lines.append(f"program = {program}")
-            lines.append(f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block})[None, :]")
-            lines.append(f"y = program // {x_programs} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]")
+            lines.append(
+                f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block})[None, :]"
+            )
+            lines.append(
+                f"y = program // {x_programs} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]"
+            )
             lines += self._masks_and_axes("y", tiling.y_axes, self.y_count, tiling.y_block)
         else:
             dims = "[:, None]" if self.nest.reduced_axes else ""
@@ -96,7 +109,9 @@ class _TritonWriter:
         if not self.nest.reduced_axes:
             numbers = range(len(self.nest.body))
             return lines + [line for n in numbers for line in self._statement(n)]
-        lines.append(f"r_base = tl.arange(0, {tiling.r_block})[None, :]" + (".to(tl.int64)" if self.wide else ""))
+        lines.append(
+            f"r_base = tl.arange(0, {tiling.r_block})[None, :]" + (".to(tl.int64)" if self.wide else "")
+        )
         if tiling.persistent:
             return lines + self._persistent()
         for step in self.analysis.passes:
@@ -120,7 +135,7 @@ class _TritonWriter:
             lines.append(f"i{axis} = {index}")
         return lines
 
-    # ---- reductions -----------------------------------------------------------------------------------------
+    # ---- reductions -------------------------------------------------------------------------------------
 
     def _r_axes(self) -> list[str]:
         axes = range(self.parallel, len(self.nest.extents))
@@ -137,7 +152,9 @@ class _TritonWriter:
         return lines
 
     def _looped(self, step: Pass) -> list[str]:
-        reductions = [(n, s) for n, s in enumerate(self.nest.body) if n in step.reduces and isinstance(s, Reduce)]
+        reductions = [
+            (n, s) for n, s in enumerate(self.nest.body) if n in step.reduces and isinstance(s, Reduce)
+        ]
         shape = f"[{self.tiling.x_block}, {self.tiling.r_block}]"
         lines = []
         for n, statement in reductions:
@@ -162,7 +179,9 @@ class _TritonWriter:
     def _taken(self, n: int, statement: Reduce) -> list[str]:
         """``e{n}``: the tile of values that a reduction takes, its identity outside of the reduced space."""
         computed = self._accumulated(statement)
-        value = scalar_triton.converted(f"v{statement.argument}", self.dtypes[statement.argument], _argument_dtype(statement, computed))
+        value = scalar_triton.converted(
+            f"v{statement.argument}", self.dtypes[statement.argument], _argument_dtype(statement, computed)
+        )
         if statement.operation in ("any", "all"):
             value = f"{value}.to(tl.int32)"
         shape = f"[{self.tiling.x_block}, {self.tiling.r_block}]"
@@ -178,7 +197,9 @@ class _TritonWriter:
             case "prod":
                 return f"r{n} *= e{n}"
             case "argmax" | "argmin":
-                return f"r{n}, q{n} = first_{statement.operation[3:]}(r{n}, q{n}, e{n}, tl.broadcast_to(r, e{n}.shape).to(tl.int64))"
+                position = f"tl.broadcast_to(r, e{n}.shape).to(tl.int64)"
+                function = f"first_{statement.operation[3:]}"
+                return f"r{n}, q{n} = {function}(r{n}, q{n}, e{n}, {position})"
             case _:
                 return f"r{n} = {self._function(statement)}(r{n}, e{n})"
 
@@ -221,7 +242,7 @@ class _TritonWriter:
         limits = torch.iinfo(computed)
         return str(limits.min if smallest else limits.max)
 
-    # ---- statements -----------------------------------------------------------------------------------------
+    # ---- statements -------------------------------------------------------------------------------------
 
     def _statement(self, n: int) -> list[str]:
         statement = self.nest.body[n]
@@ -264,8 +285,12 @@ class _TritonWriter:
         lines, address, valid = self._address(n, access)
         masks = self._masks(access, statement.mask, self.analysis.axes[n]) + valid
         if self.nest.reduced_axes and not any(access.strides) and not access.gathers:
-            address = f"{address} + tl.zeros([1, 1], tl.int32)"  # a value of the tile needs a pointer of its shape
-        value = scalar_triton.stored(f"v{statement.value}", self.dtypes[statement.value], self.buffers[access.buffer].dtype)
+            address = (
+                f"{address} + tl.zeros([1, 1], tl.int32)"  # a value of the tile needs a pointer of its shape
+            )
+        value = scalar_triton.stored(
+            f"v{statement.value}", self.dtypes[statement.value], self.buffers[access.buffer].dtype
+        )
         mask = f", mask={' & '.join(masks)}" if masks else ""
         return [*lines, f"tl.store(p{self.positions[access.buffer]} + {address}, {value}{mask})"]
 
@@ -319,7 +344,9 @@ def _needs_int64(nest: LoopNest) -> bool:
         return True
     for access in _accesses(nest):
         reach = abs(access.offset)
-        reach += sum(abs(stride) * extent for stride, extent in zip(access.strides, nest.extents, strict=True))
+        reach += sum(
+            abs(stride) * extent for stride, extent in zip(access.strides, nest.extents, strict=True)
+        )
         if reach > _LARGEST_INT32 - margin:
             return True
     return False

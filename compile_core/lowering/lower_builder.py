@@ -128,6 +128,7 @@ class ProgramBuilder:
             dtype: of the accumulator; the elements are cast to it first.
             finish: maps the reduced value to the one that is stored.
         """
+        count = prod(tensor.shape[d] for d in dims)
         keeps_dims = len(view.shape) == len(tensor.shape)
 
         def body(emitter: Emitter, index: Index) -> None:
@@ -136,7 +137,9 @@ class ProgramBuilder:
                 element = emitter.round_to(element, tensor.dtype)  # ties are between elements as stored
             else:
                 element = emitter.cast(element, dtype)
-            result = finish(emitter, emitter.reduce(operation, element, dtype))
+            # a reduction of single elements is none, and must not become one when its nest is joined
+            reduced = emitter.reduce(operation, element, dtype) if count > 1 else element
+            result = finish(emitter, reduced)
             kept = [
                 Affine() if d in dims else entry
                 for d, entry in enumerate(index)

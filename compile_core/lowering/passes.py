@@ -1,14 +1,14 @@
 """What code generation must know of a loop nest before it writes a line, the same for C++ and Triton.
 
-Three questions are answered here. Over which axes does each value vary (so that it is computed in the outermost loop
-where it can be)? How often must the reduced axes be walked, and which statements belong to which walk? Which values
-does a later walk recompute, and which does it keep from an earlier one?
+Three questions are answered here. Over which axes does each value vary (so that it is computed in the
+outermost loop where it can be)? How often must the reduced axes be walked, and which statements belong to
+which walk? Which values does a later walk recompute, and which does it keep from an earlier one?
 
-A walk is called a *pass*. A value's *level* is the number of reductions that must be finished before it can be
-computed, along the longest chain: in a softmax ``x`` has level 0, ``exp(x - max(x))`` has level 1, its quotient by the
-sum has level 2. Pass ``p`` finishes the reductions whose argument has level ``p`` and executes the stores of level
-``p``, so reductions that do not need each other share a pass. Values that do not vary over the reduced axes are not
-computed in passes but before them, at their level.
+A walk is called a *pass*. A value's *level* is the number of reductions that must be finished before it can
+be computed, along the longest chain: in a softmax ``x`` has level 0, ``exp(x - max(x))`` has level 1, its
+quotient by the sum has level 2. Pass ``p`` finishes the reductions whose argument has level ``p`` and
+executes the stores of level ``p``, so reductions that do not need each other share a pass. Values that do not
+vary over the reduced axes are not computed in passes but before them, at their level.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Pass:
     """One walk over the reduced axes.
 
     Attributes:
-        before: values that do not vary over the reduced axes, and stores of them, in order, to execute ahead of it.
+        before: values that do not vary over the reduced axes, and stores of them, in order, to execute ahead
+        of it.
         values: loads and computations of the walk, in order, without ``kept``.
         kept: values read back from where an earlier pass put them.
         keeps: values of this pass that a later one reads back.

@@ -144,6 +144,8 @@ def lower_reduction(
         operation = "mean" if reduction.divisor == 0 else reduction.operation
         identity = _OF_NOTHING[operation]
         return pointwise(result, origin, lambda emitter, _: emitter.constant(identity, result.dtype), Cost())
+    if count == 1 and reduction.operation.startswith("arg"):
+        return pointwise(result, origin, lambda emitter, _: emitter.constant(0, result.dtype), Cost())
     if reduction.flat:
         row_major = builder.in_memory(_row_major_view(builder, tensor), (1,), tensor.origin)
         flat = Reduction(reduction.operation, (0,), False, reduction.accumulator)

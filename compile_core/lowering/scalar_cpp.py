@@ -1,7 +1,7 @@
 """C++ for single values: types, constants, memory formats, and one expression for each scalar operation.
 
-The functions that the expressions call are in ``codegen_cpp_prelude.h`` or are g++'s builtins. Three tables say which
-operation is what; an operation in none of them is a compile error, so a new one is one new line.
+The functions that the expressions call are in ``codegen_cpp_prelude.h`` or are g++'s builtins. Three tables
+say which operation is what; an operation in none of them is a compile error, so a new one is one new line.
 """
 
 from __future__ import annotations
@@ -76,7 +76,34 @@ _FLOAT = {
     "round": "__builtin_rint{B}({0})",
     **{
         name: f"__builtin_{name}{{B}}({{0}})"
-        for name in ["sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "floor", "ceil", "trunc"]
+        for name in [
+            "sqrt",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log2",
+            "log10",
+            "log1p",
+            "sin",
+            "cos",
+            "tan",
+            "asin",
+            "acos",
+            "atan",
+            "sinh",
+            "cosh",
+            "tanh",
+            "asinh",
+            "acosh",
+            "atanh",
+            "erf",
+            "erfc",
+            "lgamma",
+            "floor",
+            "ceil",
+            "trunc",
+        ]
     },
     **{
         name: f"__builtin_{name}{{B}}({{0}}, {{1}})"
@@ -86,7 +113,20 @@ _FLOAT = {
 
 _FLOAT32 = {
     name: f"fast_{name}({{0}})"
-    for name in ["exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid", "tanh", "erf", "sin", "cos"]
+    for name in [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sigmoid",
+        "tanh",
+        "erf",
+        "sin",
+        "cos",
+    ]
 }
 
 _INTEGER = {
@@ -173,7 +213,7 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     if isinf(number):
         return f"{'-' if number < 0 else ''}__builtin_inf{suffix}()"
     if dtype == torch.float32:
-        number = torch.tensor(number, dtype=torch.float32).item()
+        number = float(torch.tensor(number, dtype=torch.float32).item())
         if isinf(number):
             return f"{'-' if number < 0 else ''}__builtin_inff()"
     return f"{number.hex()}{suffix}"

@@ -1,7 +1,7 @@
 """Triton for single values: types, constants, memory formats, and one expression for each scalar operation.
 
-The functions that the expressions call are ``tl``'s, libdevice's, or in ``codegen_triton_prelude.py.in``. Division and
-square root of float32 are rounded as IEEE says; ``tl``'s own are not.
+The functions that the expressions call are ``tl``'s, libdevice's, or in ``codegen_triton_prelude.py.in``.
+Division and square root of float32 are rounded as IEEE says; ``tl``'s own are not.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ _FLOAT = {
     **{
         name: f"libdevice.{name}({{0}})"
         for name in (
-            "expm1", "log10", "log1p", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
-            "erfc", "lgamma",
+            "expm1", "log10", "log1p", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+            "atanh", "erfc", "lgamma",
         )
     },
     **{

@@ -1,10 +1,11 @@
 """How a simplified nest is cut for a CPU: the vectorised axis, the blocks threads take, and what is split.
 
-Work is divided into *units*: a unit is one block of indices of every parallel axis and all of the reduced space. Blocks
-have one index except on the vectorised axis, when that is parallel, and on the second axis of a transposing nest,
-where square tiles keep both sides in the first-level cache. When there are too few units to occupy threads and the
-reduced space is large, each pass is instead split along a reduced axis and its partial results are combined in order;
-the number of chunks depends on the shapes only, so results do not depend on the number of threads.
+Work is divided into *units*: a unit is one block of indices of every parallel axis and all of the reduced
+space. Blocks have one index except on the vectorised axis, when that is parallel, and on the second axis of a
+transposing nest, where square tiles keep both sides in the first-level cache. When there are too few units to
+occupy threads and the reduced space is large, each pass is instead split along a reduced axis and its partial
+results are combined in order; the number of chunks depends on the shapes only, so results do not depend on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
         split_axis = split_axis if chunks > 1 else None
     cost = sum(statement_cost(statement) for statement in nest.body)
     cost_of_unit = max(1, points(nest) * cost // (4 * max(1, units)))
-    return CpuTiling(vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, _GRAIN_COST // cost_of_unit))
+    return CpuTiling(
+        vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, _GRAIN_COST // cost_of_unit)
+    )
 
 
 def _accesses(nest: LoopNest) -> list[Access]:

@@ -1,8 +1,8 @@
 """The axes of a nest in the order, and merged as far, as its memory accesses like best.
 
-A nest arrives with the axes of the tensors it came from. Axes of size 1 are dropped, parallel and reduced axes are each
-sorted by falling stride (stores vote first, as in torch's TensorIterator), and neighbours that every access walks as
-one are merged: an addition of two contiguous 4-d tensors becomes a single loop.
+A nest arrives with the axes of the tensors it came from. Axes of size 1 are dropped, parallel and reduced
+axes are each sorted by falling stride (stores vote first, as in torch's TensorIterator), and neighbours that
+every access walks as one are merged: an addition of two contiguous 4-d tensors becomes a single loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Loop
 
 
 def simplify(nest: LoopNest) -> LoopNest:
-    """An equivalent nest with as few axes as its accesses allow, innermost the one of the smallest strides."""
+    """An equivalent nest with as few axes as its accesses allow, innermost the one of the smallest
+    strides."""
     nest = _with_axes(nest, [axis for axis, extent in enumerate(nest.extents) if extent != 1])
     parallel = len(nest.extents) - nest.reduced_axes
     accesses = _accesses(nest)
@@ -124,7 +125,8 @@ def _merged(nest: LoopNest) -> LoopNest:
 
 
 def _without_axis(longer: LoopNest, outer: int, kept: list[int]) -> LoopNest:
-    """Drops the outer of two merged axes; ``longer.extents`` is already one shorter than its accesses' strides."""
+    """Drops the outer of two merged axes; ``longer.extents`` is already one shorter than its accesses'
+    strides."""
     body: list[Statement] = []
     for statement in longer.body:
         if isinstance(statement, Load | Store):

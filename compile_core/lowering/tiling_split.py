@@ -1,9 +1,10 @@
 """Two kernels for a reduction that one kernel would run on a few processors of a GPU.
 
-The column sums of a tall matrix, which every bias gradient needs, have as many parallel points as there are columns:
-a few dozen programs on a hundred processors. Such a nest becomes two. The first has one more parallel axis, the number
-of a chunk of the reduced space, and stores partial results; the second reduces those and does what followed. There are
-no atomics: results are the same in every run. (CPU kernels split inside one kernel, see ``tiling.py``.)
+The column sums of a tall matrix, which every bias gradient needs, have as many parallel points as there are
+columns: a few dozen programs on a hundred processors. Such a nest becomes two. The first has one more
+parallel axis, the number of a chunk of the reduced space, and stores partial results; the second reduces
+those and does what followed. There are no atomics: results are the same in every run. (CPU kernels split
+inside one kernel, see ``tiling.py``.)
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from compile_core.ir.loops import (
     Store,
 )
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, operands
+from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, operands, stored_buffers
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
+from compile_core.lowering.tiling_rounds import has_several_rounds, regathered, renumbered, split_rounds
 from compile_core.lowering.tiling_triton import tile_for_gpu
 
 _ENOUGH_PROGRAMS = 128
 _WANTED_PROGRAMS = 512
 _SHORTEST_CHUNK = 64
 _LEAST_POINTS = 1 << 16
+# Below this, starting more kernels costs more than idle processors do.
+_LEAST_POINTS_FOR_ROUNDS = 1 << 20
 
 
 def split_reductions(program: LoopProgram) -> LoopProgram:
@@ -60,21 +64,45 @@ def split_nest(
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return (nest,), {}
     simple = simplify(nest)
-    chunks = _chunks(simple)
-    if chunks < 2:
+    device = next(iter(devices))
+    if not simple.reduced_axes or not _leaves_processors_idle(simple) or _overwrites_what_it_reads(simple):
         return (nest,), {}
-    return _Split(simple, chunks, next(iter(devices))).nests()
+    rounds, specs = ((simple,), {})
+    analysis = analyse(simple, 0)
+    if has_several_rounds(analysis) and prod(simple.extents) >= _LEAST_POINTS_FOR_ROUNDS:
+        rounds, specs = split_rounds(simple, device)
+    nests: list[LoopNest] = []
+    for part in rounds:
+        chunks = _chunks(part)
+        if chunks < 2:
+            nests.append(part)
+            continue
+        halves, partials = _Split(part, chunks, device).nests()
+        nests += halves
+        specs = {**specs, **partials}
+    return (tuple(nests), specs) if len(nests) > 1 else ((nest,), {})
+
+
+def _leaves_processors_idle(nest: LoopNest) -> bool:
+    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
+
+
+def _programs(nest: LoopNest) -> int:
+    return -(-prod(nest.extents[: parallel_axes(nest)]) // tile_for_gpu(nest).x_block)
+
+
+def _overwrites_what_it_reads(nest: LoopNest) -> bool:
+    """Later kernels would read what earlier ones wrote."""
+    loaded = {s.access.buffer for s in nest.body if isinstance(s, Load)}
+    return bool(loaded & stored_buffers(nest))
 
 
 def _chunks(nest: LoopNest) -> int:
     """Into how many parts to cut the outermost reduced axis; 1 for not at all."""
-    if not nest.reduced_axes or prod(nest.extents) < _LEAST_POINTS:
+    if not nest.reduced_axes or not _is_one_round(analyse(nest, 0)):
         return 1
-    tiling = tile_for_gpu(nest)
     parallel = parallel_axes(nest)
-    programs = -(-prod(nest.extents[:parallel]) // tiling.x_block)
-    if programs >= _ENOUGH_PROGRAMS or not _is_one_round(analyse(nest, 0)):
-        return 1
+    programs = _programs(nest)
     inner = prod(nest.extents[parallel + 1 :])
     longest = nest.extents[parallel]
     most = min(longest, longest * inner // _SHORTEST_CHUNK)
@@ -85,7 +113,8 @@ def _chunks(nest: LoopNest) -> int:
 
 
 def _is_one_round(analysis: NestAnalysis) -> bool:
-    """Whether no reduction needs another's result, none yields a position, and points are stored before them."""
+    """Whether no reduction needs another's result, none yields a position, and points are stored before
+    them."""
     for n, statement in enumerate(analysis.nest.body):
         if isinstance(statement, Reduce):
             if analysis.levels[n] != 1 or statement.operation in ("argmax", "argmin"):
@@ -163,7 +192,9 @@ class _Split:
                 return inside if mask is None else number[mask]
             return add(Apply("logical_and", (number[mask], inside), torch.bool))
 
-        walking = [n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)]
+        walking = [
+            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)
+        ]
         for n in self._wanted((*self.partials, *walking)):
             statement = self.nest.body[n]
             match statement:
@@ -175,7 +206,9 @@ class _Split:
                     moved = self._moved(access, number)
                     number[n] = add(Store(moved, number[value], masked(mask)))
                 case AxisIndex(axis=axis):
-                    number[n] = position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
+                    number[n] = (
+                        position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
+                    )
                 case Reduce(operation=operation, argument=argument, dtype=dtype):
                     value = number[argument]
                     if inside is not None:
@@ -188,7 +221,7 @@ class _Split:
                     padding = (0,) * self.nest.reduced_axes
                     add(Store(Access(self.partials[n], (*strides, *padding)), result))
                 case _:
-                    number[n] = add(_renumbered(statement, number))
+                    number[n] = add(renumbered(statement, number))
         return tuple(body)
 
     def _second_body(self) -> tuple[Statement, ...]:
@@ -196,7 +229,9 @@ class _Split:
         number: dict[int, int] = {}
         rows = prod(self.nest.extents[: self.parallel])
         stores = [
-            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and not self.analysis.walks_with(n)
+            n
+            for n, s in enumerate(self.nest.body)
+            if isinstance(s, Store) and not self.analysis.walks_with(n)
         ]
         for n in self._wanted(stores, stop_at=self.partials):
             statement = self.nest.body[n]
@@ -204,36 +239,19 @@ class _Split:
                 access = Access(self.partials[n], (*self.partial_strides, rows))
                 body.append(Load(access, statement.dtype))
                 body.append(replace(statement, argument=len(body) - 1))
-            elif isinstance(statement, Load | Store):
-                strides = (*statement.access.strides[: self.parallel], 0)
-                access = replace(_gathered(statement.access, number), strides=strides)
-                renumbered = _renumbered(statement, number)
-                body.append(replace(renumbered, access=access))  # type: ignore[call-overload]
             else:
-                body.append(_renumbered(statement, number))
+                moved = renumbered(statement, number)
+                if isinstance(moved, Load | Store):
+                    strides = (*moved.access.strides[: self.parallel], 0)
+                    moved = replace(moved, access=replace(moved.access, strides=strides))
+                body.append(moved)
             number[n] = len(body) - 1
         return tuple(body)
 
     def _moved(self, access: Access, number: Mapping[int, int]) -> Access:
         return replace(
-            _gathered(access, number), strides=(access.strides[self.parallel] * self.length, *access.strides)
+            regathered(access, number), strides=(access.strides[self.parallel] * self.length, *access.strides)
         )
-
-
-def _gathered(access: Access, number: Mapping[int, int]) -> Access:
-    return replace(access, gathers=tuple(replace(g, value=number[g.value]) for g in access.gathers))
-
-
-def _renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
-    match statement:
-        case Apply(arguments=arguments):
-            return replace(statement, arguments=tuple(number[a] for a in arguments))
-        case Load(mask=mask):
-            return replace(statement, mask=None if mask is None else number[mask])
-        case Store(value=value, mask=mask):
-            return replace(statement, value=number[value], mask=None if mask is None else number[mask])
-        case _:
-            return statement
 
 
 def _identity(operation: str, dtype: torch.dtype) -> float | bool:

@@ -1,10 +1,11 @@
 """How a simplified nest is cut for a GPU: the tile of a program, and the number of warps.
 
-A tile has an X side, a block of the parallel axes taken as one flat index, and, in a nest that reduces, an R side, a
-block of the flat reduced index. Flat indices make neighbouring threads touch neighbouring elements whatever the axes;
-the integer divisions that recover the axes have constant divisors. A *persistent* tile spans the whole reduced space, so
-that everything is loaded once; else each pass loops over blocks of R. A pointwise nest that transposes has a second
-parallel side, Y, so that loads and stores are both contiguous along a side of the tile.
+A tile has an X side, a block of the parallel axes taken as one flat index, and, in a nest that reduces, an R
+side, a block of the flat reduced index. Flat indices make neighbouring threads touch neighbouring elements
+whatever the axes; the integer divisions that recover the axes have constant divisors. A *persistent* tile
+spans the whole reduced space, so that everything is loaded once; else each pass loops over blocks of R. A
+pointwise nest that transposes has a second parallel side, Y, so that loads and stores are both contiguous
+along a side of the tile.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def _live_values(nest: LoopNest) -> int:
 
 
 def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
-    """Whether what a nest loads most of lies contiguous along its last parallel axis, not the last reduced one."""
+    """Whether what a nest loads most of lies contiguous along its last parallel axis, not the last reduced
+    one."""
     parallel = parallel_axes(nest)
     if not parallel:
         return False

@@ -1,4 +1,5 @@
-"""Loop nests written by hand, each with the specs of its buffers: what lowering would make of common operators."""
+"""Loop nests written by hand, each with the specs of its buffers: what lowering would make of common
+operators."""
 
 from __future__ import annotations
 
@@ -304,7 +305,7 @@ def dropout_like(rows: int = 4, columns: int = 33) -> Case:
 
 def inputs_for(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
     """Flat storages with random contents; integers stay small enough to be indices of what they index."""
-    nest, buffers = case
+    _, buffers = case
     generator = torch.Generator().manual_seed(seed)
     storages = {}
     for name, spec in buffers.items():

@@ -10,20 +10,24 @@ from tests.lowering.codegen_nests import BOOL, F32, F64, I64, Case, NestBuilder
 I32 = torch.int32
 COUNT = 200
 
-_FLOAT_ONLY = set(
-    "div reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh "
-    "acosh atanh erf erfc sigmoid lgamma atan2 copysign hypot nextafter isinf pow".split()
-)
+_FLOAT_ONLY = {
+    "div", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin",
+    "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
+    "sigmoid", "lgamma", "atan2", "copysign", "hypot", "nextafter", "isinf", "pow",
+}  # fmt: skip
 _INTEGER_ONLY = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right"}
-_BOOL_TOO = {"logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor",
-             "bitwise_not", "eq", "ne"}  # fmt: skip
+_BOOL_TOO = {
+    "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_not", "eq", "ne",
+}  # fmt: skip
 _PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"}
 _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
 
 # Where Triton needs libdevice, which its interpreter does not have.
-LIBDEVICE = set(
-    "tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma pow atan2 hypot nextafter fmod remainder floor_div".split()
-)
+LIBDEVICE = {
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "lgamma", "pow",
+    "atan2", "hypot", "nextafter", "fmod", "remainder", "floor_div",
+}  # fmt: skip
 LIBDEVICE_F64 = LIBDEVICE | {"expm1", "log1p", "log10"}
 
 
@@ -51,7 +55,8 @@ def operation_case(operation: str, dtype: torch.dtype) -> Case:
 
 
 def operands_for(operation: str, case: Case) -> dict[str, torch.Tensor]:
-    """Operands with zeros, both signs, NaN and infinities; small shift counts; no integer division by zero."""
+    """Operands with zeros, both signs, NaN and infinities; small shift counts; no integer division by
+    zero."""
     generator = torch.Generator().manual_seed(1)
     storages = {}
     for name, spec in case[1].items():
@@ -59,7 +64,9 @@ def operands_for(operation: str, case: Case) -> dict[str, torch.Tensor]:
             storages[name] = torch.randint(0, 2, (COUNT,), generator=generator).bool()
         elif spec.dtype.is_floating_point:
             values = torch.randn(COUNT, generator=generator, dtype=F64) * 3
-            special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 0.5, -2.5, 1e-30])
+            special = torch.tensor(
+                [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 0.5, -2.5, 1e-30]
+            )
             values[torch.randperm(COUNT, generator=generator)[:60]] = special.double().repeat(6)
             storages[name] = values.to(spec.dtype)
         else:

@@ -1,4 +1,5 @@
-"""Random loop nests. Values stay near 1, and only loaded values are compared, so that rounding decides nothing."""
+"""Random loop nests. Values stay near 1, and only loaded values are compared, so that rounding decides
+nothing."""
 
 from __future__ import annotations
 
@@ -55,9 +56,8 @@ def _reduction(draw: st.DrawFn, b: NestBuilder, floats: list[int], loads: list[i
     operation = draw(REDUCTIONS)
     parallel = tuple(range(len(b.extents) - b.reduced_axes))
     shape = tuple(b.extents[axis] for axis in parallel)
-    if operation.startswith("arg"):
-        if b.reduced_axes != 1 or b.dtype(loads[0]) == BOOL:
-            operation = "max"
+    if operation.startswith("arg") and (b.reduced_axes != 1 or b.dtype(loads[0]) == BOOL):
+        operation = "max"
     if operation.startswith("arg"):
         value = b.reduce(operation, loads[0], I64)
     elif operation in ("any", "all"):

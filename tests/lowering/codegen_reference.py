@@ -1,4 +1,5 @@
-"""The meaning of a loop nest, the slow way: every statement as one torch operation over the whole iteration space."""
+"""The meaning of a loop nest, the slow way: every statement as one torch operation over the whole iteration
+space."""
 
 from __future__ import annotations
 

@@ -71,7 +71,15 @@ def test_random_nests(case: Case, folder: Path) -> None:
 
 
 def test_nan_and_infinity_in_reductions(folder: Path) -> None:
-    for name in ("extrema", "argmax", "argmin", "argmax_columns", "softmax_rows", "softmax_columns", "total_max"):
+    for name in (
+        "extrema",
+        "argmax",
+        "argmin",
+        "argmax_columns",
+        "softmax_rows",
+        "softmax_columns",
+        "total_max",
+    ):
         case = HAND_WRITTEN[name]
         storages = inputs_for(case)
         storages["x"][3] = float("nan")

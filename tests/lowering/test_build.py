@@ -73,7 +73,8 @@ def test_a_damaged_object_is_rebuilt_and_not_loaded(
     # In a process of its own: rewriting an object that this one has mapped would crash it.
     script = (
         "import sys; from pathlib import Path; from tests.lowering.codegen_nests import softmax\n"
-        "from compile_core.lowering.build import build; from compile_core.lowering.codegen_cpp import generate_cpp\n"
+        "from compile_core.lowering.build import build\n"
+        "from compile_core.lowering.codegen_cpp import generate_cpp\n"
         "build([generate_cpp(*softmax(3, 5))], Path(sys.argv[1]))"
     )
     subprocess.run(
@@ -88,7 +89,9 @@ def test_a_damaged_object_is_rebuilt_and_not_loaded(
     torch.testing.assert_close(storages["y"].view(3, 5), storages["x"].view(3, 5).softmax(1))
 
 
-def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(tmp_path: Path, nothing_loaded: None) -> None:
+def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(
+    tmp_path: Path, nothing_loaded: None
+) -> None:
     source = generate_cpp(*residual_add((2, 2)))
     broken = replace(source, text=source.text.replace("bad = 0", "bad = nonsense"))
     with pytest.raises(CompileError, match=r"(?s)nonsense.*The source is kept in (.*\.cpp)") as raised:
@@ -97,7 +100,9 @@ def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(tmp_path: 
     assert "nonsense" in kept.read_text()
 
 
-def test_no_compiler_is_explained(tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_explained(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     build_cpp.compiler.cache_clear()
     try:

@@ -53,13 +53,22 @@ def hand_written(folder: Path):
     return sources, build(list(sources.values()), folder)
 
 
-def check(case: Case, source: KernelSource, function, storages: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def check(
+    case: Case, source: KernelSource, function, storages: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     expected = evaluate(*case, storages)
     function(*(storages[name] for name in source.buffers))
     for name, spec in case[1].items():
         narrow = spec.dtype in (torch.float16, torch.bfloat16)
         bound = 1e-2 if narrow else tolerance
-        torch.testing.assert_close(storages[name], expected[name], rtol=bound, atol=bound, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}\n{source.text}")
+        torch.testing.assert_close(
+            storages[name],
+            expected[name],
+            rtol=bound,
+            atol=bound,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}\n{source.text}",
+        )
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)
@@ -154,7 +163,15 @@ def test_in_place_normalisation(folder: Path) -> None:
 
 
 def test_nan_and_infinity_in_reductions(folder: Path) -> None:
-    for name in ("extrema", "argmax", "argmin", "argmax_columns", "softmax_rows", "softmax_columns", "total_max"):
+    for name in (
+        "extrema",
+        "argmax",
+        "argmin",
+        "argmax_columns",
+        "softmax_rows",
+        "softmax_columns",
+        "total_max",
+    ):
         case = HAND_WRITTEN[name]
         source = generate_cpp(*case)
         storages = inputs_for(case)
@@ -212,8 +229,13 @@ _FUNCTIONS = {
 def test_float32_functions_within_their_bounds(folder: Path) -> None:
     """Every 4001st float of all, and dense ranges where results are near 0, 1 or the ends of their range."""
     bits = torch.arange(-(2**31), 2**31, 4001).to(torch.int32).view(F32)
-    dense = [torch.linspace(*ends, 200_003) for ends in ((-20, 20), (-1.5, 1.5), (0.3, 3), (-110, 100), (-1e-3, 1e-3))]
-    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 2.0**-149, 2.0**-126])
+    dense = [
+        torch.linspace(*ends, 200_003)
+        for ends in ((-20, 20), (-1.5, 1.5), (0.3, 3), (-110, 100), (-1e-3, 1e-3))
+    ]
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 2.0**-149, 2.0**-126]
+    )
     x = torch.cat([bits, *dense, special])
     cases = {}
     for function in _FUNCTIONS:
@@ -244,7 +266,9 @@ def test_float32_functions_within_their_bounds(folder: Path) -> None:
 
 def test_all_float16_and_bfloat16_conversions(folder: Path) -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
-    wide = torch.cat([torch.arange(-(2**31), 2**31, 9973).to(torch.int32).view(F32), torch.linspace(-7e4, 7e4, 100_001)])
+    wide = torch.cat(
+        [torch.arange(-(2**31), 2**31, 9973).to(torch.int32).view(F32), torch.linspace(-7e4, 7e4, 100_001)]
+    )
     for narrow in (torch.float16, torch.bfloat16):
         for source_tensor, target in ((every.view(narrow), F32), (wide, narrow)):
             b = NestBuilder((source_tensor.numel(),))
@@ -287,7 +311,9 @@ def test_constants_keep_their_values(folder: Path) -> None:
         results = [torch.zeros(1, dtype=dtype, device=CPU) for _ in values]
         build([source], folder)["constants"](*results)
         for result, value in zip(results, values, strict=True):
-            torch.testing.assert_close(result, torch.tensor([value], dtype=dtype), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                result, torch.tensor([value], dtype=dtype), rtol=0, atol=0, equal_nan=True
+            )
     b = NestBuilder(())
     b.buffer("y", (), I64)
     b.buffer("z", (), BOOL)

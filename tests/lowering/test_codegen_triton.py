@@ -1,4 +1,5 @@
-"""Triton kernels without a GPU: each is compiled for one that is not there, and run in Triton's interpreter."""
+"""Triton kernels without a GPU: each is compiled for one that is not there, and run in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def test_a_missing_triton_is_explained(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_kernel_that_triton_refuses_names_its_source(folder: Path) -> None:
     source = generate_triton(*residual_add((5, 3)))
-    broken = type(source)(**{**vars(source), "text": source.text.replace("tl.load", "tl.lode"), "name": "broken"})
+    broken = type(source)(
+        **{**vars(source), "text": source.text.replace("tl.load", "tl.lode"), "name": "broken"}
+    )
     with pytest.raises(CompileError, match=r"the kernel broken: (.|\n)*The source is in .*kernel\.py"):
         compile_triton_for(broken, gpu_target("cuda", 90, 32), folder)
 
