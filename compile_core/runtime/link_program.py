@@ -92,15 +92,18 @@ class _Writer:
         freed_after = _freed_after(program)
         for position, step in enumerate(program.steps):
             if isinstance(step, LoopNest):
-                self._allocate(sorted(writes(step)), allocated)
+                # What is read and was not written has no elements.
+                self._allocate(sorted(reads(step) | writes(step)), allocated)
                 self._call_kernel(step)
             else:
-                self._allocate([view.buffer for view in step.out.values()], allocated)
+                results = {name for name in step.outputs if name is not None}
+                self._allocate(sorted((reads(step) | writes(step)) - results), allocated)
                 self._call_extern(step)
-                allocated |= {name for name in step.outputs if name is not None}
+                allocated |= results
             freed = [variables[name] for name in freed_after[position]]
             if freed:
                 self.lines.append(f"del {', '.join(freed)}")
+        self._allocate([view.buffer for view in program.outputs if view is not None], allocated)
         outputs = "".join(f"{'None' if view is None else self._view(view)}, " for view in program.outputs)
         self.lines.append(f"return ({outputs})")
         head = [f"# {program.name}", "def run(arguments):"]

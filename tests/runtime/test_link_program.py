@@ -204,3 +204,13 @@ def test_traceback_shows_the_generated_line():
     with pytest.raises(RuntimeError) as raised:
         run([torch.ones(3)])
     assert "extern_aten_mm_default(b0, b0)" in str(raised.getrepr())
+
+
+def test_buffer_without_elements_that_nothing_writes():
+    run = link(
+        [extern(aten.sum.default, (whole("y", 0),), "z")],
+        [whole("y", 0), whole("z")],
+        {"x": spec(0), "y": spec(0), "z": spec()},
+    )
+    y, z = run([torch.ones(0)])
+    assert y.shape == (0,) and z.item() == 0
