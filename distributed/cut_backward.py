@@ -1,46 +1,51 @@
 """Cuts a backward graph where gradient buckets become ready.
 
-A region computes what one bucket's gradients need and nothing else: work that only later buckets need, or only the
-gradients of the inputs, waits, so that each all-reduce starts as early as its bucket can be complete. The regions
-together compute every value once, in the order of the graph within a region.
+A region computes what one bucket's gradients need and nothing else: work that only later buckets need, or
+only the gradients of the inputs, waits, so that each all-reduce starts as early as its bucket can be
+complete. The regions together compute every value once, in the order of the graph within a region.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
 from bucketing.bucket import BucketPlan
+from compile_core.errors import InternalError
 from compile_core.ir.regions import build_region, graph_inputs, graph_results
 from compile_core.ir.schedule import Schedule, ScheduleStep, StartCollective, WaitCollective
 
 
 def cut_backward(
-    module: GraphModule, gradients: Mapping[str, Node], plan: BucketPlan, factor: float
+    module: GraphModule, gradients: Mapping[str, int], plan: BucketPlan, factor: float
 ) -> Schedule:
     """The backward with each bucket's all-reduce started behind the region that completes it.
 
     Args:
         module: the backward graph; results that are in ``gradients`` are stored in buckets, not returned.
-        gradients: for every parameter of the plan, the value that is its gradient.
+        gradients: for every parameter of the plan, the position of its gradient among the results.
         plan: the buckets, in the order in which their all-reduces start.
         factor: by which gradients are multiplied on their way into the buckets.
 
     Returns:
-        A schedule with one region a bucket, one more if other results remain, and the waits last. Destinations are
-        named after the parameters.
+        A schedule with one region a bucket, one more if other results remain, and the waits last.
+        Destinations are named after the parameters.
     """
+    found = graph_results(module)
     regions = []
     placed: set[Node] = set()
     for bucket in plan.buckets:
-        stored = {parameter.name: gradients[parameter.name] for parameter in bucket.parameters}
+        stored = {
+            parameter.name: _result(found, gradients[parameter.name]) for parameter in bucket.parameters
+        }
         nodes = _needed(stored.values(), placed)
         placed |= nodes
         regions.append((nodes, stored))
+    # By position: an input may have the same value for its gradient as a parameter, as the terms of a sum do.
     into_buckets = set(gradients.values())
-    returned = [None if node in into_buckets else node for node in graph_results(module)]
+    returned = [None if position in into_buckets else node for position, node in enumerate(found)]
     rest = _needed((node for node in returned if node is not None), placed)
     if rest:
         regions.append((rest, {}))
@@ -48,8 +53,10 @@ def cut_backward(
     steps: list[ScheduleStep] = []
     kept = {node for node in returned if node is not None}
     for position, (nodes, stored) in enumerate(regions):
-        later = {source for others, _ in regions[position + 1 :] for node in others for source in node.all_input_nodes}
-        later |= {node for _, others in regions[position + 1 :] for node in others.values()} | kept
+        later = set(kept)
+        for others, other_stored in regions[position + 1 :]:
+            later.update(other_stored.values())
+            later.update(source for node in others for source in node.all_input_nodes)
         ordered = [node for node in module.graph.nodes if node in nodes]
         results = [node for node in ordered if node in later]
         steps.append(build_region(f"backward_{position}", module, ordered, results, stored, factor))
@@ -62,6 +69,13 @@ def cut_backward(
         steps=tuple(steps),
         outputs=tuple(None if node is None else node.name for node in returned),
     )
+
+
+def _result(results: Sequence[Node | None], position: int) -> Node:
+    node = results[position]
+    if node is None:
+        raise InternalError(f"result {position} of the backward is undefined and cannot go into a bucket")
+    return node
 
 
 def _needed(results: Iterable[Node], placed: set[Node]) -> set[Node]:

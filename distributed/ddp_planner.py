@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.fx import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan, Parameter
@@ -31,10 +30,11 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
 
 
 class DDPPlanner:
-    """A ``SchedulePlanner`` for one module: the first graph fixes the buckets, later graphs fill the same ones.
+    """A ``SchedulePlanner`` for one module: the first graph fixes the buckets, later graphs fill the same
+    ones.
 
-    That every graph of a module reduces the same buckets in the same order is what lets one rank recompile alone, for
-    instance for a short last batch.
+    That every graph of a module reduces the same buckets in the same order is what lets one rank recompile
+    alone, for instance for a short last batch.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -50,20 +50,21 @@ class DDPPlanner:
         gradients = self._gradients(graph, inputs)
         if self.buckets is None:
             order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
-            ready = sorted(gradients, key=lambda name: order[gradients[name]])
+            results = graph_results(graph.backward)
+            ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
             self.buckets = GradientBuckets(self._plan(ready), self._parameters, self._ddp.process_group)
         return cut_backward(graph.backward, gradients, self.buckets.plan, self.buckets.factor), self.buckets
 
-    def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, Node]:
-        """Each parameter's gradient in the backward graph; parameters are known by identity."""
+    def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
+        """Where each parameter's gradient stands among the backward's results; identity tells parameters."""
         assert graph.backward is not None
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        found: dict[str, Node] = {}
+        found: dict[str, int] = {}
         results = graph_results(graph.backward)
-        for position, gradient in zip(graph.signature.gradient_inputs, results, strict=True):
+        for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):
             name = names.get(id(inputs[position]))
             if name is not None and gradient is not None:
-                found[name] = gradient
+                found[name] = k
         unused = [name for name in self._parameters if name not in found]
         if unused:
             raise Unsupported(

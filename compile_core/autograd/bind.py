@@ -12,7 +12,11 @@ from compile_core.errors import Unsupported
 from compile_core.ir.graphs import GraphSignature, InputAlias, PartitionedGraph
 from compile_core.ir.tensor_spec import TensorSpec
 
-Program = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
+# torch exports it without declaring it.
+foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+
+# Takes its inputs in a list that it may empty.
+Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -28,25 +32,26 @@ class BoundGraph:
     num_outputs: int
     saved_primals: tuple[int | None, ...]
     signature: GraphSignature
+    replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def __call__(self, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         signature = self.signature
         if self.backward is None:
             # Inputs may require gradients although no result does; ``out=`` kernels would refuse them.
             with torch.no_grad():
-                outputs = [_standalone(value) for value in self.forward(primals)]
+                outputs = [_standalone(value) for value in self.forward([*primals])]
         else:
             outputs = _CompiledGraph.apply(self, *primals)
         if signature.mutated:
             with torch.no_grad():
-                for position, output in signature.mutated:
-                    primals[position].copy_(outputs[output])
+                for positions, updates in self.replays:
+                    foreach_copy([primals[k] for k in positions], [outputs[k] for k in updates])
         return tuple(
             outputs[result] if isinstance(result, int) else _make_alias(result, primals)
             for result in signature.results
         )
 
-    def differentiate(self, saved_and_tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def differentiate(self, saved_and_tangents: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """The gradients; with ``create_graph=True`` as tensors that cannot be differentiated again."""
         assert self.backward is not None
         with torch.no_grad():
@@ -68,13 +73,28 @@ def bind_autograd(graph: PartitionedGraph, forward: Program, backward: Program |
     """
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
-    return BoundGraph(forward, backward, graph.num_outputs, saved_primals, graph.signature)
+    return BoundGraph(forward, backward, graph.num_outputs, saved_primals, graph.signature, _replays(graph))
+
+
+def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The changes of inputs, one group a dtype: a model with fifty batch norms has a hundred and fifty.
+
+    Each group is the positions of the primals and those of the graph's outputs that replace them.
+    """
+    primals = graph.forward.graph.find_nodes(op="placeholder")
+    groups: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for position, output in graph.signature.mutated:
+        groups.setdefault(primals[position].meta["val"].dtype, []).append((position, output))
+    return tuple(
+        (tuple(position for position, _ in group), tuple(output for _, output in group))
+        for group in groups.values()
+    )
 
 
 class _CompiledGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = bound.forward(primals)
+        results = bound.forward([*primals])
         outputs = tuple(_standalone(value) for value in results[: bound.num_outputs])
         computed = iter(results[bound.num_outputs :])
         ctx.save_for_backward(*(next(computed) if k is None else primals[k] for k in bound.saved_primals))
@@ -92,7 +112,12 @@ class _CompiledGraph(torch.autograd.Function):
         if all(gradient is None for gradient in arriving):
             return (None,) * len(ctx.needs_input_grad)
         tangents = [_as_specified(g, spec) for g, spec in zip(arriving, signature.tangent_specs, strict=True)]
-        found = bound.differentiate([*ctx.saved_tensors, *tangents])
+        inputs = [*ctx.saved_tensors, *tangents]
+        # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps
+        # it).
+        ctx.maybe_clear_saved_tensors()
+        del arriving, tangents
+        found = bound.differentiate(inputs)
         for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for position, gradient in zip(signature.gradient_inputs, found, strict=True):
             for_primals[position + 1] = gradient

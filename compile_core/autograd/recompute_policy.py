@@ -17,9 +17,9 @@ from compile_core.autograd.simplify import is_random
 aten = torch.ops.aten
 
 _VIEWS = {
-    aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.t, aten.transpose, aten.expand, aten.squeeze,
-    aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.as_strided,
-    aten.diagonal, aten.unfold,
+    aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.t, aten.transpose, aten.expand,
+    aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
+    aten.as_strided, aten.diagonal, aten.unfold,
 }  # fmt: skip
 _CREATIONS = {aten.full, aten.zeros, aten.ones, aten.arange, aten.scalar_tensor, aten.full_like,
               aten.zeros_like, aten.ones_like, aten.empty, aten.empty_like}  # fmt: skip

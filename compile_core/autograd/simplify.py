@@ -5,6 +5,7 @@ Random operators are never merged or dropped: each advances torch's generator as
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _undone_transpose(node: Node) -> Node | None:
 
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return (schema is None and node.target.__name__ != "getitem") or bool(
+    return (schema is None and node.target is not operator.getitem) or bool(
         schema is not None and schema.is_mutable
     )
 

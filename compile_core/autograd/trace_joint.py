@@ -32,6 +32,11 @@ from compile_core.errors import Unsupported
 from compile_core.ir.graphs import GraphSignature, InputAlias, JointGraph
 from compile_core.ir.tensor_spec import TensorSpec
 
+# torch exports these without declaring them.
+functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+sync: Any = torch._sync  # type: ignore[attr-defined]
+from_functional_tensor: Any = torch._from_functional_tensor  # type: ignore[attr-defined]
+
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
@@ -76,7 +81,7 @@ def trace_joint(
                         allow_unused=True,
                     )
             mutated.extend(
-                k for k, tensor in enumerate(wrapped) if torch._functionalize_has_data_mutation(tensor.elem)
+                k for k, tensor in enumerate(wrapped) if functionalize_has_data_mutation(tensor.elem)
             )
             updated = [wrapped[position] for position in mutated]
             return [_unwrap(value) for value in (*outputs, *updated, *gradients)]
@@ -193,8 +198,8 @@ def _alias(output: torch.Tensor, source: torch.Tensor, position: int) -> InputAl
     detached = source.requires_grad and not output.requires_grad
     if output is source:
         return InputAlias(position, None, detached)
-    view = (tuple(output.shape), tuple(output.stride()), output.storage_offset() - source.storage_offset())
-    return InputAlias(position, view, detached)
+    offset = int(output.storage_offset() - source.storage_offset())
+    return InputAlias(position, (tuple(output.shape), tuple(output.stride()), offset), detached)
 
 
 def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
@@ -233,8 +238,8 @@ def _dense_spec(output: torch.Tensor) -> TensorSpec:
 def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:
     if not isinstance(value, FunctionalTensor):
         return value
-    torch._sync(value)
-    return torch._from_functional_tensor(value.elem)
+    sync(value)
+    return from_functional_tensor(value.elem)
 
 
 @contextmanager

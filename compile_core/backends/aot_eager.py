@@ -1,4 +1,5 @@
-"""Runs traced and partitioned regions with torch's own kernels: capture and autograd are ours, code generation is not."""
+"""Runs traced and partitioned regions with torch's own kernels: capture and autograd are ours, code
+generation is not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     num_inputs = len(compute.inputs)
     stored = [(k, position) for position, k in enumerate(_stored_outputs(compute))]
 
-    def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             results = list(compute.module(*arguments[:num_inputs]))
             for k, position in stored:

@@ -36,11 +36,13 @@ def build_region(
         module: the graph that the nodes are from; its attributes are shared.
         nodes: computed here. Whatever else they read becomes an input of the region.
         results: those of the nodes that are known outside under their own names.
-        destinations: name of a persistent buffer -> the value to store there, computed here or an input. The region's
-            result for it has the buffer's name.
+        destinations: name of a persistent buffer -> the value to store there, computed here or an input. The
+            region's result for it is named after the buffer, with ``.stored`` behind.
         factor: by which every value is multiplied on its way to its destination.
     """
     destinations = destinations or {}
+    # A parameter may bear the name of a node; no node has a dot in its name.
+    stored_names = {destination: f"{destination}.stored" for destination in destinations}
     here = set(nodes)
     read = dict.fromkeys(
         source
@@ -66,8 +68,8 @@ def build_region(
         name=name,
         module=GraphModule(module, graph),
         inputs=tuple(node.name for node in read),
-        outputs=(*(node.name for node in results), *destinations),
-        destinations={destination: destination for destination in destinations},
+        outputs=(*(node.name for node in results), *stored_names.values()),
+        destinations={stored_names[destination]: destination for destination in destinations},
     )
 
 

@@ -123,7 +123,10 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
 
 
 def _has_effect(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    """Whether it changes memory, or the state of a generator, as eager would for numbers that nobody uses."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:

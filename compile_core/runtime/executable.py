@@ -16,29 +16,38 @@ from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCol
 from compile_core.runtime.communicator import Communicator, RegionObserver
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
-# outputs, with the destination itself as the value of an output that was stored there.
-Region = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+# outputs, with the destination itself as the value of an output that was stored there. The list that it is
+# given is its own: a region empties it to free each input after its last use.
+Region = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass
 class Executable:
-    """A linked schedule: called with what ``schedule.inputs`` names, it returns ``schedule.outputs``."""
+    """A linked schedule: called with what ``schedule.inputs`` names, it returns ``schedule.outputs``.
+
+    The list of inputs is emptied, so that memory that nobody else holds is free after its last use.
+    """
 
     schedule: Schedule
     regions: Mapping[str, Region]
     communicator: Communicator | None
     observer: RegionObserver | None = None
-    _last_uses: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _last_reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _unread: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         values = dict(zip(self.schedule.inputs, inputs, strict=True))
+        inputs.clear()
         communicator, observer = self.communicator, self.observer
         if communicator is not None:
             communicator.begin()
         for position, step in enumerate(self.schedule.steps):
             if isinstance(step, Compute):
                 arguments = [values[name] for name in step.inputs]
-                arguments += [communicator.destination(name) for name in step.destinations.values()]
+                for name in self._last_reads[position]:
+                    del values[name]
+                if communicator is not None:
+                    arguments += [communicator.destination(name) for name in step.destinations.values()]
                 if observer is not None:
                     observer.region_started(step.name)
                 results = self.regions[step.name](arguments)
@@ -46,12 +55,14 @@ class Executable:
                     observer.region_finished(step.name)
                 values.update(zip(step.outputs, results, strict=True))
                 del arguments, results
-                for name in self._last_uses[position]:
+                for name in self._unread[position]:
                     del values[name]
-            elif isinstance(step, StartCollective):
-                communicator.start(step.bucket)
             else:
-                communicator.wait(step.bucket)
+                assert communicator is not None
+                if isinstance(step, StartCollective):
+                    communicator.start(step.bucket)
+                else:
+                    communicator.wait(step.bucket)
         if communicator is not None:
             communicator.finish()
         return [None if name is None else values[name] for name in self.schedule.outputs]
@@ -66,23 +77,29 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
     missing = [step.name for step in schedule.computes if step.name not in regions]
     if missing:
         raise InternalError(f"schedule {schedule.name} has no compiled region for {missing}")
-    collective = any(isinstance(step, (StartCollective, WaitCollective)) for step in schedule.steps)
-    if communicator is None and (collective or any(step.destinations for step in schedule.computes)):
+    reduces = any(
+        bool(step.destinations)
+        if isinstance(step, Compute)
+        else isinstance(step, (StartCollective, WaitCollective))
+        for step in schedule.steps
+    )
+    if reduces and communicator is None:
         raise InternalError(f"schedule {schedule.name} reduces gradients, but no communicator was given")
+    last_reads, unread = _lifetimes(schedule)
     return Executable(
-        schedule, regions, communicator if collective else None, _last_uses=_last_uses(schedule)
+        schedule, regions, communicator if reduces else None, _last_reads=last_reads, _unread=unread
     )
 
 
-def _last_uses(schedule: Schedule) -> dict[int, tuple[str, ...]]:
-    """For each step, the values that nothing needs after it: memory is freed as early as possible."""
-    last: dict[str, int] = {}
-    for position, step in enumerate(schedule.steps):
+def _lifetimes(schedule: Schedule) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:
+    """By position of the region: the values that it is the last to read, and those of its own that nothing
+    reads."""
+    last_reads: dict[int, tuple[str, ...]] = {}
+    unread: dict[int, tuple[str, ...]] = {}
+    needed = {name for name in schedule.outputs if name is not None}
+    for position, step in reversed(list(enumerate(schedule.steps))):
         if isinstance(step, Compute):
-            last.update(dict.fromkeys((*step.inputs, *step.outputs), position))
-    kept = set(schedule.outputs)
-    freed: dict[int, list[str]] = {position: [] for position in range(len(schedule.steps))}
-    for name, position in last.items():
-        if name not in kept:
-            freed[position].append(name)
-    return {position: tuple(names) for position, names in freed.items()}
+            unread[position] = tuple(name for name in step.outputs if name not in needed)
+            last_reads[position] = tuple(name for name in step.inputs if name not in needed)
+            needed.update(step.inputs)
+    return last_reads, unread

@@ -8,6 +8,7 @@ region.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,9 @@ class LinkedProgram:
 
     text: str
     sources: tuple[KernelSource, ...]
-    run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-    def __call__(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def __call__(self, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self.run(arguments)
 
 
@@ -82,23 +83,27 @@ class _Writer:
         self.names.update({variables[name]: tensor for name, tensor in program.constants.items()})
         allocated |= set(program.constants)
         self.variables = variables
-        # Offsets of views count from where the storage begins; only what the caller passes may begin
-        # elsewhere.
-        self.given = set(given)
+        # Offsets of views count from where the buffer begins in its storage; at the start if it is allocated
+        # here.
+        self.allocated_here: set[str] = set()
         if given:
             self.lines.append(f"{''.join(variables[name] + ', ' for name in given)}= arguments")
+            self.lines.append("arguments.clear()")
         freed_after = _freed_after(program)
         for position, step in enumerate(program.steps):
             if isinstance(step, LoopNest):
-                self._allocate(sorted(writes(step)), allocated)
+                # What is read and was not written has no elements.
+                self._allocate(sorted(reads(step) | writes(step)), allocated)
                 self._call_kernel(step)
             else:
-                self._allocate([view.buffer for view in step.out.values()], allocated)
+                results = {name for name in step.outputs if name is not None}
+                self._allocate(sorted((reads(step) | writes(step)) - results), allocated)
                 self._call_extern(step)
-                allocated |= {name for name in step.outputs if name is not None}
+                allocated |= results
             freed = [variables[name] for name in freed_after[position]]
             if freed:
                 self.lines.append(f"del {', '.join(freed)}")
+        self._allocate([view.buffer for view in program.outputs if view is not None], allocated)
         outputs = "".join(f"{'None' if view is None else self._view(view)}, " for view in program.outputs)
         self.lines.append(f"return ({outputs})")
         head = [f"# {program.name}", "def run(arguments):"]
@@ -108,11 +113,11 @@ class _Writer:
         for name in names:
             if name not in allocated:
                 allocated.add(name)
+                self.allocated_here.add(name)
                 spec = self.program.buffers[name]
                 dtype, device = self._constant(spec.dtype), self._constant(spec.device)
-                self.lines.append(
-                    f"{self.variables[name]} = empty_strided({spec.shape}, {spec.stride}, dtype={dtype}, device={device})"
-                )
+                arguments = f"{spec.shape}, {spec.stride}, dtype={dtype}, device={device}"
+                self.lines.append(f"{self.variables[name]} = empty_strided({arguments})")
 
     def _call_kernel(self, nest: LoopNest) -> None:
         source = self.sources.get(nest.name)
@@ -129,7 +134,8 @@ class _Writer:
         arguments += [f"{name}={self._argument(value)}" for name, value in call.keywords.items()]
         arguments += [f"{name}={self._view(view)}" for name, view in call.out.items()]
         expression = f"{function}({', '.join(arguments)})"
-        if call.out:
+        unused = all(name is None for name in call.outputs)
+        if call.out or unused:
             self.lines.append(expression)
         elif len(call.outputs) == 1 and call.outputs[0] is not None and not _returns_tuple(call):
             self.lines.append(f"{self.variables[call.outputs[0]]} = {expression}")
@@ -143,15 +149,19 @@ class _Writer:
         if isinstance(value, (list, tuple)):
             items = "".join(f"{self._argument(item)}, " for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items})"
-        if value is None or isinstance(value, (bool, int, str)):
+        finite = isinstance(value, float) and math.isfinite(value)
+        if value is None or finite or isinstance(value, (bool, int, str)):
             return repr(value)
         return self._constant(value)
 
     def _constant(self, value: Any) -> str:
         """A name for a value that has no literal, such as a dtype or an infinity."""
         readable = "".join(letter if letter.isalnum() else "_" for letter in str(value))
-        name = f"constant_{readable}"
-        self.names[name] = value
+        name = wanted = f"constant_{readable}"
+        count = 0
+        while self.names.setdefault(name, value) is not value and self.names[name] != value:
+            count += 1
+            name = f"{wanted}_{count}"
         return name
 
     def _view(self, view: View) -> str:
@@ -160,12 +170,9 @@ class _Writer:
         if view.offset == 0 and _same_layout(view, spec):
             return variable
         offset = str(view.offset)
-        if view.buffer in self.given:
-            offset = (
-                f"{variable}.storage_offset() + {view.offset}"
-                if view.offset
-                else f"{variable}.storage_offset()"
-            )
+        if view.buffer not in self.allocated_here:
+            start = f"{variable}.storage_offset()"
+            offset = f"{start} + {view.offset}" if view.offset else start
         return f"as_strided({variable}, {tuple(view.shape)}, {tuple(view.stride)}, {offset})"
 
 
@@ -179,8 +186,8 @@ def _returns_tuple(call: ExternCall) -> bool:
 
 
 def _freed_after(program: LoopProgram) -> list[list[str]]:
-    """For each step, the temporaries that nothing reads or writes after it."""
-    kept = {*program.inputs, *program.destinations, *program.constants}
+    """For each step, the inputs and temporaries that nothing reads or writes after it."""
+    kept = set(program.constants)
     kept |= {view.buffer for view in program.outputs if view is not None}
     last: dict[str, int] = {}
     for position, step in enumerate(program.steps):

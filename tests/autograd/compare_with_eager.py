@@ -47,12 +47,15 @@ def partitioned_graph(program: Program, *inputs: torch.Tensor) -> PartitionedGra
 
 
 def compile_program(
-    program: Program, inputs: Sequence[torch.Tensor], planner: SchedulePlanner | None = None
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    planner: SchedulePlanner | None = None,
+    backend: str = "aot_eager",
 ) -> CompiledGraph:
-    backend = resolve_backend("aot_eager")
-    assert isinstance(backend, RegionBackend)
+    resolved = resolve_backend(backend)
+    assert isinstance(resolved, RegionBackend)
     return compile_stages(
-        captured(program), fakes(inputs), inputs, backend=backend, options=CompileOptions(), planner=planner
+        captured(program), fakes(inputs), inputs, backend=resolved, options=CompileOptions(), planner=planner
     )
 
 
@@ -82,13 +85,14 @@ def layout(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-def check(program: Program, *inputs: torch.Tensor, **tolerance: float) -> CompiledGraph:
-    """Results, changed inputs, gradients and random state are those of the eager program; bit for bit by
-    default."""
+def check(
+    program: Program, *inputs: torch.Tensor, backend: str = "aot_eager", **tolerance: float
+) -> CompiledGraph:
+    """Results, changed inputs, gradients and random state are eager's; without a tolerance bit for bit."""
     module = captured(program)
     eager_inputs, compiled_inputs = copies(inputs), copies(inputs)
     state = torch.get_rng_state()
-    compiled = compile_program(module, compiled_inputs)
+    compiled = compile_program(module, compiled_inputs, backend=backend)
     assert torch.equal(torch.get_rng_state(), state), "compiling moved the random generator"
 
     expected = module(*eager_inputs)

@@ -69,12 +69,13 @@ def test_dropout_of_a_transposed_tensor():
     check(lambda x: F.dropout(x.t(), 0.5), leaf(8, 6))
 
 
-def test_unused_random_operator_still_advances():
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_unused_random_operator_still_advances(backend):
     def program(x):
         torch.rand_like(x)
         return x * torch.randn_like(x)
 
-    check(program, leaf(5))
+    check(program, leaf(5), backend=backend)
 
 
 def test_equal_random_operators_stay_two():
@@ -255,8 +256,9 @@ def test_expanded_input():
     check(lambda x, w: x * w, x, leaf(3, 4))
 
 
-def test_empty_tensor():
-    check(lambda x: x.exp(), leaf(0, 3))
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_empty_tensor(backend):
+    check(lambda x: x.exp(), leaf(0, 3), backend=backend)
 
 
 # Results that are inputs, or that share memory.
@@ -304,6 +306,7 @@ def test_the_same_result_twice():
     assert first is again
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 @pytest.mark.parametrize(
     "program",
     [
@@ -317,8 +320,8 @@ def test_the_same_result_twice():
         lambda x: (x.detach().clone(), x.clone()),
     ],
 )
-def test_results_with_memory_of_their_own(program):
-    compiled = check(program, leaf(3, 3))
+def test_results_with_memory_of_their_own(program, backend):
+    compiled = check(program, leaf(3, 3), backend=backend, rtol=1e-6, atol=1e-6)
     x = leaf(3, 3)
     memories = [tensor.untyped_storage().data_ptr() for tensor in (x, *compiled(x))]
     assert len(set(memories)) == len(memories)

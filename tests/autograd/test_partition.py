@@ -1,0 +1,132 @@
+"""What is saved for the backward, and what is computed again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.regions import graph_inputs, graph_results
+from tests.autograd.compare_with_eager import partitioned_graph
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def saved_targets(graph: PartitionedGraph) -> list[str]:
+    """The operators whose values are saved; inputs left out."""
+    saved = graph_results(graph.forward)[graph.num_outputs :]
+    return sorted(str(node.target) for node in saved if node is not None)
+
+
+def backward_targets(graph: PartitionedGraph) -> set[str]:
+    assert graph.backward is not None
+    return {str(node.target) for node in graph.backward.graph.nodes if node.op == "call_function"}
+
+
+def test_pointwise_values_are_computed_again():
+    graph = partitioned_graph(lambda x: x.sin().exp().tanh(), leaf(8))
+    assert saved_targets(graph) == []
+    assert graph.saved == (graph_inputs(graph.forward)[0].name,)
+    assert graph.saved_bytes == 0
+
+
+def test_products_are_saved():
+    graph = partitioned_graph(lambda x, w: (x @ w).sin().exp(), leaf(8, 8), leaf(8, 8))
+    assert saved_targets(graph) == ["aten.mm.default"]
+    assert graph.saved_bytes == 8 * 8 * 4
+    assert "aten.sin.default" in backward_targets(graph)
+
+
+def test_a_narrow_value_is_saved_rather_than_its_wide_source():
+    graph = partitioned_graph(lambda x, w: (x @ w).sum(1).exp(), torch.randn(8, 8), leaf(8, 64))
+    assert graph.saved_bytes == 8 * 4
+
+
+def test_random_values_are_saved_and_drawn_in_the_forward():
+    graph = partitioned_graph(lambda x: F.dropout(x, 0.5), leaf(8))
+    assert saved_targets(graph) == ["aten.bernoulli.p"]
+    assert "aten.bernoulli.p" not in backward_targets(graph)
+
+
+def test_results_of_operators_with_several_are_saved_one_by_one():
+    graph = partitioned_graph(lambda x: x.max(1).values.exp(), leaf(4, 6))
+    assert graph.saved_bytes <= 4 * 8 + 4 * 4
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in graph_inputs(graph.backward))
+
+
+def test_product_for_a_product_is_not_written_again():
+    """``relu`` feeds the second product's backward from memory, so it is saved, not computed again."""
+    graph = partitioned_graph(lambda x, w, v: (x @ w).relu() @ v, torch.randn(8, 8), leaf(8, 8), leaf(8, 8))
+    assert "aten.relu.default" in saved_targets(graph)
+    assert graph.saved_bytes == 8 * 8 * 4
+
+
+def test_value_in_memory_is_preferred_to_one_that_would_be_written_to_be_saved():
+    """The derivative of gelu has the size of its argument; but the argument, a product, is written anyway."""
+
+    def program(x, w):
+        product = x @ w
+        return product * product.erf() * product.sin()
+
+    assert saved_targets(partitioned_graph(program, torch.randn(8, 8), leaf(8, 8))) == ["aten.mm.default"]
+
+
+def test_changed_input_is_copied_if_it_is_saved():
+    def program(x, w):
+        y = w * x.sin()
+        x.add_(1)
+        return y
+
+    graph = partitioned_graph(program, torch.randn(8), leaf(8))
+    assert graph.saved_bytes == 8 * 4
+    assert saved_targets(graph) in (["aten.clone.default"], ["aten.sin.default"])
+
+
+def test_inputs_and_results_of_the_parts():
+    graph = partitioned_graph(lambda x, w: (x @ w).exp(), leaf(2, 2), leaf(2, 2))
+    assert graph.backward is not None
+    assert len(graph_results(graph.forward)) == graph.num_outputs + len(saved_targets(graph))
+    assert [node.name for node in graph_inputs(graph.backward)][: len(graph.saved)] == list(graph.saved)
+    assert len(graph_inputs(graph.backward)) == len(graph.saved) + len(graph.signature.tangents)
+    assert len(graph_results(graph.backward)) == len(graph.signature.gradient_inputs)
+
+
+def test_undefined_gradient():
+    graph = partitioned_graph(lambda x, unused: x * 2, leaf(3), leaf(3))
+    assert graph.backward is not None
+    assert graph_results(graph.backward)[1] is None
+
+
+def test_inference_graph_has_no_backward():
+    graph = partitioned_graph(lambda x: x * 2, torch.randn(3))
+    assert graph.backward is None and graph.saved == ()
+
+
+def test_transformer_block_saves_few_bytes():
+    """One block saves what a written-by-hand one would: the inputs of products, attention's own,
+    statistics."""
+    tokens, width, heads = 16, 32, 4
+
+    def separate_heads(x, start):
+        return x[..., start : start + width].reshape(1, tokens, heads, width // heads).transpose(1, 2)
+
+    def block(x, g1, b1, wqkv, wo, g2, b2, w1, w2):
+        qkv = F.linear(F.layer_norm(x, (width,), g1, b1), wqkv)
+        q, k, v = (separate_heads(qkv, part * width) for part in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(1, tokens, width)
+        x = x + F.linear(y, wo)
+        return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (width,), g2, b2), w1)), w2)
+
+    norm, attention, mlp = (
+        [(width,)] * 2,
+        [(3 * width, width), (width, width)],
+        [(4 * width, width), (width, 4 * width)],
+    )
+    weights = [leaf(*shape) for shape in (*norm, *attention, *norm, *mlp)]
+    graph = partitioned_graph(block, torch.randn(1, tokens, width), *weights)
+    one = tokens * width * 4
+    # Two normalised inputs, q k v, attention's result, the residual sum, gelu's argument and result; and
+    # statistics.
+    assert graph.saved_bytes <= (2 + 3 + 1 + 1 + 4 + 4) * one + one // 2

@@ -1,0 +1,89 @@
+"""The clean-up of a traced graph."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from compile_core.autograd.simplify import simplify
+
+aten = torch.ops.aten
+
+
+def simplified(build) -> list[str]:
+    """The operators that remain of what ``build(graph, x)`` adds and returns."""
+    graph = Graph()
+    graph.output(tuple(build(graph, graph.placeholder("x"))))
+    module = simplify(GraphModule({}, graph))
+    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+
+
+def call(graph, target, *arguments, **keywords):
+    return graph.call_function(target, arguments, keywords)
+
+
+def test_equal_nodes_are_merged():
+    def build(graph, x):
+        return [
+            call(graph, aten.mul.Tensor, call(graph, aten.sin.default, x), call(graph, aten.sin.default, x))
+        ]
+
+    assert simplified(build) == ["aten.sin.default", "aten.mul.Tensor"]
+
+
+def test_equal_numbers_of_other_types_are_not_merged():
+    def build(graph, x):
+        numbers = (1, 1.0, True, 0.0, -0.0)
+        return [call(graph, aten.mul.Tensor, x, number) for number in numbers]
+
+    assert len(simplified(build)) == 5
+
+
+def test_numbers_that_are_not_a_number_are_merged():
+    def build(graph, x):
+        return [call(graph, aten.add.Tensor, x, float("nan")) for _ in range(2)]
+
+    assert len(simplified(build)) == 1
+
+
+def test_random_operators_are_neither_merged_nor_dropped():
+    def build(graph, x):
+        for _ in range(2):
+            call(graph, aten.rand_like.default, x)
+        return [x]
+
+    assert simplified(build) == ["aten.rand_like.default"] * 2
+
+
+def test_unused_nodes_are_dropped():
+    def build(graph, x):
+        call(graph, aten.cos.default, call(graph, aten.sin.default, x))
+        return [call(graph, aten.exp.default, x)]
+
+    assert simplified(build) == ["aten.exp.default"]
+
+
+def test_nodes_that_pass_on_their_argument_are_dropped():
+    def build(graph, x):
+        y = call(graph, aten.alias.default, call(graph, aten.detach.default, x))
+        return [call(graph, aten.exp.default, y)]
+
+    assert simplified(build) == ["aten.exp.default"]
+
+
+def test_transposing_twice_is_nothing():
+    def build(graph, x):
+        return [call(graph, aten.exp.default, call(graph, aten.t.default, call(graph, aten.t.default, x)))]
+
+    assert simplified(build) == ["aten.exp.default"]
+
+
+def test_lists_and_keywords_tell_nodes_apart():
+    def build(graph, x):
+        return [
+            call(graph, aten.sum.dim_IntList, x, [0]),
+            call(graph, aten.sum.dim_IntList, x, [1]),
+            call(graph, aten.sum.dim_IntList, x, [1], dtype=torch.float64),
+        ]
+
+    assert len(simplified(build)) == 3

@@ -1,0 +1,141 @@
+"""Schedules that run: order, destinations, and when memory is given up."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from compile_core.errors import InternalError
+from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCollective
+from compile_core.runtime.executable import link
+
+EMPTY = torch.fx.GraphModule({}, torch.fx.Graph())
+
+
+def compute(name: str, inputs: str, outputs: str, **destinations: str) -> Compute:
+    return Compute(name, EMPTY, tuple(inputs.split()), tuple(outputs.split()), destinations)
+
+
+def schedule(inputs: str, outputs: tuple[str | None, ...], *steps) -> Schedule:
+    return Schedule("test", tuple(inputs.split()), steps, outputs)
+
+
+class Recorder:
+    """Communicator and observer in one."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.place = torch.zeros(2)
+
+    def destination(self, name: str) -> torch.Tensor:
+        self.events.append(f"destination {name}")
+        return self.place
+
+    def begin(self) -> None:
+        self.events.append("begin")
+
+    def start(self, bucket: int) -> None:
+        self.events.append(f"start {bucket}")
+
+    def wait(self, bucket: int) -> None:
+        self.events.append(f"wait {bucket}")
+
+    def finish(self) -> None:
+        self.events.append("finish")
+
+    def region_started(self, name: str) -> None:
+        self.events.append(f"{name} started")
+
+    def region_finished(self, name: str) -> None:
+        self.events.append(f"{name} finished")
+
+
+def double(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [2 * argument for argument in arguments]
+
+
+def test_values_pass_from_region_to_region():
+    steps = compute("first", "x", "y"), compute("second", "y", "z")
+    run = link(schedule("x unused", ("z", None, "x"), *steps), {"first": double, "second": double}, None)
+    x = torch.ones(2)
+    z, nothing, same = run([x, torch.ones(1)])
+    assert torch.equal(z, 4 * x) and nothing is None and same is x
+
+
+def test_inputs_are_given_up_before_the_last_region_that_reads_them():
+    alive = []
+
+    def first(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, _ = arguments
+        arguments.clear()
+        result = x + 1
+        watch = weakref.ref(x)
+        del x
+        alive.append(watch() is not None)
+        return [result, torch.ones(1)]
+
+    steps = compute("first", "x y", "a unread"), compute("second", "a y", "b _")
+    run = link(schedule("x y", ("b",), *steps), {"first": first, "second": double}, None)
+    inputs = [torch.ones(2), torch.ones(2)]
+    (result,) = run(inputs)
+    assert alive == [False] and inputs == []
+    assert torch.equal(result, torch.full((2,), 4.0))
+
+
+def test_a_value_that_is_returned_is_kept():
+    steps = compute("first", "x", "y"), compute("second", "y", "z")
+    run = link(schedule("x", ("y", "z", "y"), *steps), {"first": double, "second": double}, None)
+    y, z, again = run([torch.ones(1)])
+    assert (y.item(), z.item()) == (2.0, 4.0) and y is again
+
+
+def test_collectives_and_observer():
+    def store(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, place = arguments
+        return [place.copy_(x)]
+
+    recorder = Recorder()
+    steps = compute("region", "x", "w.stored", **{"w.stored": "w"}), StartCollective(0), WaitCollective(0)
+    run = link(schedule("x", (None,), *steps), {"region": store}, recorder)
+    run.observer = recorder
+    assert run([torch.ones(2)]) == [None]
+    assert torch.equal(recorder.place, torch.ones(2))
+    region = ["destination w", "region started", "region finished"]
+    assert recorder.events == ["begin", *region, "start 0", "wait 0", "finish"]
+
+
+def test_destinations_alone_need_the_communicator():
+    recorder = Recorder()
+    step = compute("region", "x", "w.stored", **{"w.stored": "w"})
+    run = link(schedule("x", (), step), {"region": lambda arguments: [arguments[1]]}, recorder)
+    run([torch.ones(2)])
+    assert recorder.events == ["begin", "destination w", "finish"]
+
+
+def test_schedule_without_reduction_leaves_the_communicator_alone():
+    recorder = Recorder()
+    link(schedule("x", ("y",), compute("region", "x", "y")), {"region": double}, recorder)([torch.ones(2)])
+    assert recorder.events == []
+
+
+def test_missing_region():
+    with pytest.raises(InternalError, match="no compiled region for \\['region'\\]"):
+        link(schedule("x", ("y",), compute("region", "x", "y")), {}, None)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [StartCollective(0), compute("region", "x", "w.stored", **{"w.stored": "w"})],
+    ids=["collective", "destination"],
+)
+def test_missing_communicator(step):
+    with pytest.raises(InternalError, match="no communicator"):
+        link(schedule("x", (), step), {"region": double}, None)
+
+
+def test_wrong_number_of_inputs():
+    run = link(schedule("x", ("y",), compute("region", "x", "y")), {"region": double}, None)
+    with pytest.raises(ValueError):
+        run([])
