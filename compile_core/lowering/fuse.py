@@ -1,13 +1,14 @@
 """Stage 5, second half: fewer nests that move fewer bytes.
 
-Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined first, if
-the two have a common iteration space and no other step must run between them; joining repeats until nothing is left.
-A load of what the joined nest itself stored becomes the stored value; a temporary that nobody reads any more is not
-stored at all. Joined nests have one body, so equal loads and operations of both happen once.
+Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined
+first, if the two have a common iteration space and no other step must run between them; joining repeats until
+nothing is left. A load of what the joined nest itself stored becomes the stored value; a temporary that
+nobody reads any more is not stored at all. Joined nests have one body, so equal loads and operations of both
+happen once.
 
-The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and TorchInductor's
-scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced axes, so row sums and
-column sums of one matrix stay apart.
+The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and
+TorchInductor's scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced
+axes, so row sums and column sums of one matrix stay apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _MOST_STATEMENTS = 400
 _MOST_BUFFERS = 28
 # Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
 _HORIZONTAL_REACH = 24
-# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this near.
+# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this
+# near.
 _SIBLING_REACH = 4
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096

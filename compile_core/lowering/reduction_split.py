@@ -1,9 +1,9 @@
 """Cutting a reduction in two where it would leave most of the machine idle.
 
-A sum over all elements, or over the rows of a narrow matrix, has few results and thus few independent loops. It
-becomes a first reduction over chunks, many of which run at once, and a second one over the chunks' results; the first
-stays open to fusion with what produces its argument. Sums of floats may be reassociated, and chunked sums are more
-accurate than running ones.
+A sum over all elements, or over the rows of a narrow matrix, has few results and thus few independent loops.
+It becomes a first reduction over chunks, many of which run at once, and a second one over the chunks'
+results; the first stays open to fusion with what produces its argument. Sums of floats may be reassociated,
+and chunked sums are more accurate than running ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ReductionSplit:
     Attributes:
         shape: the argument's shape with one dim cut.
         inner: dims that the first stage reduces.
-        outer: dims of the first stage's result (which has the dims that are left, in order) that the second reduces.
+        outer: dims of the first stage's result (which has the dims that are left, in order) that the second
+            reduces.
     """
 
     shape: tuple[int, ...]
