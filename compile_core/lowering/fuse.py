@@ -123,6 +123,7 @@ class _Fusion:
     def _build_dependencies(self) -> None:
         last_writers: dict[str, set[int]] = {}
         readers_since: dict[str, set[int]] = {}
+        last_random: set[int] = set()
         for number, step in enumerate(self.program.steps):
             if isinstance(step, LoopNest):
                 step = simplified(step, self.buffer_dtype)
@@ -140,6 +141,9 @@ class _Fusion:
                     direct |= last_writers.get(name, set())
                 last_writers.setdefault(name, set()).add(number)
                 self.writers.setdefault(name, set()).add(number)
+            if _draws_random_numbers(step):  # from one generator, in the order of the user's program
+                direct |= last_random
+                last_random = {number}
             direct.discard(number)
             self.direct[number] = direct
             self.before[number] = 0
@@ -299,6 +303,10 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
         Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
     ]
     return replace(nest, body=without_dead_statements(body))
+
+
+def _draws_random_numbers(step: Step) -> bool:
+    return not isinstance(step, LoopNest) and torch.Tag.nondeterministic_seeded in step.target.tags
 
 
 def _alike(one: LoopNest, other: LoopNest) -> bool:

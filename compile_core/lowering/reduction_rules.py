@@ -109,6 +109,8 @@ def reductions_of(
         operation, divisor = "sum", prod(tensor.shape[d] for d in dims)
     elif operation in ("any", "all"):
         accumulator = torch.bool
+    elif accumulator == torch.bool:
+        operation = {"max": "any", "min": "all"}.get(operation, operation)
     return [Reduction(operation, dims, keepdim, accumulator, divisor, flat)]
 
 

@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from compile_core.ir.loops import ExternCall
+from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.extern_rules import fallback_calls
-from tests.lowering.lowering_harness import check, check_module, nests, trace, trace_joint
+from compile_core.lowering.fuse import fuse
+from compile_core.lowering.lower import lower
+from tests.lowering.loop_evaluator import evaluate
+from tests.lowering.lowering_harness import check, check_module, compute_of, nests, trace, trace_joint
 
 Function = Callable[..., object]
 
@@ -221,6 +225,25 @@ def test_random_numbers_stay_torch_kernels() -> None:
     program = check(lambda x: torch.rand_like(x) * 0 + x, _x(3, 4))
     assert [type(step) for step in program.steps].count(ExternCall) == 1
     assert not fallback_calls(program) and len(nests(program)) == 1
+
+
+def test_dropout_draws_eagers_mask() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.dropout(x * 2, 0.5)
+        return hidden, F.dropout(hidden.sum(0) + 1, 0.25)
+
+    module = trace(function, _x(6, 8))
+    torch.manual_seed(3)
+    expected = function(_x(6, 8))
+    program = fuse(lower(compute_of(module)))
+    verify_program(program)
+    torch.manual_seed(3)
+    torch.testing.assert_close(evaluate(program, [_x(6, 8)]), list(expected))
+    assert not fallback_calls(program)
+
+
+def test_extrema_of_truth_values() -> None:
+    check(lambda x: ((x > 0).amax(1), (x > 0).amin(0), (x > 0).max()), _x(3, 4))
 
 
 def test_an_operator_without_a_rule_is_called_and_counted() -> None:
