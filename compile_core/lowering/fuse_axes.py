@@ -196,6 +196,8 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     Parallel and reduced axes are each sorted by the strides of the accesses, the ones that move most elements
     first, so that the innermost axis has unit stride wherever there is a choice.
     """
+    if not any(isinstance(statement, Reduce) for statement in nest.body):
+        nest = replace(nest, reduced_axes=0)  # the reduction was dead
     rank, parallel = len(nest.extents), len(nest.extents) - nest.reduced_axes
     keep_reduced = _finds_position(nest)
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]

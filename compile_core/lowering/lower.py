@@ -175,8 +175,8 @@ class _Lowering:
     def _lower_node(self, node: torch.fx.Node) -> Any:
         if node.op == "get_attr":
             return self._constant(node)
-        args: Any = map_arg(node.args, self.values.__getitem__)
-        kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
+        args: Any = map_arg(node.args, self.values.get)
+        kwargs: Any = map_arg(node.kwargs, self.values.get)
         fake: Any = node.meta.get("val")
         if node.target is operator.getitem:
             return args[0][args[1]]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import View
 from compile_core.lowering.extern_rules import scalar_factor
-from compile_core.lowering.index_rules import INDEX_RULES
+from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
 from compile_core.lowering.reduction_rules import is_reduction
 from compile_core.lowering.scalar_rules import is_pointwise
 from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
@@ -114,8 +114,9 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
             plan.alive.add(node)
-            plan.alive.update(node.all_input_nodes)
-            _note_uses(node, plan)
+            if node.target not in SHAPE_READERS:
+                plan.alive.update(node.all_input_nodes)
+                _note_uses(node, plan)
     for node in list(plan.places):
         _carry_back(node, plan)
     return plan

@@ -102,3 +102,12 @@ def test_arange_indices_become_strides() -> None:
     program = check(lambda x: F.embedding(torch.arange(4), x) * 2, torch.randn(4, 3))
     (nest,) = nests(program)
     assert nest.extents == (12,)
+
+
+def test_dead_reductions_leave_parallel_axes_behind() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y * torch.ones_like(y.sum())
+
+    (nest,) = nests(check(function, torch.randn(4, 8)))
+    assert (nest.extents, nest.reduced_axes) == ((32,), 0)
