@@ -1,13 +1,14 @@
 """Stage 5, second half: fewer nests that move fewer bytes.
 
-Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined first, if
-the two have a common iteration space and no other step must run between them; joining repeats until nothing is left.
-A load of what the joined nest itself stored becomes the stored value; a temporary that nobody reads any more is not
-stored at all. Joined nests have one body, so equal loads and operations of both happen once.
+Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined
+first, if the two have a common iteration space and no other step must run between them; joining repeats until
+nothing is left. A load of what the joined nest itself stored becomes the stored value; a temporary that
+nobody reads any more is not stored at all. Joined nests have one body, so equal loads and operations of both
+happen once.
 
-The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and TorchInductor's
-scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced axes, so row sums and
-column sums of one matrix stay apart.
+The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and
+TorchInductor's scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced
+axes, so row sums and column sums of one matrix stay apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _MOST_STATEMENTS = 400
 _MOST_BUFFERS = 28
 # Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
 _HORIZONTAL_REACH = 24
-# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this near.
+# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this
+# near.
 _SIBLING_REACH = 4
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096
@@ -121,6 +123,7 @@ class _Fusion:
     def _build_dependencies(self) -> None:
         last_writers: dict[str, set[int]] = {}
         readers_since: dict[str, set[int]] = {}
+        last_random: set[int] = set()
         for number, step in enumerate(self.program.steps):
             if isinstance(step, LoopNest):
                 step = simplified(step, self.buffer_dtype)
@@ -138,6 +141,9 @@ class _Fusion:
                     direct |= last_writers.get(name, set())
                 last_writers.setdefault(name, set()).add(number)
                 self.writers.setdefault(name, set()).add(number)
+            if _draws_random_numbers(step):  # from one generator, in the order of the user's program
+                direct |= last_random
+                last_random = {number}
             direct.discard(number)
             self.direct[number] = direct
             self.before[number] = 0
@@ -297,6 +303,10 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
         Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
     ]
     return replace(nest, body=without_dead_statements(body))
+
+
+def _draws_random_numbers(step: Step) -> bool:
+    return not isinstance(step, LoopNest) and torch.Tag.nondeterministic_seeded in step.target.tags
 
 
 def _alike(one: LoopNest, other: LoopNest) -> bool:
