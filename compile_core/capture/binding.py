@@ -13,7 +13,8 @@ from compile_core.capture.functions import FunctionValue
 def bind_arguments(
     state: CaptureState, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]
 ) -> dict[str, Value]:
-    """The locals at the start of a call; a call that does not fit raises TypeError in the captured program."""
+    """The locals at the start of a call; a call that does not fit raises TypeError in the captured
+    program."""
     code = function.code
     names = code.co_varnames
     count = code.co_argcount

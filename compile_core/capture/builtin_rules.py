@@ -374,7 +374,8 @@ def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
 
 
 def method_of_builtin_type(descriptor: Any) -> CallRule | None:
-    """The rule of a method that is called through its type, as ``dict.get(d, k)``; None where there is none."""
+    """The rule of a method that is called through its type, as ``dict.get(d, k)``; None where there is
+    none."""
     if descriptor.__objclass__ not in (dict, list, tuple, str, int, float, set, collections.OrderedDict):
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,9 +15,10 @@ Item = Value | LazyValue
 
 
 class ContainerValue(Value):
-    """What the containers share. ``trusted`` marks an existing container without a source, which is read-only."""
+    """What the containers share. ``trusted`` marks an existing container without a source, which is
+    read-only."""
 
-    methods: dict[str, Callable[..., Value]] = {}
+    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
     cls: type
     trusted = False
 
@@ -135,7 +136,7 @@ class SequenceValue(ContainerValue):
             )
         return fold(state, torch.Size.numel, [self], {})
 
-    methods = {"index": index, "count": count, "numel": numel}
+    methods: ClassVar = {"index": index, "count": count, "numel": numel}
 
 
 class ListValue(SequenceValue):
@@ -211,7 +212,7 @@ class ListValue(SequenceValue):
         self._replace(state, list(sorted_values(state, self.all(state), key, reverse)))
         return ConstantValue(None)
 
-    methods = SequenceValue.methods | {
+    methods: ClassVar = SequenceValue.methods | {
         "append": append,
         "extend": extend,
         "insert": insert,
@@ -382,7 +383,7 @@ class DictValue(ContainerValue):
         return [key for key, _ in self.entries.values()]
 
     def iterate(self, state: CaptureState) -> Value:
-        return SequenceIterator(list(self.key_values(state)), type(iter({})))
+        return DictIterator(self, list(self.key_values(state)))
 
     def keys(self, state: CaptureState) -> Value:
         return DictView(self, "keys")
@@ -436,7 +437,7 @@ class DictValue(ContainerValue):
         self.entries.clear()
         return ConstantValue(None)
 
-    methods = {
+    methods: ClassVar = {
         "keys": keys,
         "values": values,
         "items": items,
@@ -466,10 +467,29 @@ def _prints(key: Any) -> bool:
     return type(key) in (str, int, bool, type(None), bytes)
 
 
+class DictIterator(SequenceIterator):
+    """An iterator over a dictionary, which must not be changed meanwhile."""
+
+    def __init__(self, owner: DictValue, items: list[Item]) -> None:
+        super().__init__(items, type(iter({})))
+        self.owner = owner
+        self.before = list(owner.entries.values())
+
+    def advance(self, state: CaptureState) -> Value | None:
+        entries = list(self.owner.entries.values())
+        if self.items and len(entries) != len(self.before):
+            raise state.raise_exception(RuntimeError, "dictionary changed size during iteration")
+        if [key for key, _ in entries] != [key for key, _ in self.before]:
+            raise state.unsupported(
+                "dict-iteration", "a dictionary whose keys change while it is iterated over"
+            )
+        return super().advance(state)
+
+
 class DictView(Value):
     """``keys()``, ``values()`` or ``items()`` of a dictionary."""
 
-    _types = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+    _types: ClassVar = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 
     def __init__(self, owner: DictValue, what: str) -> None:
         self.owner = owner
@@ -489,12 +509,12 @@ class DictView(Value):
     def iterate(self, state: CaptureState) -> Value:
         keys = self.owner.key_values(state)
         if self.what == "keys":
-            return SequenceIterator(list(keys))
+            return DictIterator(self.owner, list(keys))
         values = [self.owner.get(state, key) for key in list(self.owner.entries)]
         if self.what == "values":
-            return SequenceIterator(list(values))
+            return DictIterator(self.owner, list(values))
         pairs = zip(keys, values, strict=True)
-        return SequenceIterator([SequenceValue([key, value], tuple) for key, value in pairs])
+        return DictIterator(self.owner, [SequenceValue([key, value], tuple) for key, value in pairs])
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         if self.what == "keys":
@@ -535,4 +555,4 @@ class SetValue(ContainerValue):
         self.members.pop(item.hash_key(state), None)
         return ConstantValue(None)
 
-    methods = {"add": add, "discard": discard}
+    methods: ClassVar = {"add": add, "discard": discard}

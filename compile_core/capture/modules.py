@@ -46,7 +46,7 @@ class ModuleValue(InstanceValue):
         return super().own_attribute(state, name)
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
-        owner, entry = class_lookup(self.cls, "__getattr__")
+        owner, _ = class_lookup(self.cls, "__getattr__")
         if owner is not torch.nn.Module:
             return super().missing_attribute(state, name)
         found = self.table_entry(state, name)

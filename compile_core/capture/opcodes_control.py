@@ -153,7 +153,8 @@ def _make_function(frame: Frame, instruction: Instruction) -> None:
     code = frame.pop().as_constant()
     assert isinstance(code, types.CodeType)
     made = FunctionValue(code, frame.function.scope, (), [], {})
-    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument here.
+    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument
+    # here.
     for flag in (8, 4, 2, 1):
         if instruction.arg & flag:
             _set_function_part(frame, made, flag, frame.pop())

@@ -21,7 +21,8 @@ from compile_core.ir.sources import Reference, Source
 
 
 class RunnerWriter:
-    """Collects lines. Values are built first, then effects are stored, so that no fetch sees a changed object."""
+    """Collects lines. Values are built first, then effects are stored, so that no fetch sees a changed
+    object."""
 
     def __init__(self, state: CaptureState) -> None:
         self.state = state

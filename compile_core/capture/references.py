@@ -1,4 +1,5 @@
-"""Existing objects that are known by identity: Python modules, built-in functions, classes, opaque objects."""
+"""Existing objects that are known by identity: Python modules, built-in functions, classes, opaque
+objects."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ class ReferenceValue(Value):
         return self.real
 
     def truth(self, state: CaptureState) -> bool:
-        if isinstance(self.real, (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)):
-            if not isinstance(self.real, enum.EnumMeta):
-                return True
+        plain = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)
+        if isinstance(self.real, plain) and not isinstance(self.real, enum.EnumMeta):
+            return True
         return super().truth(state)
 
 
@@ -82,7 +83,8 @@ class PythonModuleValue(ReferenceValue):
 
 
 class CallableReferenceValue(ReferenceValue):
-    """A callable with a rule of its own: built-in functions, tensor functions, special functions of libraries."""
+    """A callable with a rule of its own: built-in functions, tensor functions, special functions of
+    libraries."""
 
     def __init__(self, real: Any, rule: CallRule | None, source: Source | None = None) -> None:
         super().__init__(real, source)

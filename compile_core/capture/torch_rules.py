@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.overrides
+from torch import _jit_internal
 from torch.nn import functional
 
 from compile_core.capture.base import CaptureState, Value
@@ -121,7 +122,8 @@ def find_torch_rule(function: Any) -> CallRule | None:
     if is_tensor_function(function):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-        if issubclass(torch.Tensor, function.__objclass__) and function.__objclass__ is not object:
+        owner = function.__objclass__
+        if owner is not object and issubclass(torch.Tensor, owner):
             return tensor_method_rule(function.__name__)
     return None
 
@@ -175,6 +177,9 @@ _STATE_QUERIES = (
 CALL_RULES.update({function: _fold_rule(function) for function in _STATE_QUERIES})
 
 
+_SCRIPTING_QUERIES = ("is_scripting", "is_tracing")
+
+
 def _answer(value: Any) -> CallRule:
     def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return ConstantValue(value)
@@ -182,7 +187,7 @@ def _answer(value: Any) -> CallRule:
     return answer
 
 
-for _function in (torch.jit.is_scripting, torch.jit.is_tracing, torch._jit_internal.is_scripting):
+for _function in (_jit_internal.is_scripting, *(getattr(torch.jit, name) for name in _SCRIPTING_QUERIES)):
     CALL_RULES[_function] = _answer(False)
 for _function in (
     torch.overrides.has_torch_function,

@@ -20,7 +20,13 @@ from compile_core.capture.containers import (
     SliceValue,
     sequence_fields,
 )
-from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
+from compile_core.capture.functions import (
+    ALLOWED_ATTRIBUTE,
+    BoundMethodValue,
+    CellValue,
+    FunctionValue,
+    PartialValue,
+)
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import ClassValue, InstanceValue
@@ -31,7 +37,7 @@ from compile_core.capture.references import (
     find_call_rule,
 )
 from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import find_torch_rule
+from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
@@ -138,9 +144,7 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
             for name, part in zip(("func", "args", "keywords"), parts, strict=True)
         )
         assert isinstance(kwargs, DictValue)
-        named = {
-            key: item for key, item in ((key, kwargs.get(state, key)) for key in _all_keys(state, kwargs))
-        }
+        named = {key: kwargs.get(state, key) for key in _all_keys(state, kwargs)}
         return PartialValue(function, state.items_of(args), named)
     container = _wrap_container(state, real, source)
     if container is not None:
@@ -201,6 +205,8 @@ def _input_kind(source: Source) -> InputKind:
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
     rule = find_call_rule(real) or find_torch_rule(real)
+    if getattr(real, ALLOWED_ATTRIBUTE, False):
+        rule = tensor_function_rule(real)
     if rule is not None:
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)
@@ -321,7 +327,7 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
             state.guards.length(source, len(real))
         made: Any = ListValue(_lazy_items(real, source), source)
     else:
-        entries = {
+        entries: dict[Any, tuple[Value, Any]] = {
             key: (
                 _key_value(key),
                 LazyValue(item, None if source is None else ItemSource(source, key)),

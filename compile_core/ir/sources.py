@@ -1,8 +1,8 @@
 """Sources: where a value that existed before the call is found again at the next call.
 
-A source is a path of steps from an argument of the captured frame, or from an object that the compiled function holds
-on to (a globals dictionary, a closure cell, a class), to the value. Each prints as a Python expression, from which the guard
-check and the fetching of the graph's inputs are generated.
+A source is a path of steps from an argument of the captured frame, or from an object that the compiled
+function holds on to (a globals dictionary, a closure cell, a class), to the value. Each prints as a Python
+expression, from which the guard check and the fetching of the graph's inputs are generated.
 """
 
 from __future__ import annotations

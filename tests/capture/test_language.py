@@ -1,3 +1,4 @@
+# ruff: noqa: C416, C417, UP031, B023 - what is written here is what is tested
 """Python features: each function gives the same result compiled (in one graph) as plain, twice."""
 
 from __future__ import annotations
@@ -179,8 +180,18 @@ def itertools_use(x):
 
 
 def isinstance_use(x):
-    kinds = isinstance(x, torch.Tensor), isinstance(3, (str, int)), isinstance(Derived(), Base), callable(helper)
-    return x if all(kinds) else -x, hasattr(x, "shape"), getattr(Options(), "nothing", 7), type(x) is torch.Tensor
+    kinds = (
+        isinstance(x, torch.Tensor),
+        isinstance(3, (str, int)),
+        isinstance(Derived(), Base),
+        callable(helper),
+    )
+    return (
+        x if all(kinds) else -x,
+        hasattr(x, "shape"),
+        getattr(Options(), "nothing", 7),
+        type(x) is torch.Tensor,
+    )
 
 
 def slices(x):
@@ -287,7 +298,7 @@ def nested_functions(x):
 
 
 def chained_comparison(x):
-    return x if 0 < x.shape[0] <= 5 and not x.shape[1] < 2 or False else -x
+    return x if (0 < x.shape[0] <= 5 and not x.shape[1] < 2) or False else -x
 
 
 def matched(x):
@@ -417,7 +428,7 @@ def test_globals_and_cells_are_replayed():
     before = COUNTER
     assert compiled(torch.zeros(1)).item() == 1
     assert compiled(torch.zeros(1)).item() == 2
-    assert count == 2 and COUNTER == before + 4
+    assert count == 2 and before + 4 == COUNTER
 
 
 def test_closures_can_be_returned():
@@ -466,7 +477,7 @@ def test_exceptions_surface_and_leave_nothing():
     compiled = CompiledFunction(fails, lambda graph, inputs: graph.module, fullgraph=True)
     with pytest.raises(RuntimeError, match="two"):
         compiled(torch.ones(2))
-    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|shapes cannot be"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|size mismatch|shapes cannot be"):
         compiled(torch.ones(3, 2))
     assert seen == [1, 1]
 

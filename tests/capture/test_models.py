@@ -31,7 +31,7 @@ def assert_same_training(compiled, model, plain, *arguments):
     results[-1].sum().backward()
     expectations[-1].sum().backward()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert one.grad is None and other.grad is None or torch.equal(one.grad, other.grad), name
+        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad), name
     for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(one, other), name
 

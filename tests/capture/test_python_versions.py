@@ -34,8 +34,8 @@ print(json.dumps(found))
 
 
 def find_interpreter(version: str) -> str | None:
-    """An interpreter of this version that runs: this one, one on the path, or one that a version manager keeps."""
-    if "%d.%d" % sys.version_info[:2] == version:
+    """An interpreter of this version that runs: this one, on the path, or kept by a version manager."""
+    if ".".join(map(str, sys.version_info[:2])) == version:
         return sys.executable
     found = shutil.which(f"python{version}")
     candidates = [] if found is None else [found]
