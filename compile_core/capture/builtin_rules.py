@@ -231,8 +231,8 @@ def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
     return ListValue(list(state.items_of(args[0])) if args else [])
 
 
-@call_rule(set, frozenset)
-def _set(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@call_rule(set)
+def _set(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> SetValue:
     items = state.items_of(args[0]) if args else []
     return SetValue({item.hash_key(state): item for item in items})
 

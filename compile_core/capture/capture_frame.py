@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,14 +73,22 @@ def capture(
     captured, step = _attempt(call, None, None)
     if captured.break_reason is not None and allow_breaks and step is not None:
         # What was captured of the failing instruction must go, so the capture is made again up to it.
-        shorter, _ = _attempt(call, step, captured.break_reason)
-        return shorter
+        reason = captured.break_reason
+        shorter, _ = _attempt(call, step, reason)
+        if shorter.runner is not None or shorter.break_reason is None:
+            return shorter
+        # No break is possible there either; the first reason is the user's.
+        explanation = (
+            f"{reason.explanation} (the frame runs as plain Python: {shorter.break_reason.explanation})"
+        )
+        both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location)
+        return replace(captured, break_reason=both)
     return captured
 
 
 @dataclass(frozen=True)
 class _Call:
-    function: types.FunctionType
+    function: Any
     arguments: tuple[Any, ...]
     is_module_call: bool
     cells_argument: bool
@@ -224,7 +232,7 @@ def _check_inputs(state: Capture) -> None:
             if other != index and _overlap(graph.real_inputs[index], graph.real_inputs[other]):
                 raise state.unsupported(
                     "overlapping-inputs",
-                    f"{graph.inputs[index].source}, which the function changes, shares memory with {entry.source}",
+                    f"{graph.inputs[index].source}, which is changed, shares memory with {entry.source}",
                 )
         state.guards.no_overlap(graph.inputs, index)
 

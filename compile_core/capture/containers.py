@@ -299,7 +299,7 @@ class DictValue(ContainerValue):
         self.original_keys = tuple(entries)
 
     def guard_keys(self, state: CaptureState) -> None:
-        if not self.keys_guarded:
+        if not self.keys_guarded and self.source is not None:
             self.keys_guarded = True
             for key in self.original_keys:
                 if not _prints(key):
@@ -323,7 +323,7 @@ class DictValue(ContainerValue):
             if not self.keys_guarded and not _prints(real):
                 raise state.unsupported("dict-key", f"the dictionary key {real!r}")
             return self.get(state, real)
-        if not self.keys_guarded:
+        if not self.keys_guarded and self.source is not None:
             if _prints(real):
                 state.guards.absent(self.source, real)
             else:
@@ -373,7 +373,7 @@ class DictValue(ContainerValue):
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         real = item.hash_key(state)
-        if real in self.entries and not self.keys_guarded and _prints(real):
+        if self.source is not None and not self.keys_guarded and real in self.entries and _prints(real):
             state.guards.present(self.source, real)
             return True
         return self.find(state, item) is not None
@@ -429,7 +429,9 @@ class DictValue(ContainerValue):
 
     def copy(self, state: CaptureState) -> Value:
         self.guard_keys(state)
-        entries = {key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())}
+        entries: dict[Any, tuple[Value, Item]] = {
+            key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())
+        }
         return DictValue(entries, self.cls, default_factory=self.default_factory)
 
     def clear(self, state: CaptureState) -> Value:
