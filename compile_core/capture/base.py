@@ -82,6 +82,10 @@ class Value:
         """The next item of an iterator, None at its end."""
         raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
 
+    def returned(self) -> Value | None:
+        """What a generator returned, None for other iterators."""
+        return None
+
     def length(self, state: CaptureState) -> int:
         raise state.unsupported("length", f"no rule for the length of {self.describe()}")
 

@@ -231,13 +231,16 @@ def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
     return ListValue(list(state.items_of(args[0])) if args else [])
 
 
-@call_rule(set)
-def _set(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> SetValue:
-    items = state.items_of(args[0]) if args else []
-    return SetValue({item.hash_key(state): item for item in items})
+def _set_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        items = state.items_of(args[0]) if args else []
+        return SetValue({item.hash_key(state): item for item in items}, cls)
+
+    return call
 
 
-CALL_RULES[frozenset] = lambda state, args, kwargs: SetValue(_set(state, args, kwargs).members, frozenset)
+CALL_RULES[set] = _set_rule(set)
+CALL_RULES[frozenset] = _set_rule(frozenset)
 
 
 def _dict_rule(cls: type) -> CallRule:

@@ -12,7 +12,7 @@ from compile_core.capture.functions import CellValue, FunctionValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.objects import ClassValue, ExceptionValue, SuperValue
 from compile_core.capture.opcodes_data import push_callable
-from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR
+from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR, SEND_POPS_ITERATOR
 
 
 @opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
@@ -100,6 +100,38 @@ def _yield_value(frame: Frame, instruction: Instruction) -> None:
     frame.yielded = frame.pop()
     # What the expression ``yield`` gives; only plain iteration is supported, so nothing is ever sent.
     frame.push(ConstantValue(None))
+
+
+@opcode("GET_YIELD_FROM_ITER")
+def _get_yield_from_iter(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.pop().iterate(frame.state))
+
+
+@opcode("SEND")
+def _send(frame: Frame, instruction: Instruction) -> None:
+    frame.pop()  # what is sent, always None here
+    iterator = frame.stack[-1]
+    item = iterator.advance(frame.state)
+    if item is not None:
+        frame.push(item)
+        return
+    if SEND_POPS_ITERATOR:
+        frame.pop()
+    frame.push(iterator.returned() or ConstantValue(None))
+    frame.jump(instruction)
+
+
+@opcode("END_SEND")
+def _end_send(frame: Frame, instruction: Instruction) -> None:
+    del frame.stack[-2]
+
+
+@opcode("CLEANUP_THROW")
+def _cleanup_throw(frame: Frame, instruction: Instruction) -> None:
+    value = frame.pop()
+    if issubclass(value.python_type(), StopIteration):
+        raise frame.state.unsupported("generator", "StopIteration out of an inner generator")
+    raise SymbolicRaise(value)
 
 
 @opcode("KW_NAMES")

@@ -10,7 +10,7 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.libraries import is_library_name
-from compile_core.ir.sources import AttributeSource, ItemSource, Source
+from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 
@@ -80,6 +80,15 @@ class PythonModuleValue(ReferenceValue):
             return state.wrap(found, None)
         owner = self.source or state.reference_source(self.real.__name__, self.real)
         return state.wrap(found, ItemSource(AttributeSource(owner, "__dict__"), name))
+
+
+class WeakReferenceValue(ReferenceValue):
+    """A weak reference; its call gives the object."""
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if args or kwargs:
+            raise state.raise_exception(TypeError, "a weak reference takes no arguments")
+        return state.wrap(self.real(), None if self.source is None else CallSource(self.source))
 
 
 class CallableReferenceValue(ReferenceValue):

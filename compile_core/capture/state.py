@@ -57,6 +57,9 @@ class GeneratorValue(IteratorValue):
         self.frame.run()
         return self.frame.yielded
 
+    def returned(self) -> Value | None:
+        return self.frame.result
+
 
 class Capture(CaptureState):
     """See CaptureState."""
@@ -153,6 +156,9 @@ class Capture(CaptureState):
             cls = type(example)
             items: list[Any] = []
             for index, item in enumerate(example):
+                if item is None:
+                    items.append(ConstantValue(None))
+                    continue
                 if not isinstance(item, torch.Tensor):
                     raise self.unsupported(
                         "operation-result", f"{target} returned {type(item).__name__} in a tuple"

@@ -50,6 +50,10 @@ _METADATA = frozenset(
         "layout",
         "itemsize",
         "nbytes",
+        "is_nested",
+        "is_sparse_csr",
+        "is_mtia",
+        "is_hpu",
     ]
 )
 _VIEW_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])

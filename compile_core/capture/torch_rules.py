@@ -87,7 +87,20 @@ def _tensor_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
+# Generated bindings of native operators. A result that is not a tensor is refused when it is recorded.
+_NATIVE_SCOPES = tuple(
+    getattr(torch._C, name) for name in ("_VariableFunctions", "_nn", "_linalg", "_fft", "_special")
+)
+_NOT_NATIVE_OPERATIONS = ("from_file", "frombuffer", "_cufft", "_use_cudnn", "_debug", "_print", "set_")
+
+
 def is_tensor_function(function: Any) -> bool:
+    if isinstance(function, types.BuiltinFunctionType):
+        name = function.__name__
+        if not name.startswith(_NOT_NATIVE_OPERATIONS) and name not in _NOT_OPERATIONS:
+            # Bound methods of the scope are made anew at each look-up, so they are compared by equality.
+            return any(getattr(scope, name, None) == function for scope in _NATIVE_SCOPES)
+        return False
     try:
         return function in _tensor_functions()
     except TypeError:

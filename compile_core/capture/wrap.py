@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from compile_core.capture.references import (
     CallableReferenceValue,
     PythonModuleValue,
     ReferenceValue,
+    WeakReferenceValue,
     find_call_rule,
 )
 from compile_core.capture.tensors import TensorValue
@@ -146,6 +148,10 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         assert isinstance(kwargs, DictValue)
         named = {key: kwargs.get(state, key) for key in _all_keys(state, kwargs)}
         return PartialValue(function, state.items_of(args), named)
+    if type(real) is weakref.ReferenceType:
+        if source is not None:
+            state.guards.type_is(source, weakref.ReferenceType)
+        return WeakReferenceValue(real, source)
     container = _wrap_container(state, real, source)
     if container is not None:
         return container

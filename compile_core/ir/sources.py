@@ -104,6 +104,14 @@ class ItemSource(_Step):
 
 
 @dataclass(frozen=True)
+class CallSource(_Step):
+    """``parent()``, for weak references."""
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{base}()"
+
+
+@dataclass(frozen=True)
 class ModuleEntrySource(_Step):
     """A parameter, buffer or submodule: ``parent.__dict__[table][key]``."""
 
@@ -138,6 +146,8 @@ def path_words(source: Source) -> list[str]:
         return [*path_words(source.parent), source.key]
     assert isinstance(source, _Step)
     before = path_words(source.parent)
+    if isinstance(source, CallSource):
+        return before
     if isinstance(source, AttributeSource):
         return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]
     assert isinstance(source, ItemSource)

@@ -149,6 +149,20 @@ def generators(x):
     return sum(items(3)), any(i > 2 for i in range(5)), list(items(2)), max(i for i in (3, 1))
 
 
+def yield_from(x):
+    def inner(n):
+        yield x + n
+        yield n
+        return n * 2
+
+    def outer():
+        result = yield from inner(3)
+        yield result
+        yield from [7, 8]
+
+    return list(outer())
+
+
 def user_objects(x):
     options = Options(3.0)
     options.names.append("a")
@@ -320,6 +334,7 @@ FUNCTIONS = [
     loops,
     exceptions,
     generators,
+    yield_from,
     user_objects,
     named_tuples,
     strings,
