@@ -6,8 +6,9 @@ import inspect
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import SequenceValue, new_dict
+from compile_core.capture.containers import SequenceValue
 from compile_core.capture.functions import FunctionValue
+from compile_core.capture.mappings import new_dict
 
 
 def bind_arguments(

@@ -9,7 +9,8 @@ from torch.nn.modules import module as module_registry
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import DictValue, SequenceValue
+from compile_core.capture.containers import SequenceValue
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource
 

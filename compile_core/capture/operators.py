@@ -8,8 +8,9 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import DictValue, ListValue, SequenceValue, SetValue
+from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.tensors import TensorValue

@@ -15,7 +15,7 @@ VERSION = sys.version_info[:2]
 END_FOR_POPS = {(3, 11): 0, (3, 12): 2, (3, 13): 1}.get(VERSION, 1)
 FOR_ITER_POPS_ITERATOR = VERSION == (3, 11)
 
-# SEND at the end of the inner iterator: 3.11 drops the iterator and jumps, later versions leave it to END_SEND.
+# SEND at the end of the inner iterator: 3.11 drops the iterator and jumps, later it is left to END_SEND.
 SEND_POPS_ITERATOR = VERSION == (3, 11)
 
 # The low bit of LOAD_ATTR's argument asks for the pair of method and self from 3.12 on.
