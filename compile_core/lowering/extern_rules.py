@@ -24,18 +24,18 @@ OUT_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
 _KEPT_WHOLE = frozenset(
     {
-        "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution",
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
-        "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
-        "_efficient_attention_backward", "_cudnn_attention_forward", "_cudnn_attention_backward",
-        "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
-        "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort",
-        "topk", "index_put", "scatter_add", "scatter", "native_dropout", "bernoulli", "rand", "randn",
-        "rand_like", "randn_like", "randint", "randperm", "uniform", "normal", "empty", "empty_like",
-        "empty_strided", "new_empty", "copy_",
+        "mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "convolution", "convolution_backward",
+        "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_forward",
+        "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
+        "_cudnn_attention_forward", "_cudnn_attention_backward", "embedding_dense_backward",
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put", "scatter_add",
+        "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
+        "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_",
     }
 )  # fmt: skip
 
