@@ -24,7 +24,7 @@ from compile_core.capture import (
     normal_tensors,
     resume_function,
 )
-from compile_core.errors import CodeLocation, InternalError, Unsupported
+from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 
 logger = logging.getLogger("compile_core.capture")
@@ -229,14 +229,7 @@ class CompiledFunction:
         return entry.run(entry.compiled, inputs, *arguments)
 
     def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
-        captured = capture(
-            self._target,
-            arguments,
-            is_module_call=self._is_module_call,
-            cells_argument=self._cells_argument,
-            allow_breaks=not self.fullgraph,
-            original_of=_original_of,
-        )
+        captured = self._capture(arguments)
         if captured.break_reason is not None:
             self._report_break(captured.break_reason)
         check = compile_check(captured)
@@ -258,6 +251,27 @@ class CompiledFunction:
         entry = Entry(captured, compiled, check, run)
         self.entries = [entry, *self.entries]
         return entry
+
+    def _capture(self, arguments: tuple[Any, ...]) -> CapturedFrame:
+        """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
+        try:
+            return capture(
+                self._target,
+                arguments,
+                is_module_call=self._is_module_call,
+                cells_argument=self._cells_argument,
+                allow_breaks=not self.fullgraph,
+                original_of=_original_of,
+            )
+        except (CompileError, PlainCall):
+            raise
+        except Exception as error:
+            shown = f"the capture failed: {type(error).__name__}: {error}"
+            if self.fullgraph:
+                raise InternalError(f"{self.name}: {shown}") from error
+            logger.warning("%s: the capture failed, which is a bug of it", self.name, exc_info=error)
+            reason = Unsupported("capture-failed", shown)
+            return CapturedFrame(None, (), self._arguments, None, reason)
 
     def _continuation(self, point: ResumePoint) -> CompiledFunction:
         """The compiled resume function of a point, shared by all captures that stop there in the same way."""

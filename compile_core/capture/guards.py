@@ -35,6 +35,13 @@ def _has_hidden_parts(value: Any) -> bool:
     )
 
 
+def _label(value: Any) -> str:
+    """A name for an object, without running any code of its class."""
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) or type(value) is type:
+        return value.__qualname__
+    return type(value).__name__
+
+
 class GuardSet:
     """Guards in the order in which they were found, without repeats."""
 
@@ -53,8 +60,7 @@ class GuardSet:
         self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}")
 
     def is_object(self, source: Source, value: Any) -> None:
-        label = getattr(value, "__qualname__", None) or type(value).__name__
-        self.add([source], "{0} is {c0}", [value], f"{source} is the same {label}")
+        self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}")
 
     def same(self, one: Source, other: Source) -> None:
         self.add([one, other], "{0} is {1}", [], f"{one} is {other}")

@@ -36,6 +36,15 @@ def find_call_rule(target: Any) -> CallRule | None:
         return None
 
 
+_NAMED_TYPES = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ModuleType,
+)
+
+
 class ReferenceValue(Value):
     """An existing object, compared by identity."""
 
@@ -47,10 +56,10 @@ class ReferenceValue(Value):
         return type(self.real)
 
     def describe(self) -> str:
-        name = getattr(self.real, "__qualname__", None) or getattr(self.real, "__name__", None)
-        return (
-            f"{type(self.real).__name__} {name}" if name else f"an object of type {type(self.real).__name__}"
-        )
+        kind = type(self.real).__name__
+        if isinstance(self.real, (*_NAMED_TYPES, type)):
+            return f"{kind} {self.real.__name__}"
+        return f"an object of type {kind}"
 
     def hash_key(self, state: CaptureState) -> Any:
         return self.real

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from compile_core.capture.frame import OPCODES
 from compile_core.capture.functions import ALLOWED_ATTRIBUTE, DISABLED_ATTRIBUTE
 from compile_core.compiled_function import CompiledFunction
 from compile_core.errors import Unsupported
@@ -221,3 +222,26 @@ def test_lambda_with_nonlocal_store_writes_to_its_own_cell():
     compiled(other, torch.zeros(1))
     assert (first(), second()) == (1, 1)
     assert len(compiled.entries) == 1
+
+
+class Settings(dict):
+    """Attribute access that fails in an unusual way, as some configuration classes do."""
+
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS = Settings(scale=2)
+
+
+def test_capture_runs_no_code_of_user_objects():
+    compiled = compile_eager(lambda x: x * SETTINGS.scale)
+    assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 2.0))
+    assert compiled.break_reasons[0].reason_id != "capture-failed"
+
+
+def test_a_bug_of_the_capture_makes_the_function_plain(monkeypatch, caplog):
+    monkeypatch.setitem(OPCODES, "RETURN_VALUE", lambda frame, instruction: 1 / 0)
+    compiled = compile_eager(lambda x: x + 1)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.zeros(1)), torch.ones(1))
+    assert len(compiled.entries) == 1 and compiled.break_reasons[0].reason_id == "capture-failed"
