@@ -78,13 +78,15 @@ class DDPPlanner:
         return found
 
     def _plan(self, ready: Sequence[str]) -> BucketPlan:
-        parameters = [_describe(name, self._parameters[name]) for name in ready]
+        # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
+        devices = list(dict.fromkeys(parameter.device for parameter in self._parameters.values()))
+        parameters = [_describe(name, self._parameters[name], devices) for name in ready]
         cap = self._ddp.bucket_bytes_cap
         first = min(cap, dist._DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
         return reducer_plan(parameters, cap, first)
 
 
-def _describe(name: str, parameter: torch.nn.Parameter) -> Parameter:
-    return Parameter(
-        name, parameter.numel(), parameter.element_size(), str(parameter.dtype), str(parameter.device)
-    )
+def _describe(name: str, parameter: torch.nn.Parameter, devices: list[torch.device]) -> Parameter:
+    place = devices.index(parameter.device)
+    device = parameter.device.type if place == 0 else f"{parameter.device.type} ({place + 1} of {len(devices)})"
+    return Parameter(name, parameter.numel(), parameter.element_size(), str(parameter.dtype), device)
