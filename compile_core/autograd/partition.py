@@ -143,6 +143,8 @@ def _distances(graph: Graph, only_backward: set[Node], needed: set[Node]) -> dic
 def _must_not_recompute(
     node: Node, in_forward: set[Node], only_backward: set[Node], needed: set[Node]
 ) -> bool:
+    if node.op == "get_attr":
+        return False  # both parts own the constant
     if node not in in_forward:
         # Only the backward wants it, so computing it there is no second time; but random
         # numbers keep their order.
