@@ -20,9 +20,9 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_view
-from compile_core.autograd.simplify import is_random
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.random_operators import is_random
 
 # A saved input costs no new memory, but one tensor more to keep track of.
 _PRIMAL_BYTES = 1
