@@ -14,5 +14,5 @@ def is_random(node: Node) -> bool:
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
-            return (argument.default_value if given is None else given) != 0
+            return bool((argument.default_value if given is None else given) != 0)
     return True
