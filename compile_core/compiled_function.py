@@ -47,10 +47,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Target:
-    """The Python function that is captured, the object that is its first argument (or ``_NO_OWNER``), and whether
-    that object is a module which is called through ``nn.Module.__call__``."""
+    """The Python function that is captured, the object that is its first argument (or ``_NO_OWNER``), and
+    whether that object is a module which is called through ``nn.Module.__call__``."""
 
-    function: types.FunctionType
+    function: Any
     owner: Any
     is_module_call: bool
     cells_argument: bool = False
@@ -60,15 +60,18 @@ class CompiledFunction:
     """A function, method or module whose calls run compiled graphs.
 
     Args:
-        fn: a Python function, a bound method, an ``nn.Module`` (its call is compiled), or an object whose class
+        fn: a Python function, a bound method, an ``nn.Module`` (its call is compiled), or an object whose
+        class
             defines ``__call__`` in Python.
-        compile_graph: given a captured graph and its real inputs, returns what is called as ``compiled(*tensors)``
+        compile_graph: given a captured graph and its real inputs, returns what is called as
+        ``compiled(*tensors)``
             and returns the flat tuple of the graph's outputs.
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
         cache_limit: how many different captures are kept before calls run as plain Python.
         target: what to capture, if it is not what ``fn`` itself says.
-        callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
+        callees: the compiled forms of functions called at graph breaks, if they are shared with another
+        function.
 
     Attributes:
         original: ``fn``.
@@ -96,7 +99,9 @@ class CompiledFunction:
         self.entries: list[Entry] = []
         self.break_reasons: list[Unsupported] = []
         target = target or _find_target(fn)
-        self._target, self._owner, self._is_module_call = target.function, target.owner, target.is_module_call
+        self._target: Any = target.function
+        self._owner = target.owner
+        self._is_module_call = target.is_module_call
         self._continuations: dict[types.CodeType, CompiledFunction] = {}
         # A function and all that continues it or is called by it share the compiled forms of callees.
         self._callees = {} if callees is None else callees
@@ -113,7 +118,8 @@ class CompiledFunction:
         return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Compiled functions are descriptors as functions are, so that methods can be compiled in a class body."""
+        """Compiled functions are descriptors as functions are, so that methods can be compiled in a class
+        body."""
         return self if instance is None else types.MethodType(self, instance)
 
     def reset(self) -> None:
@@ -301,7 +307,7 @@ class CompiledFunction:
             self._limit_reported = True
             reason = explain_failure(self.entries[0].captured, arguments)
             logger.warning(
-                "%s was captured %d times (the limit); further calls that no capture fits run as plain Python. "
+                "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
                 "The last capture does not fit because %s",
                 self.name,
                 len(self.entries),
@@ -336,8 +342,10 @@ def _find_target(fn: Any) -> Target:
     """The Python function behind a callable."""
     if isinstance(fn, types.FunctionType):
         return Target(fn, _NO_OWNER, False)
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, types.FunctionType):
-        return Target(fn.__func__, fn.__self__, False)
+    if isinstance(fn, types.MethodType):
+        function = fn.__func__
+        if isinstance(function, types.FunctionType):
+            return Target(function, fn.__self__, False)
     if isinstance(fn, torch.nn.Module):
         forward = inspect.getattr_static(type(fn), "forward")
         plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__

@@ -24,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Workers and ranks share the cores, so each keeps to one thread; child processes inherit the setting.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Every stage checks what it hands on; ranks and other child processes inherit this too.
+    os.environ.setdefault("GRADSPLIT_VERIFY", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 

@@ -12,6 +12,7 @@ from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
+from compile_core.lowering.tiling_split import split_reductions
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.runtime.link_program import LinkedProgram, link_program
@@ -21,7 +22,10 @@ decompositions = decomposition_table
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
     """Stages 5 to 7 for one region: loops, fusion, kernels, and the function that calls them."""
-    program = fuse(choose_gemm(lower(compute), gemm_speed(options.cache_folder)))
+    program = lower(compute)
+    program = choose_gemm(program, gemm_speed(options.cache_folder))
+    program = fuse(program)
+    program = split_reductions(program)
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))

@@ -1,7 +1,8 @@
 """The base of symbolic values, and the state that one capture carries.
 
-A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and answers
-the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is ever guessed.
+A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and
+answers the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is
+ever guessed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from compile_core.errors import CodeLocation, Unsupported
 from compile_core.ir.sources import Reference, ReferenceSource, Source
 
 
-class PlainCall(Exception):
-    """This one call should run as plain Python: the user's program raises, or depends on something transient."""
+class PlainCall(Exception):  # noqa: N818 - a signal, not an error
+    """This one call should run as plain Python: the user's program raises, or depends on something
+    transient."""
 
 
-class SymbolicRaise(Exception):
+class SymbolicRaise(Exception):  # noqa: N818 - a signal, not an error
     """A Python exception of the captured program, on its way through the symbolic frames."""
 
     def __init__(self, value: Value) -> None:
@@ -27,7 +29,8 @@ class SymbolicRaise(Exception):
 
 
 class Value:
-    """A symbolic Python object. ``source`` says where the object was before the call, None if it did not exist."""
+    """A symbolic Python object. ``source`` says where the object was before the call, None if it did not
+    exist."""
 
     source: Source | None = None
 
@@ -79,6 +82,10 @@ class Value:
         """The next item of an iterator, None at its end."""
         raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
 
+    def returned(self) -> Value | None:
+        """What a generator returned, None for other iterators."""
+        return None
+
     def length(self, state: CaptureState) -> int:
         raise state.unsupported("length", f"no rule for the length of {self.describe()}")
 
@@ -109,7 +116,7 @@ class Value:
         )
 
 
-class NotConstant(Exception):
+class NotConstant(Exception):  # noqa: N818 - a signal, not an error
     """The object behind a value is not known in full."""
 
 
@@ -140,7 +147,8 @@ class FrameLike(Protocol):
 class CaptureState:
     """All that one capture changes; nothing of it outlives a capture that fails.
 
-    Families of values see this class only; ``state.Capture`` fills in the operations that need several families.
+    Families of values see this class only; ``state.Capture`` fills in the operations that need several
+    families.
     """
 
     def __init__(self, graph: Any, effects: Any) -> None:
@@ -191,7 +199,8 @@ class CaptureState:
         raise NotImplementedError
 
     def wrap_trusted_function(self, function: Any) -> Value:
-        """The value of a function that a class holds in a descriptor; the class entry is guarded elsewhere."""
+        """The value of a function that a class holds in a descriptor; the class entry is guarded
+        elsewhere."""
         return self.wrap(function, None)
 
     def is_module_class(self, cls: type) -> bool:

@@ -6,14 +6,16 @@ import inspect
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import SequenceValue, new_dict
+from compile_core.capture.containers import SequenceValue
 from compile_core.capture.functions import FunctionValue
+from compile_core.capture.mappings import new_dict
 
 
 def bind_arguments(
     state: CaptureState, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]
 ) -> dict[str, Value]:
-    """The locals at the start of a call; a call that does not fit raises TypeError in the captured program."""
+    """The locals at the start of a call; a call that does not fit raises TypeError in the captured
+    program."""
     code = function.code
     names = code.co_varnames
     count = code.co_argcount

@@ -17,16 +17,9 @@ import torch
 from compile_core.capture import operators
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import (
-    DictValue,
-    ListValue,
-    SequenceValue,
-    SetValue,
-    SliceValue,
-    new_dict,
-    sorted_values,
-)
+from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sorted_values
 from compile_core.capture.functions import BoundMethodValue, FunctionValue, PartialValue
+from compile_core.capture.mappings import DictValue, SetValue, new_dict
 from compile_core.capture.objects import ClassValue, ExceptionValue, InstanceValue, class_lookup
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.tensors import TensorValue
@@ -231,13 +224,16 @@ def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
     return ListValue(list(state.items_of(args[0])) if args else [])
 
 
-@call_rule(set, frozenset)
-def _set(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    items = state.items_of(args[0]) if args else []
-    return SetValue({item.hash_key(state): item for item in items})
+def _set_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        items = state.items_of(args[0]) if args else []
+        return SetValue({item.hash_key(state): item for item in items}, cls)
+
+    return call
 
 
-CALL_RULES[frozenset] = lambda state, args, kwargs: SetValue(_set(state, args, kwargs).members, frozenset)
+CALL_RULES[set] = _set_rule(set)
+CALL_RULES[frozenset] = _set_rule(frozenset)
 
 
 def _dict_rule(cls: type) -> CallRule:
@@ -374,7 +370,8 @@ def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
 
 
 def method_of_builtin_type(descriptor: Any) -> CallRule | None:
-    """The rule of a method that is called through its type, as ``dict.get(d, k)``; None where there is none."""
+    """The rule of a method that is called through its type, as ``dict.get(d, k)``; None where there is
+    none."""
     if descriptor.__objclass__ not in (dict, list, tuple, str, int, float, set, collections.OrderedDict):
         return None
 

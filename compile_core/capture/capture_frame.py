@@ -1,11 +1,13 @@
-"""Capture of one call: run the function's bytecode symbolically, then close the graph and write the runner."""
+"""Capture of one call: run the function's bytecode symbolically, then close the graph and write the
+runner."""
 
 from __future__ import annotations
 
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from compile_core.ir.sources import ItemSource, LocalSource
-
 
 CELLS_ARGUMENT = "_gs_cells"
 
@@ -52,15 +53,18 @@ def capture(
     Args:
         function: the Python function.
         arguments: one value per parameter in the order of ``argument_names``.
-        is_module_call: the function is the ``forward`` of the module that is its first argument, called through the
+        is_module_call: the function is the ``forward`` of the module that is its first argument, called
+        through the
             module, which must then have no hooks.
-        cells_argument: the first argument is the tuple of the function's closure cells, which differ from call to
+        cells_argument: the first argument is the tuple of the function's closure cells, which differ from
+        call to
             call; the cells of ``function`` itself are not used.
         allow_breaks: end the graph at what has no rule and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
 
     Returns:
-        The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason`` says why.
+        The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason``
+        says why.
 
     Raises:
         PlainCall: this call must run as plain Python, because the program itself raises.
@@ -69,14 +73,22 @@ def capture(
     captured, step = _attempt(call, None, None)
     if captured.break_reason is not None and allow_breaks and step is not None:
         # What was captured of the failing instruction must go, so the capture is made again up to it.
-        shorter, _ = _attempt(call, step, captured.break_reason)
-        return shorter
+        reason = captured.break_reason
+        shorter, _ = _attempt(call, step, reason)
+        if shorter.runner is not None or shorter.break_reason is None:
+            return shorter
+        # No break is possible there either; the first reason is the user's.
+        explanation = (
+            f"{reason.explanation} (the frame runs as plain Python: {shorter.break_reason.explanation})"
+        )
+        both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location)
+        return replace(captured, break_reason=both)
     return captured
 
 
 @dataclass(frozen=True)
 class _Call:
-    function: types.FunctionType
+    function: Any
     arguments: tuple[Any, ...]
     is_module_call: bool
     cells_argument: bool
@@ -86,7 +98,8 @@ class _Call:
 def _attempt(
     call: _Call, stop_at_step: int | None, reason: Unsupported | None
 ) -> tuple[CapturedFrame, int | None]:
-    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it did."""
+    """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
+    did."""
     state = Capture(call.original_of)
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     with normal_tensors():
@@ -107,10 +120,8 @@ def _interpret(
             module = state.realize(frame.locals.get(names[0]) or _content(frame, names[0]))
             assert isinstance(module, ModuleValue)
             check_no_hooks(state, module)
-        try:
+        with suppress(BreakRequested):
             frame.run()
-        except BreakRequested:
-            pass
         finishing = True
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
@@ -158,7 +169,8 @@ def _finish(
     reason: Unsupported | None,
     cells_argument: bool,
 ) -> CapturedFrame:
-    """Close the graph and write the runner; the frame has returned, or stands before the instruction to break at."""
+    """Close the graph and write the runner; the frame has returned, or stands before the instruction to
+    break at."""
     ending = None
     writer = RunnerWriter(state)
     if frame.result is None:
@@ -189,7 +201,7 @@ def _guard_distinct(state: CaptureState) -> None:
     """Where an object was changed, other objects of its type must not turn out to be the same one."""
     changed = list(state.effects.containers.values())
     changed += state.effects.cells.values()
-    changed += [owner for owner in {id(owner): owner for owner in state.effects.attributes.values()}.values()]
+    changed += {id(owner): owner for owner in state.effects.attributes.values()}.values()
     others = [value for _, value in state.known.values() if value.source is not None]
     for value in changed:
         for other in others:
@@ -220,7 +232,7 @@ def _check_inputs(state: Capture) -> None:
             if other != index and _overlap(graph.real_inputs[index], graph.real_inputs[other]):
                 raise state.unsupported(
                     "overlapping-inputs",
-                    f"the function writes to {graph.inputs[index].source}, whose memory {entry.source} shares",
+                    f"{graph.inputs[index].source}, which is changed, shares memory with {entry.source}",
                 )
         state.guards.no_overlap(graph.inputs, index)
 

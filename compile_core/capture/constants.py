@@ -144,10 +144,13 @@ class BuiltinMethod(Value):
         return self.owner.call_method(state, self.name, args, kwargs)
 
 
+TUPLE_ITERATOR = type(iter(()))
+
+
 class SequenceIterator(Value):
     """An iterator over items that are all there; also the iterator of a list that may grow meanwhile."""
 
-    def __init__(self, items: list[Any], cls: type = type(iter(()))) -> None:
+    def __init__(self, items: list[Any], cls: type = TUPLE_ITERATOR) -> None:
         self.items = items
         self.index = 0
         self.cls = cls
@@ -163,8 +166,7 @@ class SequenceIterator(Value):
 
     def advance(self, state: CaptureState) -> Value | None:
         if self.index >= len(self.items):
-            self.index = len(self.items)
-            self.items = []
+            self.items = []  # an iterator that has ended stays so, even if its list grows
             self.index = 0
             return None
         item = state.realize(self.items[self.index])

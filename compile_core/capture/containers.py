@@ -1,10 +1,9 @@
-"""Tuples, lists, dictionaries, sets and slices: built in the frame, or existing and read item by item."""
+"""Tuples, lists and slices: built in the frame, or existing and read item by item."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,9 +14,10 @@ Item = Value | LazyValue
 
 
 class ContainerValue(Value):
-    """What the containers share. ``trusted`` marks an existing container without a source, which is read-only."""
+    """What the containers share. ``trusted`` marks an existing container without a source, which is
+    read-only."""
 
-    methods: dict[str, Callable[..., Value]] = {}
+    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
     cls: type
     trusted = False
 
@@ -135,7 +135,7 @@ class SequenceValue(ContainerValue):
             )
         return fold(state, torch.Size.numel, [self], {})
 
-    methods = {"index": index, "count": count, "numel": numel}
+    methods: ClassVar = {"index": index, "count": count, "numel": numel}
 
 
 class ListValue(SequenceValue):
@@ -211,7 +211,7 @@ class ListValue(SequenceValue):
         self._replace(state, list(sorted_values(state, self.all(state), key, reverse)))
         return ConstantValue(None)
 
-    methods = SequenceValue.methods | {
+    methods: ClassVar = SequenceValue.methods | {
         "append": append,
         "extend": extend,
         "insert": insert,
@@ -278,261 +278,3 @@ class SliceValue(Value):
         if name in ("start", "stop", "step"):
             return self.parts[("start", "stop", "step").index(name)]
         return super().get_attribute(state, name)
-
-
-class DictValue(ContainerValue):
-    """A dictionary. Of an existing one only the entries that were read are guarded, until its keys matter."""
-
-    def __init__(
-        self,
-        entries: dict[Any, tuple[Value, Item]],
-        cls: type = dict,
-        source: Any = None,
-        default_factory: Value | None = None,
-    ) -> None:
-        self.entries = entries
-        self.cls = cls
-        self.source = source
-        self.default_factory = default_factory
-        self.keys_guarded = source is None
-        self.original_keys = tuple(entries)
-
-    def guard_keys(self, state: CaptureState) -> None:
-        if not self.keys_guarded:
-            self.keys_guarded = True
-            for key in self.original_keys:
-                if not _prints(key):
-                    raise state.unsupported("dict-key", f"a dictionary with the key {key!r} from outside")
-            state.guards.keys(self.source, self.original_keys)
-
-    def before_change(self, state: CaptureState) -> None:
-        self.guard_keys(state)
-        super().before_change(state)
-
-    def get(self, state: CaptureState, key: Any) -> Value:
-        key_value, item = self.entries[key]
-        real = state.realize(item)
-        self.entries[key] = (key_value, real)
-        return real
-
-    def find(self, state: CaptureState, key: Value) -> Value | None:
-        """The item of a key; None where there is none, which is then guarded."""
-        real = key.hash_key(state)
-        if real in self.entries:
-            if not self.keys_guarded and not _prints(real):
-                raise state.unsupported("dict-key", f"the dictionary key {real!r}")
-            return self.get(state, real)
-        if not self.keys_guarded:
-            if _prints(real):
-                state.guards.absent(self.source, real)
-            else:
-                self.guard_keys(state)
-        return None
-
-    def as_constant(self) -> Any:
-        if self.cls is not dict or any(isinstance(item, LazyValue) for _, item in self.entries.values()):
-            return super().as_constant()
-        if not self.keys_guarded:
-            return super().as_constant()
-        return {
-            key.as_constant(): item.as_constant()
-            for key, item in self.entries.values()
-            if not isinstance(item, LazyValue)
-        }
-
-    def graph_argument(self, state: CaptureState) -> Any:
-        self.guard_keys(state)
-        return {key: self.get(state, key).graph_argument(state) for key in self.entries}
-
-    def length(self, state: CaptureState) -> int:
-        self.guard_keys(state)
-        return len(self.entries)
-
-    def get_item(self, state: CaptureState, key: Value) -> Value:
-        found = self.find(state, key)
-        if found is not None:
-            return found
-        if self.default_factory is not None:
-            made = self.default_factory.call(state, [], {})
-            self.set_item(state, key, made)
-            return made
-        raise state.raise_exception(KeyError, key.hash_key(state))
-
-    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
-        self.before_change(state)
-        real = key.hash_key(state)
-        kept = self.entries[real][0] if real in self.entries else key
-        self.entries[real] = (kept, value)
-
-    def delete_item(self, state: CaptureState, key: Value) -> None:
-        if self.find(state, key) is None:
-            raise state.raise_exception(KeyError, key.hash_key(state))
-        self.before_change(state)
-        del self.entries[key.hash_key(state)]
-
-    def contains(self, state: CaptureState, item: Value) -> bool:
-        real = item.hash_key(state)
-        if real in self.entries and not self.keys_guarded and _prints(real):
-            state.guards.present(self.source, real)
-            return True
-        return self.find(state, item) is not None
-
-    def key_values(self, state: CaptureState) -> list[Value]:
-        self.guard_keys(state)
-        return [key for key, _ in self.entries.values()]
-
-    def iterate(self, state: CaptureState) -> Value:
-        return SequenceIterator(list(self.key_values(state)), type(iter({})))
-
-    def keys(self, state: CaptureState) -> Value:
-        return DictView(self, "keys")
-
-    def values(self, state: CaptureState) -> Value:
-        return DictView(self, "values")
-
-    def items(self, state: CaptureState) -> Value:
-        return DictView(self, "items")
-
-    def get_or(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
-        found = self.find(state, key)
-        return found if found is not None else default or ConstantValue(None)
-
-    def setdefault(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
-        found = self.find(state, key)
-        if found is not None:
-            return found
-        self.set_item(state, key, default or ConstantValue(None))
-        return self.get_item(state, key)
-
-    def pop(self, state: CaptureState, key: Value, default: Value | None = None) -> Value:
-        found = self.find(state, key)
-        if found is None:
-            if default is None:
-                raise state.raise_exception(KeyError, key.hash_key(state))
-            return default
-        self.delete_item(state, key)
-        return found
-
-    def update(self, state: CaptureState, other: Value | None = None, **kwargs: Value) -> Value:
-        if isinstance(other, DictValue):
-            other.guard_keys(state)
-            for key, (key_value, _) in list(other.entries.items()):
-                self.set_item(state, key_value, other.get(state, key))
-        elif other is not None:
-            for pair in state.items_of(other):
-                key_value, item = state.items_of(pair)
-                self.set_item(state, key_value, item)
-        for name, item in kwargs.items():
-            self.set_item(state, ConstantValue(name), item)
-        return ConstantValue(None)
-
-    def copy(self, state: CaptureState) -> Value:
-        self.guard_keys(state)
-        entries = {key: (value, self.get(state, key)) for key, (value, _) in list(self.entries.items())}
-        return DictValue(entries, self.cls, default_factory=self.default_factory)
-
-    def clear(self, state: CaptureState) -> Value:
-        self.before_change(state)
-        self.entries.clear()
-        return ConstantValue(None)
-
-    methods = {
-        "keys": keys,
-        "values": values,
-        "items": items,
-        "get": get_or,
-        "setdefault": setdefault,
-        "pop": pop,
-        "update": update,
-        "copy": copy,
-        "clear": clear,
-    }
-
-
-def new_dict(pairs: list[tuple[Value, Value]], state: CaptureState, cls: type = dict) -> DictValue:
-    """A dictionary built in the frame."""
-    made = DictValue({}, cls)
-    for key, value in pairs:
-        real = key.hash_key(state)
-        kept = made.entries[real][0] if real in made.entries else key
-        made.entries[real] = (kept, value)
-    return made
-
-
-def _prints(key: Any) -> bool:
-    """Whether a key can be written into a generated expression."""
-    if isinstance(key, tuple):
-        return type(key) is tuple and all(_prints(item) for item in key)
-    return type(key) in (str, int, bool, type(None), bytes)
-
-
-class DictView(Value):
-    """``keys()``, ``values()`` or ``items()`` of a dictionary."""
-
-    _types = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
-
-    def __init__(self, owner: DictValue, what: str) -> None:
-        self.owner = owner
-        self.what = what
-
-    def python_type(self) -> type:
-        if self.owner.cls is collections.OrderedDict:
-            return type(getattr(collections.OrderedDict(), self.what)())
-        return self._types[self.what]
-
-    def truth(self, state: CaptureState) -> bool:
-        return self.length(state) != 0
-
-    def length(self, state: CaptureState) -> int:
-        return self.owner.length(state)
-
-    def iterate(self, state: CaptureState) -> Value:
-        keys = self.owner.key_values(state)
-        if self.what == "keys":
-            return SequenceIterator(list(keys))
-        values = [self.owner.get(state, key) for key in list(self.owner.entries)]
-        if self.what == "values":
-            return SequenceIterator(list(values))
-        pairs = zip(keys, values, strict=True)
-        return SequenceIterator([SequenceValue([key, value], tuple) for key, value in pairs])
-
-    def contains(self, state: CaptureState, item: Value) -> bool:
-        if self.what == "keys":
-            return self.owner.contains(state, item)
-        return any(state.equal(member, item) for member in state.items_of(self))
-
-
-class SetValue(ContainerValue):
-    """A set or frozenset; its members are keys as a dictionary's are."""
-
-    def __init__(self, members: dict[Any, Value], cls: type = set, source: Any = None) -> None:
-        self.members = members
-        self.cls = cls
-        self.source = source
-
-    def as_constant(self) -> Any:
-        return self.cls(member.as_constant() for member in self.members.values())
-
-    def length(self, state: CaptureState) -> int:
-        return len(self.members)
-
-    def contains(self, state: CaptureState, item: Value) -> bool:
-        return item.hash_key(state) in self.members
-
-    def iterate(self, state: CaptureState) -> Value:
-        # The order of a real set depends on hashes and history; only orders that cannot matter are given out.
-        if len(self.members) > 1:
-            raise state.unsupported("set-order", "the iteration order of a set", "iterate over sorted(...)")
-        return SequenceIterator(list(self.members.values()))
-
-    def add(self, state: CaptureState, item: Value) -> Value:
-        self.before_change(state)
-        self.members.setdefault(item.hash_key(state), item)
-        return ConstantValue(None)
-
-    def discard(self, state: CaptureState, item: Value) -> Value:
-        self.before_change(state)
-        self.members.pop(item.hash_key(state), None)
-        return ConstantValue(None)
-
-    methods = {"add": add, "discard": discard}

@@ -7,30 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from compile_core.capture.modules import GLOBAL_HOOK_TABLES
 
 _is_grad_enabled = torch._C.is_grad_enabled
-_is_inference_mode_enabled = (
-    torch._C.is_inference_mode_enabled
-    if hasattr(torch._C, "is_inference_mode_enabled")
-    else torch.is_inference_mode_enabled
-)
-_get_default_dtype = (
-    torch._C.get_default_dtype if hasattr(torch._C, "get_default_dtype") else torch.get_default_dtype
-)
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_get_default_dtype = torch.get_default_dtype
 _is_autocast_enabled = torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
 _deterministic = torch._C._get_deterministic_algorithms
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
+_functorch_stack = peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
-_DEVICE_TYPES = ("cuda", "cpu")
 
 
 def global_state() -> tuple[Any, ...]:
-    """Gradient, inference and autocast modes, default dtype, determinism, active modes, global module hooks."""
+    """Gradient, inference and autocast modes, default dtype, determinism, active modes, global module
+    hooks."""
     return (
         _is_grad_enabled(),
         _is_inference_mode_enabled(),
@@ -41,13 +36,16 @@ def global_state() -> tuple[Any, ...]:
         _get_autocast_dtype("cuda"),
         _deterministic(),
         _function_modes(),
+        _dispatch_modes(),
+        _functorch_stack() is None,
         any(GLOBAL_HOOK_TABLES),
     )
 
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Fake tensors are made and traced outside inference mode, whose tensors have no version; grad mode stays."""
+    """Fake tensors are made and traced outside inference mode, whose tensors have no version; grad mode
+    stays."""
     grad_mode = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
         yield

@@ -1,7 +1,8 @@
 """Graph breaks: what the runner does at an instruction that has no rule, and how it goes on behind it.
 
-Each kind of instruction that may end a graph has a piece of Python here that does the same as the instruction. The
-runner executes it on the rebuilt stack and then calls a resume function for the rest of the frame.
+Each kind of instruction that may end a graph has a piece of Python here that does the same as the
+instruction. The runner executes it on the rebuilt stack and then calls a resume function for the rest of the
+frame.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from compile_core.capture.base import NULL, CaptureState, Value
 from compile_core.capture.constants import SequenceIterator
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.frame import Frame
-from compile_core.capture.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.functions import DISABLED_ATTRIBUTE, BoundMethodValue, FunctionValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.iterators import EnumerateIterator, ZipIterator
 from compile_core.capture.modules import ModuleValue
@@ -63,7 +64,11 @@ _STEPS: dict[str, Callable[[Instruction], Step]] = {
     "IS_OP": lambda instruction: Step(2, 1, "{0} is not {1}" if instruction.arg else "{0} is {1}"),
     "CONTAINS_OP": lambda instruction: Step(2, 1, "{0} not in {1}" if instruction.arg else "{0} in {1}"),
     "COMPARE_OP": lambda instruction: Step(
-        2, 1, f"bool({{0}} {instruction.value} {{1}})" if "bool(" in instruction.text else f"{{0}} {instruction.value} {{1}}"
+        2,
+        1,
+        f"bool({{0}} {instruction.value} {{1}})"
+        if "bool(" in instruction.text
+        else f"{{0}} {instruction.value} {{1}}",
     ),
 }
 
@@ -90,9 +95,7 @@ _STEPS["CONVERT_VALUE"] = lambda instruction: _format_value(
 class BreakWriter:
     """Writes the end of a runner whose capture stopped at the frame's next instruction."""
 
-    def __init__(
-        self, state: CaptureState, frame: Frame, writer: RunnerWriter, cells_argument: bool
-    ) -> None:
+    def __init__(self, state: CaptureState, frame: Frame, writer: RunnerWriter, cells_argument: bool) -> None:
         self.state = state
         self.frame = frame
         self.writer = writer
@@ -115,7 +118,8 @@ class BreakWriter:
             raise self.state.unsupported("break-in-handler", "a graph break inside an except block")
 
     def build(self) -> None:
-        """Rebuild stack and locals (before any effect is stored), and note the lines that come after the effects."""
+        """Rebuild stack and locals (before any effect is stored), and note the lines that come after the
+        effects."""
         frame = self.frame
         stack = list(frame.stack)
         # The stack parameters of a resume function are dead once its prologue has pushed them.
@@ -159,7 +163,9 @@ class BreakWriter:
             return NULL_PLACE, "None"
         if isinstance(value, (SequenceIterator, ZipIterator, EnumerateIterator)):
             if not _is_snapshot(value):
-                raise self.state.unsupported("break-in-loop", "a graph break in a loop over a list or another iterator")
+                raise self.state.unsupported(
+                    "break-in-loop", "a graph break in a loop over a list or another iterator"
+                )
             rest = SequenceValue(list(self.state.items_of(value)), tuple)
             return ITERATOR, self.writer.emit(rest)
         return VALUE, self.writer.emit(value)
@@ -189,13 +195,17 @@ class BreakWriter:
                 self.lines.append(f"target {symbol} {shown[-1]}")
                 return Step(2, 1, "target"), []
             return Step(2, 1, f"{{0}} {symbol} {{1}}"), shown[-2:]
-        if name == "LOAD_METHOD" or name == "LOAD_ATTR" and not instruction.text == instruction.value:
-            raise self.state.unsupported("break-at-method", f"a graph break at the look-up of the method {instruction.value}")
+        if name == "LOAD_METHOD" or (name == "LOAD_ATTR" and not instruction.text == instruction.value):
+            raise self.state.unsupported(
+                "break-at-method", f"a graph break at the look-up of the method {instruction.value}"
+            )
         if name == "LOAD_ATTR":
             return Step(1, 1, f"{{0}}.{instruction.value}"), shown[-1:]
         make = _STEPS.get(name)
         if make is None:
-            raise self.state.unsupported("break-at-instruction", f"no way to go on behind the instruction {name}")
+            raise self.state.unsupported(
+                "break-at-instruction", f"no way to go on behind the instruction {name}"
+            )
         step = make(instruction)
         return step, shown[len(shown) - step.pops :]
 
@@ -232,7 +242,11 @@ class BreakWriter:
     def _callee(self, value: Value, text: str) -> str:
         """The start of a call, up to its first argument: of the compiled form where the callee has one."""
         function = value.function if isinstance(value, BoundMethodValue) else value
-        existing = isinstance(function, FunctionValue) and function.real is not None and not function.is_library
+        existing = (
+            isinstance(function, FunctionValue) and function.real is not None and not function.is_library
+        )
+        if isinstance(function, FunctionValue) and getattr(function.real, DISABLED_ATTRIBUTE, False):
+            existing = False
         if existing or isinstance(function, ModuleValue):
             return f"call_compiled({text}, "
         return f"{text}("
@@ -249,9 +263,7 @@ def _is_snapshot(iterator: Value) -> bool:
     return False
 
 
-def resume_function(
-    point: ResumePoint, original: types.FunctionType
-) -> types.FunctionType:
+def resume_function(point: ResumePoint, original: types.FunctionType) -> types.FunctionType:
     """The resume function of a point, with the globals and cells of the original function.
 
     Where the cells come as an argument, those of the function itself are empty and only fill the places.

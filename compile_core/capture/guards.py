@@ -1,8 +1,9 @@
 """Guards: what was read during capture, and the generated function that checks it again.
 
-The check is one straight function. Each source is evaluated once, at its first use, and every failed condition
-returns the number of its guard; success returns the list of the graph's input tensors, which the check passed on its
-way. Nothing is allocated but what the conditions themselves need.
+The check is one straight function. Each source is evaluated once, at its first use, and every failed
+condition
+returns the number of its guard; success returns the list of the graph's input tensors, which the check
+passed on its way. Nothing is allocated but what the conditions themselves need.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _IDENTITY_TYPES = (
 
 def _has_hidden_parts(value: Any) -> bool:
     """Whether ``==`` cannot tell a number from others: zeros have signs, and nan equals nothing."""
-    return isinstance(value, (float, complex)) and (value == 0 or value != value or isinstance(value, complex))
+    return isinstance(value, (float, complex)) and (
+        value == 0 or value != value or isinstance(value, complex)
+    )
 
 
 class GuardSet:
@@ -90,8 +93,8 @@ class GuardSet:
         shape, stride = tuple(tensor.shape), tensor.stride()
         requires = "" if tensor.requires_grad else "not "
         device = "{0}.is_cpu" if tensor.device.type == "cpu" else "{0}.device == {c2}"
-        # A parameter or buffer is never a lazily negated or conjugated view; testing every one would cost more than
-        # all the rest, so only arguments are tested.
+        # A parameter or buffer is never a lazily negated or conjugated view; testing every one would cost
+        # more than all the rest, so only arguments are tested.
         lazy = "" if is_module_entry else " and not {0}.is_neg() and not {0}.is_conj()"
         self.add(
             [source],
@@ -104,11 +107,17 @@ class GuardSet:
             + ("requiring grad" if tensor.requires_grad else "not requiring grad"),
         )
 
+    # Note [Overlapping inputs]: a graph that writes to an input is wrong when another input shares that
+    # memory. Capture refuses inputs that overlap. Later calls compare the tensors that come with the call
+    # against those written to; parameters and buffers among each other are not compared again, since 320 of
+    # them would cost more than the rest of the check, and they share memory only if the program gives a
+    # module's entries new memory between two calls.
+
     def no_overlap(self, inputs: Sequence[GraphInput], changed: int) -> None:
         """An input that the graph writes to shares no memory with the tensors that come with the call.
 
-        Entries of modules were compared at capture; they change their memory only by being replaced, which the
-        program does between, not within, its steps. See Note [Overlapping inputs].
+        Entries of modules were compared at capture; they change their memory only by being replaced, which
+        the program does between, not within, its steps. See Note [Overlapping inputs].
         """
         written = inputs[changed]
         for index, entry in enumerate(inputs):
@@ -132,8 +141,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def compile_check(frame: CapturedFrame) -> Callable[..., Any]:
-    """The guard check of a frame: called with the frame's arguments, it returns the list of input tensors, or the
-    index of the guard that failed, or -1 where following a source raised."""
+    """The guard check of a frame: called with the frame's arguments, it returns the list of input tensors,
+    or the index of the guard that failed, or -1 where following a source raised."""
     writer = _CheckWriter()
     for index, guard in enumerate(frame.guards):
         names = [writer.read(source) for source in guard.sources]
@@ -197,7 +206,8 @@ class _CheckWriter:
 
     def condition(self, guard: Guard, names: Sequence[str]) -> str:
         constants = {f"c{index}": self.constant(value) for index, value in enumerate(guard.constants)}
-        # Global names cost a dictionary look-up per use, as cheap as a local that would have to be bound first.
+        # Global names cost a dictionary look-up per use, as cheap as a local that would have to be bound
+        # first.
         return guard.condition.format(*names, **constants)
 
 

@@ -126,6 +126,20 @@ class ChainIterator(IteratorValue):
             self.current = None
 
 
+class SliceIterator(IteratorValue):
+    cls = itertools.islice
+
+    def __init__(self, iterator: Value, left: int) -> None:
+        self.iterator = iterator
+        self.left = left
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.left <= 0:
+            return None
+        self.left -= 1
+        return self.iterator.advance(state)
+
+
 @call_rule(zip)
 def _zip(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     strict = kwargs.pop("strict", ConstantValue(False)).truth(state)
@@ -163,6 +177,28 @@ def _count(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
 @call_rule(itertools.chain)
 def _chain(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return ChainIterator(list(args))
+
+
+@call_rule(itertools.repeat)
+def _repeat(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    item, times = args  # without a number of times it would never end
+    return SequenceIterator([item] * times.as_constant(), itertools.repeat)
+
+
+@call_rule(itertools.islice)
+def _islice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    iterable, stop = args
+    return SliceIterator(iterable.iterate(state), stop.as_constant())
+
+
+@call_rule(itertools.product)
+def _product(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if kwargs:
+        raise TypeError("product() with repeat")
+    pools = [state.items_of(argument) for argument in args]
+    return SequenceIterator(
+        [SequenceValue(list(items), tuple) for items in itertools.product(*pools)], itertools.product
+    )
 
 
 @call_rule(reversed)

@@ -1,8 +1,10 @@
 """Which code is trusted not to change while a program runs.
 
-Note [Trusted libraries]: globals, classes and functions of torch and of the standard library are read without guards.
-A program that replaces ``torch.nn.functional.linear`` or ``math.sqrt`` between two calls keeps the compiled behaviour
-of the first. Guarding them would triple the cost of every call, for names that no training program replaces.
+Note [Trusted libraries]: globals, classes and functions of torch and of the standard library are read
+without guards.
+A program that replaces ``torch.nn.functional.linear`` or ``math.sqrt`` between two calls keeps the compiled
+behaviour of the first. Guarding them would triple the cost of every call, for names that no training program
+replaces.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ import torch
 from torch.nn.modules import module as module_registry
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import SequenceValue
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource
 
@@ -46,7 +49,7 @@ class ModuleValue(InstanceValue):
         return super().own_attribute(state, name)
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
-        owner, entry = class_lookup(self.cls, "__getattr__")
+        owner, _ = class_lookup(self.cls, "__getattr__")
         if owner is not torch.nn.Module:
             return super().missing_attribute(state, name)
         found = self.table_entry(state, name)
@@ -94,8 +97,55 @@ class ModuleValue(InstanceValue):
             return super().call(state, args, kwargs)
         if isinstance(self.real, torch.jit.ScriptModule):
             raise state.unsupported("script-module", f"{self.describe()} is a TorchScript module")
-        check_no_hooks(state, self)
-        return self.get_attribute(state, "forward").call(state, args, kwargs)
+        if not self._has_forward_hooks():
+            check_no_hooks(state, self)
+            return self.get_attribute(state, "forward").call(state, args, kwargs)
+        return self._call_with_hooks(state, args, kwargs)
+
+    def _has_forward_hooks(self) -> bool:
+        own = self.real.__dict__
+        return bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
+
+    def _call_with_hooks(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Pre-hooks, forward, hooks, in the order of ``nn.Module._call_impl``."""
+        own = self.real.__dict__
+        special = (
+            "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+            "_forward_pre_hooks_with_kwargs",
+        )
+        backward = own["_backward_hooks"] or own["_backward_pre_hooks"]
+        if backward or any(GLOBAL_HOOK_TABLES) or any(own[table] for table in special):
+            raise state.unsupported(
+                "module-hooks",
+                f"{self.describe()} has backward hooks, or hooks that take keywords or run always",
+                "remove the hooks, or call what they do in forward",
+            )
+        if self.source is not None:
+            tables = AttributeSource(self.source, "__dict__")
+            for table in (*special, "_backward_hooks", "_backward_pre_hooks"):
+                state.guards.length(ItemSource(tables, table), 0)
+        for hook in self._hooks(state, "_forward_pre_hooks"):
+            changed = hook.call(state, [self, SequenceValue(list(args), tuple)], {})
+            if not _is_none(changed):
+                is_tuple = isinstance(changed, SequenceValue) and issubclass(changed.cls, tuple)
+                args = state.items_of(changed) if is_tuple else [changed]
+        result = self.get_attribute(state, "forward").call(state, args, kwargs)
+        for hook in self._hooks(state, "_forward_hooks"):
+            changed = hook.call(state, [self, SequenceValue(list(args), tuple), result], {})
+            if not _is_none(changed):
+                result = changed
+        return result
+
+    def _hooks(self, state: CaptureState, table: str) -> list[Value]:
+        hooks = self.own_attribute(state, table)
+        assert isinstance(hooks, DictValue)
+        hooks.guard_keys(state)
+        return [hooks.get(state, key) for key in list(hooks.entries)]
+
+
+def _is_none(value: Value) -> bool:
+    return isinstance(value, ConstantValue) and value.value is None
 
 
 def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:

@@ -19,7 +19,8 @@ MISSING: Any = object()
 
 
 def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type | None, Any]:
-    """The class in the resolution order that defines a name, and the raw entry; (None, MISSING) without one."""
+    """The class in the resolution order that defines a name, and the raw entry; (None, MISSING) without
+    one."""
     order = cls.__mro__
     if after is not None:
         order = order[order.index(after) + 1 :]
@@ -111,7 +112,7 @@ class ClassValue(ReferenceValue):
             return self._make_named_tuple(state, args, kwargs)
         if type(cls) not in (type, abc.ABCMeta) or cls.__new__ is not object.__new__:
             raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
-        if state.is_module_class(cls) or cls.__setattr__ is not object.__setattr__ and not _is_frozen(cls):
+        if state.is_module_class(cls) or (cls.__setattr__ is not object.__setattr__ and not _is_frozen(cls)):
             raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
         if getattr(cls, "__abstractmethods__", None):
             raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
@@ -140,13 +141,15 @@ class ClassValue(ReferenceValue):
 
 
 def _is_frozen(cls: type) -> bool:
-    """Whether a class is a frozen dataclass, whose generated ``__init__`` stores through ``object.__setattr__``."""
+    """Whether a class is a frozen dataclass, whose generated ``__init__`` stores through
+    ``object.__setattr__``."""
     params = getattr(cls, "__dataclass_params__", None)
     return params is not None and params.frozen
 
 
 class InstanceValue(Value):
-    """An object of a plain class. ``changes`` holds attributes that were stored (MISSING: deleted) in the frame."""
+    """An object of a plain class. ``changes`` holds attributes that were stored (MISSING: deleted) in the
+    frame."""
 
     def __init__(self, cls: type, real: Any, source: Source | None) -> None:
         self.cls = cls
@@ -230,12 +233,12 @@ class InstanceValue(Value):
         raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
 
     def guard_absent(self, state: CaptureState, name: str) -> None:
-        if self.real is not None and self.source is not None and name not in self.changes:
-            if hasattr(self.real, "__dict__"):
-                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+        known = self.real is not None and self.source is not None and name not in self.changes
+        if known and self.source is not None and hasattr(self.real, "__dict__"):
+            state.guards.absent(AttributeSource(self.source, "__dict__"), name)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        owner, entry = class_lookup(self.cls, "__setattr__")
+        owner, _ = class_lookup(self.cls, "__setattr__")
         if owner is not object:
             raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
         self.store(state, name, value)

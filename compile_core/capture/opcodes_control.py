@@ -6,13 +6,14 @@ import types
 
 from compile_core.capture.base import NULL, SymbolicRaise, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import DictValue, SequenceValue
+from compile_core.capture.containers import SequenceValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue, FunctionValue
 from compile_core.capture.instructions import Instruction
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import ClassValue, ExceptionValue, SuperValue
 from compile_core.capture.opcodes_data import push_callable
-from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR
+from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR, SEND_POPS_ITERATOR
 
 
 @opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
@@ -102,6 +103,38 @@ def _yield_value(frame: Frame, instruction: Instruction) -> None:
     frame.push(ConstantValue(None))
 
 
+@opcode("GET_YIELD_FROM_ITER")
+def _get_yield_from_iter(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.pop().iterate(frame.state))
+
+
+@opcode("SEND")
+def _send(frame: Frame, instruction: Instruction) -> None:
+    frame.pop()  # what is sent, always None here
+    iterator = frame.stack[-1]
+    item = iterator.advance(frame.state)
+    if item is not None:
+        frame.push(item)
+        return
+    if SEND_POPS_ITERATOR:
+        frame.pop()
+    frame.push(iterator.returned() or ConstantValue(None))
+    frame.jump(instruction)
+
+
+@opcode("END_SEND")
+def _end_send(frame: Frame, instruction: Instruction) -> None:
+    del frame.stack[-2]
+
+
+@opcode("CLEANUP_THROW")
+def _cleanup_throw(frame: Frame, instruction: Instruction) -> None:
+    value = frame.pop()
+    if issubclass(value.python_type(), StopIteration):
+        raise frame.state.unsupported("generator", "StopIteration out of an inner generator")
+    raise SymbolicRaise(value)
+
+
 @opcode("KW_NAMES")
 def _kw_names(frame: Frame, instruction: Instruction) -> None:
     frame.keyword_names = instruction.value
@@ -153,7 +186,8 @@ def _make_function(frame: Frame, instruction: Instruction) -> None:
     code = frame.pop().as_constant()
     assert isinstance(code, types.CodeType)
     made = FunctionValue(code, frame.function.scope, (), [], {})
-    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument here.
+    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument
+    # here.
     for flag in (8, 4, 2, 1):
         if instruction.arg & flag:
             _set_function_part(frame, made, flag, frame.pop())

@@ -8,8 +8,9 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import DictValue, ListValue, SequenceValue, SetValue
+from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.tensors import TensorValue
@@ -134,7 +135,7 @@ def _special(state: CaptureState, left: Value, right: Value, method: str, reflec
     """A user's operator method; None where neither operand has one."""
     for owner, other, name in ((left, right, method), (right, left, reflected)):
         if isinstance(owner, InstanceValue):
-            defining, entry = class_lookup(owner.cls, name)
+            defining, _ = class_lookup(owner.cls, name)
             if defining is None or defining is object:
                 continue
             found = owner.get_attribute(state, name)
@@ -204,11 +205,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
         return bool(left.real is right.real)
     plain = (ConstantValue, SequenceValue, DictValue, SetValue)
-    if (
-        isinstance(left, identities)
-        and isinstance(right, plain)
-        or isinstance(right, identities)
-        and isinstance(left, plain)
+    if (isinstance(left, identities) and isinstance(right, plain)) or (
+        isinstance(right, identities) and isinstance(left, plain)
     ):
         return False
     if isinstance(left, plain) and isinstance(right, plain) and type(left) is not type(right):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.fx.node import map_arg
 
 from compile_core.capture.base import PlainCall
 from compile_core.errors import Unsupported
@@ -89,11 +90,11 @@ class OutputGraph:
     ) -> fx.Node:
         """Append an operation and run it on the fakes.
 
-        Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall where the
-        operation raises: plain Python will then raise the same for the user.
+        Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall
+        where the operation raises: plain Python will then raise the same for the user.
         """
-        fake_args = fx.node.map_arg(args, _fake_of)
-        fake_kwargs = fx.node.map_arg(kwargs, _fake_of)
+        fake_args = map_arg(args, _fake_of)
+        fake_kwargs = map_arg(kwargs, _fake_of)
         try:
             with self.fake_mode:
                 if isinstance(target, str):
@@ -147,8 +148,8 @@ def _input_name(source: Source, kind: InputKind) -> str:
     root = source
     while root.base is not None:
         root = root.base
-    if isinstance(source, ModuleEntrySource) and len(words) > 1 and isinstance(root, LocalSource):
-        if root.name == "self":
-            words = words[1:]
+    of_self = isinstance(root, LocalSource) and root.name == "self"
+    if of_self and isinstance(source, ModuleEntrySource) and len(words) > 1:
+        words = words[1:]
     prefix = {"parameter": "p", "buffer": "b", "argument": "l", "state": "g"}[kind]
     return re.sub(r"\W+", "_", "_".join([prefix, *words]))

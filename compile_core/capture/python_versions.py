@@ -1,7 +1,7 @@
 """What differs between the CPythons that are supported (3.11 to 3.13), as data.
 
-Opcodes that one version lacks simply never occur there, so a handler for each is enough; here is only what a handler
-would otherwise have to ask the version for.
+Opcodes that one version lacks simply never occur there, so a handler for each is enough; here is only what a
+handler would otherwise have to ask the version for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import sys
 
 VERSION = sys.version_info[:2]
 
-# FOR_ITER at the end of the iteration: 3.11 pops the iterator and jumps. Later versions leave it with a placeholder on
-# the stack and jump to END_FOR, which pops this many values (3.13 follows it by a POP_TOP).
+# FOR_ITER at the end of the iteration: 3.11 pops the iterator and jumps. Later versions leave it with a
+# placeholder on the stack and jump to END_FOR, which pops this many values (3.13 follows it by a POP_TOP).
 END_FOR_POPS = {(3, 11): 0, (3, 12): 2, (3, 13): 1}.get(VERSION, 1)
 FOR_ITER_POPS_ITERATOR = VERSION == (3, 11)
+
+# SEND at the end of the inner iterator: 3.11 drops the iterator and jumps, later it is left to END_SEND.
+SEND_POPS_ITERATOR = VERSION == (3, 11)
 
 # The low bit of LOAD_ATTR's argument asks for the pair of method and self from 3.12 on.
 LOAD_ATTR_HAS_METHOD_BIT = VERSION >= (3, 12)

@@ -10,8 +10,9 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
-from compile_core.capture.containers import DictValue, SequenceValue, SetValue, SliceValue
+from compile_core.capture.containers import SequenceValue, SliceValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
+from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import MISSING, ExceptionValue, InstanceValue
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
@@ -21,7 +22,8 @@ from compile_core.ir.sources import Reference, Source
 
 
 class RunnerWriter:
-    """Collects lines. Values are built first, then effects are stored, so that no fetch sees a changed object."""
+    """Collects lines. Values are built first, then effects are stored, so that no fetch sees a changed
+    object."""
 
     def __init__(self, state: CaptureState) -> None:
         self.state = state

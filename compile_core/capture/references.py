@@ -1,4 +1,5 @@
-"""Existing objects that are known by identity: Python modules, built-in functions, classes, opaque objects."""
+"""Existing objects that are known by identity: Python modules, built-in functions, classes, opaque
+objects."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.libraries import is_library_name
-from compile_core.ir.sources import AttributeSource, ItemSource, Source
+from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 
@@ -55,9 +56,9 @@ class ReferenceValue(Value):
         return self.real
 
     def truth(self, state: CaptureState) -> bool:
-        if isinstance(self.real, (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)):
-            if not isinstance(self.real, enum.EnumMeta):
-                return True
+        plain = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)
+        if isinstance(self.real, plain) and not isinstance(self.real, enum.EnumMeta):
+            return True
         return super().truth(state)
 
 
@@ -81,8 +82,18 @@ class PythonModuleValue(ReferenceValue):
         return state.wrap(found, ItemSource(AttributeSource(owner, "__dict__"), name))
 
 
+class WeakReferenceValue(ReferenceValue):
+    """A weak reference; its call gives the object."""
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if args or kwargs:
+            raise state.raise_exception(TypeError, "a weak reference takes no arguments")
+        return state.wrap(self.real(), None if self.source is None else CallSource(self.source))
+
+
 class CallableReferenceValue(ReferenceValue):
-    """A callable with a rule of its own: built-in functions, tensor functions, special functions of libraries."""
+    """A callable with a rule of its own: built-in functions, tensor functions, special functions of
+    libraries."""
 
     def __init__(self, real: Any, rule: CallRule | None, source: Source | None = None) -> None:
         super().__init__(real, source)

@@ -1,7 +1,8 @@
 """Resume functions: a function's code with a prologue that restores the stack and jumps into its middle.
 
-The parameters of a resume function are the stack values, bottom first, then the local variables that are set. NULLs on
-the stack are pushed by the prologue, iterators are made anew from a tuple of the items that are left.
+The parameters of a resume function are the stack values, bottom first, then the local variables that are
+set. NULLs on the stack are pushed by the prologue, iterators are made anew from a tuple of the items that
+are left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import types
 
 import bytecode
+from bytecode.instr import CellVar, FreeVar
 
 from compile_core.capture.instructions import decode
 from compile_core.capture.python_versions import LOADS_OF_CELLS, PLAIN_LOAD_FAST
@@ -36,8 +38,8 @@ def make_resume_code(
 ) -> types.CodeType:
     """The code that goes on at the instruction ``index`` of ``code`` with the given stack and locals.
 
-    Cell variables become free variables, before the free variables that the code has: the cells exist already, and
-    inner functions made before the break share them.
+    Cell variables become free variables, before the free variables that the code has: the cells exist
+    already, and inner functions made before the break share them.
     """
     assembled = bytecode.Bytecode.from_code(code)
     positions = [at for at, item in enumerate(assembled) if isinstance(item, bytecode.Instr)]
@@ -67,10 +69,10 @@ def make_resume_code(
         if isinstance(item, bytecode.Instr):
             if item.name in ("MAKE_CELL", "COPY_FREE_VARS"):
                 continue
-            if isinstance(item.arg, bytecode.CellVar):
-                item = bytecode.Instr(item.name, bytecode.FreeVar(item.arg.name), location=item.location)
+            if isinstance(item.arg, CellVar):
+                item = bytecode.Instr(item.name, FreeVar(item.arg.name), location=item.location)
             elif code.co_cellvars and item.name in LOADS_OF_CELLS and item.arg in cells:
-                item = bytecode.Instr(item.name, bytecode.FreeVar(str(item.arg)), location=item.location)
+                item = bytecode.Instr(item.name, FreeVar(str(item.arg)), location=item.location)
         body.append(item)
         if isinstance(item, bytecode.Instr) and item.name == "RESUME" and prologue:
             body += prologue

@@ -1,4 +1,5 @@
-"""What a captured call changes of things that existed before it, as final states to be stored after the graph ran."""
+"""What a captured call changes of things that existed before it, as final states to be stored after the
+graph ran."""
 
 from __future__ import annotations
 

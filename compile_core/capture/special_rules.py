@@ -23,7 +23,8 @@ def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
             raise state.unsupported("super", "super() outside of a method")
         cls = state.realize(cell.content)
         first = frame.code.code.co_varnames[0]
-        owner = frame.cells[first].content if first in frame.cells else frame.locals[first]
+        content = frame.cells[first].content if first in frame.cells else frame.locals[first]
+        owner = None if content is None else state.realize(content)
     if not isinstance(cls, ClassValue) or owner is None:
         raise state.unsupported("super", "super() of something else than a class")
     return SuperValue(cls.real, owner)

@@ -16,17 +16,11 @@ from compile_core.capture import opcodes_control, opcodes_data, operators
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.binding import bind_arguments
 from compile_core.capture.constants import ConstantValue, is_literal
-from compile_core.capture.containers import (
-    DictValue,
-    ListValue,
-    SequenceValue,
-    SetValue,
-    SliceValue,
-    sequence_fields,
-)
+from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.frame import OPCODES, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.iterators import IteratorValue
+from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import ExceptionValue, bind_class_entry, class_lookup
 from compile_core.capture.output_graph import OutputGraph, is_fake
 from compile_core.capture.side_effects import SideEffects
@@ -56,6 +50,9 @@ class GeneratorValue(IteratorValue):
             return None
         self.frame.run()
         return self.frame.yielded
+
+    def returned(self) -> Value | None:
+        return self.frame.result
 
 
 class Capture(CaptureState):
@@ -153,6 +150,9 @@ class Capture(CaptureState):
             cls = type(example)
             items: list[Any] = []
             for index, item in enumerate(example):
+                if item is None:
+                    items.append(ConstantValue(None))
+                    continue
                 if not isinstance(item, torch.Tensor):
                     raise self.unsupported(
                         "operation-result", f"{target} returned {type(item).__name__} in a tuple"

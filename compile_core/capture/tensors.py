@@ -50,6 +50,10 @@ _METADATA = frozenset(
         "layout",
         "itemsize",
         "nbytes",
+        "is_nested",
+        "is_sparse_csr",
+        "is_mtia",
+        "is_hpu",
     ]
 )
 _VIEW_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
@@ -102,7 +106,8 @@ _DENIED_METHODS = frozenset(
 
 
 class TensorValue(Value):
-    """A tensor: ``node`` in the graph, ``fake`` for its metadata. An input that was not rebound has a source."""
+    """A tensor: ``node`` in the graph, ``fake`` for its metadata. An input that was not rebound has a
+    source."""
 
     def __init__(self, node: fx.Node, fake: torch.Tensor, cls: type, source: Source | None = None) -> None:
         self.node = node
@@ -162,7 +167,7 @@ class TensorValue(Value):
             return ConstantValue(_type_name(self.fake))
         if name == "__len__":
             return ConstantValue(self.length(state))
-        if name in _DENIED_METHODS or name.startswith("__") and name not in _OPERATORS:
+        if name in _DENIED_METHODS or (name.startswith("__") and name not in _OPERATORS):
             raise state.unsupported(
                 "tensor-method",
                 f"no rule for the method {name!r} of {self.describe()}",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.overrides
+from torch import _jit_internal
 from torch.nn import functional
 
 from compile_core.capture.base import CaptureState, Value
@@ -86,7 +87,20 @@ def _tensor_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
+# Generated bindings of native operators. A result that is not a tensor is refused when it is recorded.
+_NATIVE_SCOPES = tuple(
+    getattr(torch._C, name) for name in ("_VariableFunctions", "_nn", "_linalg", "_fft", "_special")
+)
+_NOT_NATIVE_OPERATIONS = ("from_file", "frombuffer", "_cufft", "_use_cudnn", "_debug", "_print", "set_")
+
+
 def is_tensor_function(function: Any) -> bool:
+    if isinstance(function, types.BuiltinFunctionType):
+        name = function.__name__
+        if not name.startswith(_NOT_NATIVE_OPERATIONS) and name not in _NOT_OPERATIONS:
+            # Bound methods of the scope are made anew at each look-up, so they are compared by equality.
+            return any(getattr(scope, name, None) == function for scope in _NATIVE_SCOPES)
+        return False
     try:
         return function in _tensor_functions()
     except TypeError:
@@ -121,7 +135,8 @@ def find_torch_rule(function: Any) -> CallRule | None:
     if is_tensor_function(function):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-        if issubclass(torch.Tensor, function.__objclass__) and function.__objclass__ is not object:
+        owner = function.__objclass__
+        if owner is not object and issubclass(torch.Tensor, owner):
             return tensor_method_rule(function.__name__)
     return None
 
@@ -175,6 +190,9 @@ _STATE_QUERIES = (
 CALL_RULES.update({function: _fold_rule(function) for function in _STATE_QUERIES})
 
 
+_SCRIPTING_QUERIES = ("is_scripting", "is_tracing")
+
+
 def _answer(value: Any) -> CallRule:
     def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return ConstantValue(value)
@@ -182,7 +200,7 @@ def _answer(value: Any) -> CallRule:
     return answer
 
 
-for _function in (torch.jit.is_scripting, torch.jit.is_tracing, torch._jit_internal.is_scripting):
+for _function in (_jit_internal.is_scripting, *(getattr(torch.jit, name) for name in _SCRIPTING_QUERIES)):
     CALL_RULES[_function] = _answer(False)
 for _function in (
     torch.overrides.has_torch_function,

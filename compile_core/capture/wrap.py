@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -12,26 +13,27 @@ import torch
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.builtin_rules import method_of_builtin_type
 from compile_core.capture.constants import ConstantValue, is_literal
-from compile_core.capture.containers import (
-    DictValue,
-    ListValue,
-    SequenceValue,
-    SetValue,
-    SliceValue,
-    sequence_fields,
+from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
+from compile_core.capture.functions import (
+    ALLOWED_ATTRIBUTE,
+    BoundMethodValue,
+    CellValue,
+    FunctionValue,
+    PartialValue,
 )
-from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
 from compile_core.capture.libraries import is_library_name
+from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import ClassValue, InstanceValue
 from compile_core.capture.references import (
     CallableReferenceValue,
     PythonModuleValue,
     ReferenceValue,
+    WeakReferenceValue,
     find_call_rule,
 )
 from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import find_torch_rule
+from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
@@ -138,10 +140,12 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
             for name, part in zip(("func", "args", "keywords"), parts, strict=True)
         )
         assert isinstance(kwargs, DictValue)
-        named = {
-            key: item for key, item in ((key, kwargs.get(state, key)) for key in _all_keys(state, kwargs))
-        }
+        named = {key: kwargs.get(state, key) for key in _all_keys(state, kwargs)}
         return PartialValue(function, state.items_of(args), named)
+    if type(real) is weakref.ReferenceType:
+        if source is not None:
+            state.guards.type_is(source, weakref.ReferenceType)
+        return WeakReferenceValue(real, source)
     container = _wrap_container(state, real, source)
     if container is not None:
         return container
@@ -201,6 +205,8 @@ def _input_kind(source: Source) -> InputKind:
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
     rule = find_call_rule(real) or find_torch_rule(real)
+    if getattr(real, ALLOWED_ATTRIBUTE, False):
+        rule = tensor_function_rule(real)
     if rule is not None:
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)
@@ -321,7 +327,7 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
             state.guards.length(source, len(real))
         made: Any = ListValue(_lazy_items(real, source), source)
     else:
-        entries = {
+        entries: dict[Any, tuple[Value, Any]] = {
             key: (
                 _key_value(key),
                 LazyValue(item, None if source is None else ItemSource(source, key)),

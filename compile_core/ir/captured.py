@@ -1,4 +1,5 @@
-"""What the capture stage hands on: a graph of torch-level operations, and the conditions under which it holds."""
+"""What the capture stage hands on: a graph of torch-level operations, and the conditions under which it
+holds."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ InputKind = Literal["parameter", "buffer", "argument", "state"]
 class GraphInput:
     """One tensor that the graph reads.
 
-    ``kind`` is ``parameter`` or ``buffer`` for entries of a module's tables, ``argument`` for tensors that are reached
-    from the call's arguments, ``state`` for globals, closures and plain attributes of modules.
+    ``kind`` is ``parameter`` or ``buffer`` for entries of a module's tables, ``argument`` for tensors that
+    are reached from the call's arguments, ``state`` for globals, closures and plain attributes of modules.
     ``example`` is a fake tensor; two inputs never have the same source, nor are they the same tensor object.
     """
 
@@ -69,11 +70,12 @@ class RunnerCode:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner passes.
+    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner
+    passes.
 
     With ``cells_argument`` the tuple of its closure cells comes before them.
-    The runner calls it under ``name``, and calls other functions through ``call_compiled(function, *arguments)``; who
-    runs the runner provides both.
+    The runner calls it under ``name``, and calls other functions through ``call_compiled(function,
+    *arguments)``; who runs the runner provides both.
     """
 
     name: str
@@ -85,10 +87,12 @@ class ResumePoint:
 class CapturedFrame:
     """The whole of what stage 0 stores for one call of a function under certain conditions.
 
-    ``graph`` is None when the frame does no tensor work. ``arguments`` are the frame's argument names in order.
-    ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner`` is None
-    for a frame that could not be captured at all: while the guards hold, it runs as plain Python. ``resume`` are the
-    points where the frame goes on after a graph break, two behind a branch that depends on data.
+    ``graph`` is None when the frame does no tensor work. ``arguments`` are the frame's argument names in
+    order.
+    ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner``
+    is None for a frame that could not be captured at all: while the guards hold, it runs as plain Python.
+    ``resume`` are the points where the frame goes on after a graph break, two behind a branch that depends
+    on data.
     """
 
     graph: CapturedGraph | None

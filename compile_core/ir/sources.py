@@ -1,8 +1,8 @@
 """Sources: where a value that existed before the call is found again at the next call.
 
-A source is a path of steps from an argument of the captured frame, or from an object that the compiled function holds
-on to (a globals dictionary, a closure cell, a class), to the value. Each prints as a Python expression, from which the guard
-check and the fetching of the graph's inputs are generated.
+A source is a path of steps from an argument of the captured frame, or from an object that the compiled
+function holds on to (a globals dictionary, a closure cell, a class), to the value. Each prints as a Python
+expression, from which the guard check and the fetching of the graph's inputs are generated.
 """
 
 from __future__ import annotations
@@ -104,6 +104,14 @@ class ItemSource(_Step):
 
 
 @dataclass(frozen=True)
+class CallSource(_Step):
+    """``parent()``, for weak references."""
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{base}()"
+
+
+@dataclass(frozen=True)
 class ModuleEntrySource(_Step):
     """A parameter, buffer or submodule: ``parent.__dict__[table][key]``."""
 
@@ -138,6 +146,8 @@ def path_words(source: Source) -> list[str]:
         return [*path_words(source.parent), source.key]
     assert isinstance(source, _Step)
     before = path_words(source.parent)
+    if isinstance(source, CallSource):
+        return before
     if isinstance(source, AttributeSource):
         return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]
     assert isinstance(source, ItemSource)

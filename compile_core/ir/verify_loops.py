@@ -1,8 +1,9 @@
 """Rules that every loop program keeps.
 
-The lowering and the fusion promise them, the code generators rely on them: statements are in SSA form and of the
-right dtypes; every access stays inside its buffer; no two points of a nest store to one element; what a store writes
-does not vary where its address stands still; steps read only what was written before; nobody writes inputs.
+The lowering and the fusion promise them, the code generators rely on them: statements are in SSA form and of
+the right dtypes; every access stays inside its buffer; no two points of a nest store to one element; what a
+store writes does not vary where its address stands still; steps read only what was written before; nobody
+writes inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 _COMPUTE_DTYPES = frozenset(
     {
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32,
+        torch.float64,
     }
 )  # fmt: skip
 _TO_BOOL = frozenset(
@@ -146,7 +148,11 @@ def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[i
 
 
 def _check_dtypes(
-    statement: Statement, body: Sequence[Statement], reduced_axes: int, buffers: Mapping[str, TensorSpec], where: str
+    statement: Statement,
+    body: Sequence[Statement],
+    reduced_axes: int,
+    buffers: Mapping[str, TensorSpec],
+    where: str,
 ) -> None:
     def dtype_of(value: int) -> torch.dtype:
         definition = body[value]

@@ -158,7 +158,7 @@ def _launcher(source: KernelSource, cache_folder: Path) -> Callable[..., None]:
     if 0 in source.grid:
         return _nothing
     device = source.device if source.device.index is not None else torch.device("cuda", 0)
-    stream_of = torch._C._cuda_getCurrentRawStream
+    stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     index = device.index
     grid_x, grid_y, grid_z = source.grid
     kernels: dict[bool, Any] = {}
@@ -181,7 +181,7 @@ def _launcher(source: KernelSource, cache_folder: Path) -> Callable[..., None]:
             if type(buffer) is not int:
                 return launch(*(b if type(b) is int else b.data_ptr() for b in buffers))
             combined |= buffer
-        if combined & 15 or torch.cuda.current_device() != index:
+        if combined & 15 or device_of_thread() != index:
             return launch_with_care(combined & 15 == 0, buffers)
         run(grid_x, grid_y, grid_z, stream_of(index), function, packed, None, None, None, *buffers)
         return None

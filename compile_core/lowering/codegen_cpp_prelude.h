@@ -1,10 +1,10 @@
-// What every generated C++ kernel may call: scalar arithmetic with torch's meaning, conversions of 16-bit floats,
-// float32 elementary functions, a parallel loop, and the call from Python.
+// What every generated C++ kernel may call: scalar arithmetic with torch's meaning, conversions of 16-bit
+// floats, float32 elementary functions, a parallel loop, and the call from Python.
 //
-// The float32 functions are straight-line code (selects, no branches, no calls), so that g++ vectorises the loops they
-// are inlined into. Their polynomials are minimax fits of ours; the reductions of the argument are the textbook ones
-// (Muller, "Elementary Functions", 2016, chapters 9 to 11). NaN, infinities and subnormal numbers come out right; the
-// bounds in ulp are tested against float64. float64 goes to the C library.
+// The float32 functions are straight-line code (selects, no branches, no calls), so that g++ vectorises the
+// loops they are inlined into. Their polynomials are minimax fits of ours; the reductions of the argument are
+// the textbook ones (Muller, "Elementary Functions", 2016, chapters 9 to 11). NaN, infinities and subnormal
+// numbers come out right; the bounds in ulp are tested against float64. float64 goes to the C library.
 //
 // No standard header but <cstdint>: <cmath> alone would cost more to parse than most kernels take to compile.
 #include <cstdint>
@@ -16,7 +16,7 @@ extern "C" int omp_in_parallel(void);
 
 #define INLINE static inline __attribute__((always_inline))
 
-// ---- bits and fused multiply-add ------------------------------------------------------------------------------
+// ---- bits and fused multiply-add ---------------------------------------------------------------------
 
 INLINE float float_of(int32_t bits) { return __builtin_bit_cast(float, bits); }
 INLINE int32_t bits_of(float x) { return __builtin_bit_cast(int32_t, x); }
@@ -24,12 +24,12 @@ INLINE int32_t bits_of(float x) { return __builtin_bit_cast(int32_t, x); }
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
-#else  // a call of the C library's exact fma would cost a hundred times more than what its exactness gains here
+#else  // the C library's exact fma would cost a hundred times more than its exactness gains here
 INLINE float fused(float a, float b, float c) { return a * b + c; }
 INLINE double fused(double a, double b, double c) { return a * b + c; }
 #endif
 
-// ---- 16-bit floats --------------------------------------------------------------------------------------------
+// ---- 16-bit floats -----------------------------------------------------------------------------------
 
 INLINE float from_bfloat16(uint16_t x) { return float_of(int32_t(uint32_t(x) << 16)); }
 INLINE uint16_t to_bfloat16(float x) {
@@ -53,7 +53,7 @@ INLINE uint16_t to_float16(float x) {
   return uint16_t(half | (sign >> 16));
 }
 
-// ---- arithmetic with torch's meaning ---------------------------------------------------------------------------
+// ---- arithmetic with torch's meaning -----------------------------------------------------------------
 
 template <class T> INLINE T nan_max(T a, T b) { return (b > a || b != b) ? b : a; }
 template <class T> INLINE T nan_min(T a, T b) { return (b < a || b != b) ? b : a; }
@@ -65,8 +65,11 @@ template <class T> INLINE T absolute(T x) { return x < T(0) ? T(-x) : x; }
 INLINE float absolute(float x) { return __builtin_fabsf(x); }
 INLINE double absolute(double x) { return __builtin_fabs(x); }
 
-// Division by zero of integers traps on x86; torch raises an error. Generated code yields 0 and reports nothing.
-template <class T> INLINE T trunc_div(T a, T b) { return b == T(0) ? T(0) : (b == T(-1) ? T(T(0) - a) : T(a / b)); }
+// Division by zero of integers traps on x86; torch raises an error. Generated code yields 0 and reports
+// nothing.
+template <class T> INLINE T trunc_div(T a, T b) {
+  return b == T(0) ? T(0) : (b == T(-1) ? T(T(0) - a) : T(a / b));
+}
 template <class T> INLINE T remainder_of(T a, T b) {
   if (b == T(0) || b == T(-1)) return T(0);
   T r = T(a % b);
@@ -112,7 +115,7 @@ template <class T> INLINE T integer_power(T base, T exponent) {
   return result;
 }
 
-// ---- float32 elementary functions ------------------------------------------------------------------------------
+// ---- float32 elementary functions --------------------------------------------------------------------
 
 // (e^r - 1 - r) / r^2 for |r| <= ln(2)/2
 INLINE float expm1_tail(float r) {
@@ -126,7 +129,8 @@ INLINE float clamped(float x, float low, float high) {  // NaN stays
   float y = x > high ? high : x;
   return y < low ? low : y;
 }
-// y * 2^k for -254 <= k <= 254, in two steps so that neither factor overflows and subnormal results round once
+// y * 2^k for -254 <= k <= 254, in two steps so that neither factor overflows and subnormal results round
+// once
 INLINE float scaled_by_power_of_two(float y, int32_t k) {
   int32_t half = k >> 1;
   return y * float_of((half + 127) << 23) * float_of((k - half + 127) << 23);
@@ -254,8 +258,8 @@ INLINE float fast_erf(float x) {
   float far = __builtin_copysignf(1.0f - short_exp(-fused(q, t, t)), x);
   return a < 0.925f ? near : far;
 }
-// sin(x + quadrant * pi/2). The reduction is in float64 and good for |x| < 2^40; beyond that the result is a number in
-// [-1, 1] without meaning.
+// sin(x + quadrant * pi/2). The reduction is in float64 and good for |x| < 2^40; beyond that the result is a
+// number in [-1, 1] without meaning.
 INLINE float sine_from_quadrant(float x, int64_t quadrant) {
   double wide = double(x), n = __builtin_rint(wide * 0.63661977236758134308);
   double r = fused(n, -1.57079632679489655800, wide);
@@ -274,7 +278,7 @@ INLINE float sine_from_quadrant(float x, int64_t quadrant) {
 INLINE float fast_sin(float x) { return x == 0.0f ? x : sine_from_quadrant(x, 0); }
 INLINE float fast_cos(float x) { return sine_from_quadrant(x, 1); }
 
-// ---- gathers and parallel loops ----------------------------------------------------------------------------------
+// ---- gathers and parallel loops ----------------------------------------------------------------------
 
 // A checked index: negative ones count from the end; one out of range sets `bad` and reads element 0 instead.
 INLINE int64_t checked_index(int64_t index, int64_t size, bool active, int &bad) {
@@ -284,8 +288,9 @@ INLINE int64_t checked_index(int64_t index, int64_t size, bool active, int &bad)
   return outside ? 0 : wrapped;
 }
 
-// Calls body(begin, end) on ranges that cover [0, count), one a thread, none below `grain` items. The number of threads
-// is torch's: torch.set_num_threads sets the same OpenMP runtime. One thread means a plain call, no parallel region.
+// Calls body(begin, end) on ranges that cover [0, count), one a thread, none below `grain` items. The number
+// of threads is torch's: torch.set_num_threads sets the same OpenMP runtime. One thread means a plain call,
+// no parallel region.
 template <class Body> INLINE int parallel_ranges(int64_t count, int64_t grain, Body body) {
   int64_t threads = 1;
   if (count > grain) {
@@ -302,10 +307,11 @@ template <class Body> INLINE int parallel_ranges(int64_t count, int64_t grain, B
   return status;
 }
 
-// ---- the call from Python ----------------------------------------------------------------------------------------
+// ---- the call from Python ----------------------------------------------------------------------------
 
-// Declared here, not included: an interpreter need not come with its headers, and these few are stable. A kernel is a
-// builtin function made from its PyMethodDef; it takes each buffer as a tensor or as the integer of its data_ptr().
+// Declared here, not included: an interpreter need not come with its headers, and these few are stable. A
+// kernel is a builtin function made from its PyMethodDef; it takes each buffer as a tensor or as the integer
+// of its data_ptr().
 extern "C" {
 struct PyObject;
 struct PyTypeObject;
@@ -352,7 +358,7 @@ static bool read_pointers(PyObject *const *arguments, intptr_t given, intptr_t e
 }
 static PyObject *finished(int status) {
   if (status) {
-    PyErr_SetString(PyExc_IndexError, "index out of range in a compiled gather (see torch.index_select, embedding)");
+    PyErr_SetString(PyExc_IndexError, "index out of range in a compiled gather (embedding, index_select)");
     return nullptr;
   }
   Py_IncRef(&_Py_NoneStruct);

@@ -22,7 +22,7 @@ from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Loop
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
-from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
+from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of, operands
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import tile_for_gpu
 
@@ -264,8 +264,9 @@ class _TritonWriter:
 
     def _load(self, n: int, statement: Load) -> list[str]:
         access = statement.access
-        lines, address, valid = self._address(n, access)
-        masks = self._masks(access, statement.mask) + valid
+        varied = _varied(access).union(*(self.analysis.axes[operand] for operand in operands(statement)))
+        lines, address, valid = self._address(n, access, varied)
+        masks = self._masks(statement.mask, varied) + valid
         memory = self.buffers[access.buffer].dtype
         arguments = [f"p{self.positions[access.buffer]} + {address}"]
         if masks:
@@ -282,20 +283,27 @@ class _TritonWriter:
 
     def _store(self, n: int, statement: Store) -> list[str]:
         access = statement.access
-        lines, address, valid = self._address(n, access)
-        masks = self._masks(access, statement.mask, self.analysis.axes[n]) + valid
+        lines, address, valid = self._address(n, access, self.analysis.axes[n])
         if self.nest.reduced_axes and not any(access.strides) and not access.gathers:
-            address = (
-                f"{address} + tl.zeros([1, 1], tl.int32)"  # a value of the tile needs a pointer of its shape
-            )
-        value = scalar_triton.stored(
-            f"v{statement.value}", self.dtypes[statement.value], self.buffers[access.buffer].dtype
-        )
+            address = f"{address} + x * 0"  # values of the parallel axes have the shape of x
+        masks = self._masks(statement.mask, self.analysis.axes[n]) + valid
+        memory = self.buffers[access.buffer].dtype
+        value = scalar_triton.stored(f"v{statement.value}", self.dtypes[statement.value], memory)
         mask = f", mask={' & '.join(masks)}" if masks else ""
         return [*lines, f"tl.store(p{self.positions[access.buffer]} + {address}, {value}{mask})"]
 
-    def _address(self, n: int, access: Access) -> tuple[list[str], str, list[str]]:
-        """Lines that compute gathered indices, the address, and which of the indices are in range."""
+    def _sides(self) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
+        """Name, axes, indices and block of each side of the tile."""
+        tiling = self.tiling
+        return (
+            ("x", tiling.x_axes, self.x_count, tiling.x_block),
+            ("y", tiling.y_axes, self.y_count, tiling.y_block),
+            ("r", tuple(range(self.parallel, len(self.nest.extents))), self.r_count, tiling.r_block),
+        )
+
+    def _address(self, n: int, access: Access, varied: frozenset[int]) -> tuple[list[str], str, list[str]]:
+        """Lines that compute gathered indices, the address, and which of the indices are in range. The
+        address has all sides that ``varied`` names, since a mask may not have more of them than it."""
         terms, lines, valid = [], [], []
         for axis, stride in enumerate(access.strides):
             if stride:
@@ -307,25 +315,26 @@ class _TritonWriter:
             lines.append(f"{index}_inside = ({index} >= 0) & ({index} < {gather.size})")
             valid.append(f"{index}_inside")
             terms.append(f"{index} * {gather.stride}")
+        own = _varied(access).union(*(self.analysis.axes[gather.value] for gather in access.gathers))
+        for side, axes, _, _ in self._sides():
+            if varied & set(axes) and not own & set(axes):
+                terms.append(f"{side} * 0")
         if access.offset or not terms:
             terms.append(str(access.offset))
         return lines, f"({' + '.join(terms)})", valid
 
-    def _masks(self, access: Access, mask: int | None, axes: frozenset[int] | None = None) -> list[str]:
+    def _masks(self, mask: int | None, varied: frozenset[int]) -> list[str]:
         """The sides' masks that an access needs, and its own."""
-        varied = {axis for axis, stride in enumerate(access.strides) if stride} if axes is None else axes
-        for gather in access.gathers if axes is None else ():
-            varied |= self.analysis.axes[gather.value]
-        masks = []
-        sides = (
-            ("x", self.tiling.x_axes, self.x_count, self.tiling.x_block),
-            ("y", self.tiling.y_axes, self.y_count, self.tiling.y_block),
-            ("r", range(self.parallel, len(self.nest.extents)), self.r_count, self.tiling.r_block),
-        )
-        for side, members, count, block in sides:
-            if _overhangs(count, block) and varied & set(members):
-                masks.append(f"{side}_inside")
+        masks = [
+            f"{side}_inside"
+            for side, axes, count, block in self._sides()
+            if _overhangs(count, block) and varied & set(axes)
+        ]
         return masks if mask is None else [*masks, f"v{mask}"]
+
+
+def _varied(access: Access) -> frozenset[int]:
+    return frozenset(axis for axis, stride in enumerate(access.strides) if stride)
 
 
 def _overhangs(count: int, block: int) -> bool:

@@ -1,14 +1,16 @@
 """Which ATen operators the joint trace takes apart, and how.
 
-Torch's own decomposition registry covers most of them; the operators named in ``_FROM_TORCH`` are taken from it. The
-functions below replace those of the registry that would cost memory traffic or accuracy once they are loops:
+Torch's own decomposition registry covers most of them; the operators named in ``_FROM_TORCH`` are taken from
+it. The functions below replace those of the registry that would cost memory traffic or accuracy once they are
+loops:
 
-* losses by class index scatter in the registry; here their gradients compare the class axis with the target, which is
-  pure index arithmetic and fuses;
-* normalisations compute the variance in two passes, as accurate as eager's, and never divide by a variance twice.
+* losses by class index scatter in the registry; here their gradients compare the class axis with the target,
+  which is pure index arithmetic and fuses;
+* normalisations compute the variance in two passes, as accurate as eager's, and never divide by a variance
+  twice.
 
-What is not listed stays whole: matrix products, convolutions, attention, pooling, sorting, random numbers and scatters
-run as torch's own kernels.
+What is not listed stays whole: matrix products, convolutions, attention, pooling, sorting, random numbers and
+scatters run as torch's own kernels.
 """
 
 from __future__ import annotations
@@ -26,48 +28,51 @@ aten = torch.ops.aten
 _FROM_TORCH = (
     # activations
     aten.gelu_backward, aten.silu, aten.silu_backward, aten.hardtanh, aten.hardtanh_backward, aten.hardswish,
-    aten.hardswish_backward, aten.hardsigmoid, aten.hardsigmoid_backward, aten.leaky_relu, aten.leaky_relu_backward,
-    aten.elu, aten.elu_backward, aten.celu, aten.selu, aten.softplus, aten.softplus_backward, aten.tanh_backward,
-    aten.sigmoid_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.mish, aten.mish_backward,
-    aten.glu, aten.glu_backward, aten.threshold, aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink,
-    aten._prelu_kernel, aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit, aten.logit_backward,
+    aten.hardswish_backward, aten.hardsigmoid, aten.hardsigmoid_backward, aten.leaky_relu,
+    aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.celu, aten.selu, aten.softplus,
+    aten.softplus_backward, aten.tanh_backward, aten.sigmoid_backward, aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.glu, aten.glu_backward, aten.threshold,
+    aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink, aten._prelu_kernel,
+    aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit, aten.logit_backward,
     # softmax
-    aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.logsumexp,
+    aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
+    aten.logsumexp,
     # losses
     aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
     aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
     # normalisation
-    aten.native_group_norm, aten.native_group_norm_backward, aten.native_batch_norm, aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit_functional,
-    aten.native_batch_norm_backward, aten._batch_norm_with_update, aten._batch_norm_with_update_functional,
-    aten._batch_norm_no_update, aten.batch_norm_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward,
+    aten.native_group_norm, aten.native_group_norm_backward, aten.native_batch_norm,
+    aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
+    aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward, aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional, aten._batch_norm_no_update, aten.batch_norm_backward,
+    aten._fused_rms_norm, aten._fused_rms_norm_backward,
     # arithmetic
-    aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp, aten.logaddexp2, aten.nan_to_num,
-    aten.frac, aten.sgn, aten.heaviside, aten.sinc, aten.isposinf, aten.isneginf, aten.clamp_min, aten.clamp_max,
-    aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill, aten.addr, aten.addmv, aten.mv, aten.dot, aten.vdot,
+    aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp, aten.logaddexp2,
+    aten.nan_to_num, aten.frac, aten.sgn, aten.heaviside, aten.sinc, aten.isposinf, aten.isneginf,
+    aten.clamp_min, aten.clamp_max, aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill,
+    aten.addr, aten.addmv, aten.mv, aten.dot, aten.vdot,
     # reductions
-    aten.std, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.dist, aten.count_nonzero, aten.trace, aten.nansum,
+    aten.std, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.dist, aten.count_nonzero, aten.trace,
+    aten.nansum,
     # shapes and indices
-    aten.embedding, aten.tril, aten.triu, aten.slice_backward, aten.select_backward, aten.diagonal_backward,
-    aten.stack, aten.roll, aten.rot90, aten.expand_as, aten.t, aten.transpose, aten.detach,
+    aten.tril, aten.triu, aten.slice_backward, aten.select_backward, aten.diagonal_backward,
+    aten.stack, aten.roll, aten.rot90, aten.expand_as,
     aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros, aten.ones,
     aten.eye, aten.linspace, aten.fill, aten.zero, aten.upsample_nearest2d, aten.native_dropout_backward,
 )  # fmt: skip
 
-# The registry expresses these by other views or by random numbers that differ from eager's.
-_LEFT_WHOLE = ("embedding", "transpose", "t", "detach")
-
 
 def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """The table for ``make_fx(decomposition_table=...)`` when tracing for ``"cpu"`` or ``"cuda"``."""
-    packets = [
-        packet for packet in _FROM_TORCH if packet._qualified_op_name.split("::")[1] not in _LEFT_WHOLE
-    ]
-    table = {target: function for target, function in get_decompositions(packets).items()}
+    """The table for ``make_fx(decomposition_table=...)`` when tracing for ``"cpu"`` or ``"cuda"``.
+
+    Both kinds of device share one table: what differs between them (the dtype of saved statistics) the
+    decompositions see from their arguments.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"there are decompositions for cpu and cuda, not for {device_type!r}")
+    table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
     table.update(_OWN)
-    if device_type == "cpu":
-        table.update(_OWN_CPU)
     return table
 
 
@@ -184,7 +189,9 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def _class_weights(
     self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Targets with ignored ones replaced by a valid class, and the weight of each sample (0 where ignored)."""
+    """Targets with ignored ones replaced by a valid class, and the weight of each sample (0 where
+    ignored).
+    """
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
     dtype = _compute_dtype(self.dtype)
@@ -233,23 +240,6 @@ def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
 
 
-def _embedding(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    return torch.index_select(weight, 0, indices.reshape(-1)).view(tuple(indices.shape) + weight.shape[1:])
-
-
-def _native_dropout_inference(input: Tensor, p: float, train: bool | None) -> Any:
-    """Outside training dropout is the identity; in training its random mask must be eager's, so it stays whole."""
-    if train is False or p == 0:
-        return input.clone(), torch.ones_like(input, dtype=torch.bool)
-    return NotImplemented
-
-
 _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
     aten.native_layer_norm.default: _native_layer_norm,
@@ -263,6 +253,4 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
-    aten.native_dropout.default: _native_dropout_inference,
 }
-_OWN_CPU: dict[torch._ops.OpOverload, Callable[..., Any]] = {}

@@ -1,9 +1,10 @@
-"""Calls of torch's own kernels: which are meant to stay, and how results are directed into existing memory."""
+"""Calls of torch's own kernels: which are meant to stay, and how results are directed into existing
+memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from compile_core.ir.loops import ExternCall, LoopProgram
 
 aten = torch.ops.aten
 
-# Matrix products write into memory that the program owns, so that buffers are reused instead of allocated each time.
+# Matrix products write into memory that the program owns, so that buffers are reused instead of allocated
+# each time.
 OUT_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
     aten.mm.default: aten.mm.out,
     aten.bmm.default: aten.bmm.out,
@@ -22,17 +24,18 @@ OUT_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
 _KEPT_WHOLE = frozenset(
     {
-        "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution",
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
-        "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
-        "_efficient_attention_backward", "_cudnn_attention_forward", "_cudnn_attention_backward",
-        "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d",
-        "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk",
-        "index_put", "scatter_add", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like",
-        "randint", "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_",
+        "mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "convolution", "convolution_backward",
+        "cudnn_convolution", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_forward",
+        "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
+        "_cudnn_attention_forward", "_cudnn_attention_backward", "embedding_dense_backward",
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put", "scatter_add",
+        "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
+        "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_",
     }
 )  # fmt: skip
 
@@ -74,8 +77,8 @@ def _same_order(wanted: Sequence[str], offered: Sequence[str]) -> bool:
 def scalar_factor(node: torch.fx.Node) -> tuple[torch.fx.Node, float] | None:
     """``(product, factor)`` where the node is a number times (or a division by a number of) a matrix product.
 
-    Such a factor becomes the ``alpha`` of the product and costs nothing; the gradients of data parallel training are
-    all divided by the number of processes.
+    Such a factor becomes the ``alpha`` of the product and costs nothing; the gradients of data parallel
+    training are all divided by the number of processes.
     """
     if node.target not in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return None

@@ -1,19 +1,20 @@
 """Stage 5, second half: fewer nests that move fewer bytes.
 
-Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined first, if
-the two have a common iteration space and no other step must run between them; joining repeats until nothing is left.
-A load of what the joined nest itself stored becomes the stored value; a temporary that nobody reads any more is not
-stored at all. Joined nests have one body, so equal loads and operations of both happen once.
+Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined
+first, if the two have a common iteration space and no other step must run between them; joining repeats until
+nothing is left. A load of what the joined nest itself stored becomes the stored value; a temporary that
+nobody reads any more is not stored at all. Joined nests have one body, so equal loads and operations of both
+happen once.
 
-The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and TorchInductor's
-scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced axes, so row sums and
-column sums of one matrix stay apart.
+The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and
+TorchInductor's scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced
+axes, so row sums and column sums of one matrix stay apart.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,7 @@ _MOST_STATEMENTS = 400
 _MOST_BUFFERS = 28
 # Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
 _HORIZONTAL_REACH = 24
-# Nests that share nothing but their iteration space are joined to start one kernel instead of two, only this near.
+# Nests that share nothing but their iteration space are joined only this near, to start one kernel less.
 _SIBLING_REACH = 4
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096
@@ -40,7 +41,7 @@ class Refusal:
     """Two nests that share memory traffic and were not joined.
 
     Attributes:
-        first, second: names of the nests, as they are at the end or were when it was tried.
+        first, second: names of the nests in the fused program.
         bytes: what joining them would have saved.
         reason: why not.
     """
@@ -99,15 +100,16 @@ class _Fusion:
             if first in self.steps and second in self.steps and self._join(first, second):
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
-        steps = [
+        order = self._ordered()
+        steps = _renamed(
             simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
-            for step in self._ordered()
-        ]
-        steps = _renamed(steps)
+            for step in (self.steps[number] for number in order)
+        )
         touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
         buffers = {name: spec for name, spec in self.program.buffers.items() if name in touched}
         constants = {name: tensor for name, tensor in self.program.constants.items() if name in touched}
-        names = {number: step.name for number, step in self.steps.items() if isinstance(step, LoopNest)}
+        named = zip(order, steps, strict=True)
+        names = {number: step.name for number, step in named if isinstance(step, LoopNest)}
         refusals = tuple(
             replace(refusal, first=names[pair[0]], second=names[pair[1]])
             for pair, refusal in self.refused.items()
@@ -121,6 +123,7 @@ class _Fusion:
     def _build_dependencies(self) -> None:
         last_writers: dict[str, set[int]] = {}
         readers_since: dict[str, set[int]] = {}
+        last_random: set[int] = set()
         for number, step in enumerate(self.program.steps):
             if isinstance(step, LoopNest):
                 step = simplified(step, self.buffer_dtype)
@@ -138,14 +141,17 @@ class _Fusion:
                     direct |= last_writers.get(name, set())
                 last_writers.setdefault(name, set()).add(number)
                 self.writers.setdefault(name, set()).add(number)
+            if _draws_random_numbers(step):  # from one generator, in the order of the user's program
+                direct |= last_random
+                last_random = {number}
             direct.discard(number)
             self.direct[number] = direct
             self.before[number] = 0
             for other in direct:
                 self.before[number] |= self.before[other] | 1 << other
 
-    def _ordered(self) -> list[Step]:
-        """A topological order, as near to the original as possible."""
+    def _ordered(self) -> list[int]:
+        """A topological order of the steps' numbers, as near to the original as possible."""
         waiting = {number: set(direct) for number, direct in self.direct.items()}
         followers: dict[int, list[int]] = {}
         for number, direct in waiting.items():
@@ -153,10 +159,10 @@ class _Fusion:
                 followers.setdefault(other, []).append(number)
         ready = [(self.position[number], number) for number, direct in waiting.items() if not direct]
         heapq.heapify(ready)
-        ordered: list[Step] = []
+        ordered: list[int] = []
         while ready:
             _, number = heapq.heappop(ready)
-            ordered.append(self.steps[number])
+            ordered.append(number)
             for follower in followers.get(number, ()):
                 waiting[follower].discard(number)
                 if not waiting[follower]:
@@ -299,6 +305,10 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
     return replace(nest, body=without_dead_statements(body))
 
 
+def _draws_random_numbers(step: Step) -> bool:
+    return not isinstance(step, LoopNest) and torch.Tag.nondeterministic_seeded in step.target.tags
+
+
 def _alike(one: LoopNest, other: LoopNest) -> bool:
     """Whether two nests have the same iteration space, up to the order of axes."""
     if one.reduced_axes != other.reduced_axes:
@@ -315,7 +325,7 @@ def _step_name(step: Step) -> str:
     return step.name if isinstance(step, LoopNest) else str(step.target)
 
 
-def _renamed(steps: Sequence[Step]) -> list[Step]:
+def _renamed(steps: Iterable[Step]) -> list[Step]:
     """Names nests after the kinds of nodes that they compute, each with its position among the nests."""
     renamed: list[Step] = []
     for step in steps:

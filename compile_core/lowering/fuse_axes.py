@@ -1,7 +1,7 @@
 """Changes of a nest's iteration space: cutting, merging, dropping and reordering axes.
 
-Each is a re-emission of the body in which every old axis is an affine function of the new ones, so constant folding
-and interning of equal statements happen along the way.
+Each is a re-emission of the body in which every old axis is an affine function of the new ones, so constant
+folding and interning of equal statements happen along the way.
 """
 
 from __future__ import annotations
@@ -193,9 +193,11 @@ def _finds_position(nest: LoopNest) -> bool:
 def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     """Drops axes of extent 1, merges axes that every access walks as one, and orders them for memory.
 
-    Parallel and reduced axes are each sorted by the strides of the accesses, the ones that move most elements first,
-    so that the innermost axis has unit stride wherever there is a choice.
+    Parallel and reduced axes are each sorted by the strides of the accesses, the ones that move most elements
+    first, so that the innermost axis has unit stride wherever there is a choice.
     """
+    if not any(isinstance(statement, Reduce) for statement in nest.body):
+        nest = replace(nest, reduced_axes=0)  # the reduction was dead
     rank, parallel = len(nest.extents), len(nest.extents) - nest.reduced_axes
     keep_reduced = _finds_position(nest)
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]

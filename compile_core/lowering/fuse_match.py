@@ -1,8 +1,9 @@
 """Finding out how the axes of two nests correspond.
 
-Shared buffers tell: an axis that moves through a buffer with some stride and extent is the same as the other nest's
-axis with this stride and extent. Where one nest walks as one axis what the other walks as two, the one is cut. Axes
-that move through no shared buffer (those along which a reduced value is broadcast again) correspond by extent.
+Shared buffers tell: an axis that moves through a buffer with some stride and extent is the same as the other
+nest's axis with this stride and extent. Where one nest walks as one axis what the other walks as two, the one
+is cut. Axes that move through no shared buffer (those along which a reduced value is broadcast again)
+correspond by extent.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _require_cover(wide: LoopNest, narrow: LoopNest, pairing: dict[int, int]) -> None:
-    """``narrow`` (without reductions) must run over all parallel axes of ``wide``, and all or none of the reduced."""
+    """``narrow`` (without reductions) must run over all parallel axes of ``wide``, and all or none of the
+    reduced.
+    """
     _require(len(pairing) == len(narrow.extents), "their iteration spaces differ")
     covered = set(pairing.values())
     parallel = len(wide.extents) - wide.reduced_axes

@@ -273,3 +273,11 @@ INDEX_RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.flip.default: _flip,
     aten.copy.default: _copy,
 }
+
+# Creations that look at the shape of a tensor, never at its elements.
+SHAPE_READERS = frozenset(
+    {
+        aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
+        aten.new_full.default, aten.new_zeros.default, aten.new_ones.default,
+    }
+)  # fmt: skip

@@ -1,10 +1,10 @@
 """Stage 5, first half: a functional ATen graph becomes loop nests and calls of torch's kernels.
 
-The graph is walked once in order. A pointwise operator, a view or a creation yields a lazy tensor: nothing is emitted
-until something needs its elements. Reductions, concatenations and torch's own kernels emit a step at once, inlining
-what they read. A lazy tensor gets memory when a torch kernel or the caller needs it there, or when inlining it into
-several nests would cost more than writing it once; the fusion afterwards joins nests over one iteration space, so such
-a write often disappears again.
+The graph is walked once in order. A pointwise operator, a view or a creation yields a lazy tensor: nothing is
+emitted until something needs its elements. Reductions, concatenations and torch's own kernels emit a step at
+once, inlining what they read. A lazy tensor gets memory when a torch kernel or the caller needs it there, or
+when inlining it into several nests would cost more than writing it once; the fusion afterwards joins nests
+over one iteration space, so such a write often disappears again.
 
 Limits: static shapes; operators without a rule run as torch's own (see ``extern_rules.fallback_calls``).
 """
@@ -16,27 +16,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.loops import LoopProgram, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
 from compile_core.lowering.index_rules import INDEX_RULES
-from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise
-from compile_core.lowering.lower_index import Affine, Index
+from compile_core.lowering.lower_builder import ProgramBuilder, pointwise, static_spec
+from compile_core.lowering.lower_calls import lower_call
+from compile_core.lowering.lower_concatenation import concatenate, parts_along_last_dim, reduce_parts
+from compile_core.lowering.lower_index import Index
 from compile_core.lowering.lower_plan import (
     INLINE,
     MEMORY,
     GraphPlan,
     is_loop_dtype,
-    numel_of,
     plan_graph,
     use_kind,
 )
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
 from compile_core.lowering.reduction_rules import (
-    Reduction,
     has_positions,
     is_reduction,
     lower_reduction,
@@ -46,7 +47,6 @@ from compile_core.lowering.scalar_rules import CONVERSIONS, OPERANDS, is_pointwi
 from compile_core.lowering.view_rules import (
     SPLITTING_VIEWS,
     VIEW_RULES,
-    reshaped,
     restride,
     split_reindex,
     view_of,
@@ -65,8 +65,8 @@ def lower(compute: Compute) -> LoopProgram:
 
     Returns:
         A program whose inputs are the region's (in order), followed by its destinations in the order of
-        ``compute.outputs``; its outputs are views in the order of the region's, with the strides of eager's results
-        (a result with a destination is the view of that buffer).
+        ``compute.outputs``; its outputs are views in the order of the region's, with the strides of eager's
+        results (a result with a destination is the view of that buffer).
 
     Raises:
         Unsupported: symbolic shapes, or a result that is no tensor.
@@ -115,7 +115,7 @@ class _Lowering:
             raise Unsupported(
                 "non-tensor-input", f"input {node.name} of a compiled region is no tensor: {fake!r}"
             )
-        view = self.builder.new_buffer(node.name, _static_spec(fake, node.name))
+        view = self.builder.new_buffer(node.name, static_spec(fake, node.name))
         self.builder.inputs.append(view.buffer)
         return self.builder.in_memory(view, view.stride, node.name)
 
@@ -175,17 +175,17 @@ class _Lowering:
     def _lower_node(self, node: torch.fx.Node) -> Any:
         if node.op == "get_attr":
             return self._constant(node)
-        args = torch.fx.node.map_arg(node.args, self.values.__getitem__)
-        kwargs = torch.fx.node.map_arg(node.kwargs, self.values.__getitem__)
-        fake = node.meta.get("val")
+        args: Any = map_arg(node.args, self.values.get)
+        kwargs: Any = map_arg(node.kwargs, self.values.get)
+        fake: Any = node.meta.get("val")
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target is aten.copy_.default:
             self.copies_to_inputs.append((args[0], args[1], node.name))
             return args[0]
-        for tensor in torch.utils._pytree.tree_leaves(fake):
+        for tensor in tree_leaves(fake):
             if isinstance(tensor, torch.Tensor):
-                _static_spec(tensor, node.name)
+                static_spec(tensor, node.name)
         if node in self.plan.absorbed:
             return args[0] if isinstance(args[0], LazyTensor) else args[1]
         if node.target in VIEW_RULES:
@@ -193,7 +193,7 @@ class _Lowering:
         if node.target in SPLITTING_VIEWS:
             return self._split(node, args, kwargs)
         if use_kind(node) != MEMORY:
-            if node.target in INDEX_RULES:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target in INDEX_RULES:
                 result = INDEX_RULES[node.target](args, kwargs, fake, node.name)
                 if result is not None:
                     return self._settle(node, result)
@@ -204,8 +204,8 @@ class _Lowering:
             elif is_reduction(node.target):
                 return self._reduction(node, args, kwargs)
             elif node.target is aten.cat.default:
-                return self._concatenation(node, args, kwargs)
-        return self._extern(node, args, kwargs)
+                return concatenate(self.builder, node, args, kwargs, self.plan.places.get(node))
+        return lower_call(self.builder, self.plan, node, args, kwargs)
 
     def _constant(self, node: torch.fx.Node) -> LazyTensor:
         tensor: Any = self.compute.module
@@ -339,11 +339,11 @@ class _Lowering:
         target, tensor, fake = node.target, args[0], node.meta["val"]
         assert isinstance(target, torch._ops.OpOverload)
         pair = has_positions(target)
-        parts = self._parts_along_last_dim(node.all_input_nodes[0])
+        parts = parts_along_last_dim(node.all_input_nodes[0], self.values)
         if parts is not None and not pair:
             (reduction,) = reductions_of(target, tensor, args, kwargs, fake)
             if len(tensor.shape) - 1 not in reduction.dims and not reduction.flat and tensor.numel:
-                return self._reduction_of_parts(node, parts, reduction)
+                return reduce_parts(self.builder, node, parts, reduction, self.plan.places.get(node))
         fakes = list(fake) if pair else [fake]
         names = [node.name, f"{node.name}_positions"]
         place = self.plan.places.get(node)
@@ -357,128 +357,6 @@ class _Lowering:
             results.append(lowered)
         return results if pair else results[0]
 
-    def _parts_along_last_dim(self, node: torch.fx.Node) -> list[LazyTensor] | None:
-        """What was concatenated along the last dim to get a node (or a view of leading dims), if all lies in memory."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return None
-        if node.target is aten.cat.default:
-            tensors = [self.values[tensor] for tensor in node.all_input_nodes]
-            dim = node.args[1] if len(node.args) > 1 else 0
-            on_last = dim in (-1, value.dim() - 1) and all(
-                len(tensor.shape) == value.dim() for tensor in tensors
-            )
-            whole = on_last and sum(tensor.shape[-1] for tensor in tensors) == value.shape[-1]
-            alike = all(tensor.dtype == value.dtype and tensor.located() is not None for tensor in tensors)
-            return tensors if whole and alike else None
-        if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
-            base = node.all_input_nodes[0]
-            parts = self._parts_along_last_dim(base) if numel_of(base) else None
-            if parts is None or base.meta["val"].shape[-1] != value.shape[-1]:
-                return None
-            return [reshaped(part, (*value.shape[:-1], part.shape[-1]), node.name) for part in parts]
-        return None
-
-    def _reduction_of_parts(
-        self, node: torch.fx.Node, parts: Sequence[LazyTensor], reduction: Reduction
-    ) -> LazyTensor:
-        """Reduces what was concatenated instead of the concatenation, whose nests then fuse with the reductions."""
-        fake = node.meta["val"]
-        spec = TensorSpec.contiguous(tuple(fake.shape), fake.dtype, fake.device)
-        place = self.plan.places.get(node) or self.builder.new_buffer(node.name, spec)
-        start = 0
-        for part in parts:
-            length = part.shape[-1]
-            window = restride(place, lambda t, start=start, length=length: t.narrow(-1, start, length))
-            assert window is not None
-            like = torch.empty(window.shape, dtype=fake.dtype, device="meta")
-            lower_reduction(self.builder, part, reduction, like, node.name, window)
-            start += length
-        return self.builder.in_memory(place, tuple(fake.stride()), node.name)
-
-    def _concatenation(self, node: torch.fx.Node, args: Any, kwargs: Any) -> LazyTensor:
-        fake = node.meta["val"]
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        dim = dim % max(fake.dim(), 1)
-        spec = TensorSpec(
-            tuple(fake.shape), dense_strides(fake.shape, fake.stride()), fake.dtype, fake.device
-        )
-        place = self.plan.places.get(node) or self.builder.new_buffer(node.name, spec)
-        start = 0
-        for tensor in args[0]:
-            if tensor.shape == (0,) and fake.dim() != 1:
-                continue
-            length = tensor.shape[dim]
-            window = restride(place, lambda t, start=start, length=length: t.narrow(dim, start, length))
-            assert window is not None
-            self.builder.store_into(window, tensor)
-            start += length
-        return self.builder.in_memory(place, tuple(fake.stride()), node.name)
-
-    # -- torch's own kernels
-
-    def _extern(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        target, fake, place = node.target, node.meta.get("val"), self.plan.places.get(node)
-        if not isinstance(target, torch._ops.OpOverload):
-            raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
-        if node in self.plan.bare:
-            return self._product_plus_bias(node, args)
-        single = isinstance(fake, torch.Tensor)
-        if single and (target in OUT_VARIANTS or place is not None):
-            variant = out_variant(target)
-            factor = self.plan.factors.get(node)
-            if variant is not None and factor is not None:
-                place = place or self._new_like(node.name, fake)
-                result = self.builder.in_memory(place, tuple(fake.stride()), node.name)
-                scaling = {"beta": 0, "alpha": factor}
-                self.builder.call(
-                    aten.addmm.out, (result, *args), scaling, (None,), {"out": place}, node.name
-                )
-                return result
-            if variant is not None:
-                place = place or self._new_like(node.name, fake)
-                self.builder.call(variant, args, kwargs, (None,), {"out": place}, node.name)
-                return self.builder.in_memory(place, tuple(fake.stride()), node.name)
-        used = {
-            user.args[1] for user in node.users if user.target is operator.getitem and user in self.plan.alive
-        }
-        fakes = [fake] if single else list(fake) if isinstance(fake, (tuple, list)) else []
-        values: list[Any] = []
-        names: list[str | None] = []
-        for position, result in enumerate(fakes):
-            wanted = node.name if single else f"{node.name}_{position}"
-            if isinstance(result, torch.Tensor) and (single or position in used):
-                view = self.builder.new_buffer(wanted, _static_spec(result, node.name))
-                values.append(self.builder.in_memory(view, view.stride, node.name))
-                names.append(view.buffer)
-            else:
-                values.append(result)
-                names.append(None)
-        self.builder.call(target, args, kwargs, names or (None,), {}, node.name)
-        if single and place is not None:
-            self.builder.store_into(place, values[0])
-            values[0].view = place
-        return values[0] if single else values
-
-    def _new_like(self, name: str, fake: torch.Tensor) -> View:
-        stride = dense_strides(fake.shape, fake.stride())
-        return self.builder.new_buffer(name, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
-
-    def _product_plus_bias(self, node: torch.fx.Node, args: Any) -> LazyTensor:
-        bias, left, right = args
-        fake = node.meta["val"]
-        place = self._new_like(node.name, fake)
-        self.builder.call(aten.mm.out, (left, right), {}, (None,), {"out": place}, node.name)
-        product = self.builder.in_memory(place, place.stride, node.name)
-
-        def emit(emitter: Emitter, index: Index) -> int:
-            values = (emitter.element(product, index), emitter.element(bias, index[1:]))
-            return emitter.apply("add", values, emitter.dtype_of(values[0]))
-
-        return pointwise(
-            fake, node.name, emit, Cost(product.current_cost().reads | bias.current_cost().reads, 1)
-        )
-
 
 def _same_place(view: View | None, wanted: View) -> bool:
     if view is None or (view.buffer, view.shape) != (wanted.buffer, wanted.shape):
@@ -487,11 +365,3 @@ def _same_place(view: View | None, wanted: View) -> bool:
         return True
     strides = zip(view.shape, view.stride, wanted.stride, strict=True)
     return view.offset == wanted.offset and all(size == 1 or mine == other for size, mine, other in strides)
-
-
-def _static_spec(fake: torch.Tensor, name: str) -> TensorSpec:
-    if any(not isinstance(size, int) for size in (*fake.shape, *fake.stride())):
-        raise Unsupported("symbolic-shape", f"{name} has a symbolic shape {tuple(fake.shape)}")
-    if fake.layout != torch.strided:
-        raise Unsupported("sparse-tensor", f"{name} has the layout {fake.layout}")
-    return TensorSpec.of(fake)

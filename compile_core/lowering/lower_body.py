@@ -1,7 +1,7 @@
 """Building the straight-line body of a loop nest.
 
-Every statement is interned, so equal loads and operations appear once; operations on constants are folded; the few
-algebraic identities that hold bit for bit are applied.
+Every statement is interned, so equal loads and operations appear once; operations on constants are folded;
+the few algebraic identities that hold bit for bit are applied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Redu
 NARROW_FLOATS = frozenset({torch.float16, torch.bfloat16})
 
 _COMPARISONS = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+    "ge": operator.ge,
 }  # fmt: skip
 _ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 _UNARY: Mapping[str, Callable[[Any], Any]] = {
@@ -26,8 +27,12 @@ _UNARY: Mapping[str, Callable[[Any], Any]] = {
     "logical_not": operator.not_,
     "square": lambda x: x * x,
 }
-_COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor",
-                          "bitwise_and", "bitwise_or", "bitwise_xor"})  # fmt: skip
+_COMMUTATIVE = frozenset(
+    {
+        "add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor",
+        "bitwise_and", "bitwise_or", "bitwise_xor",
+    }
+)  # fmt: skip
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The program under construction: buffers, steps, and the moment at which a tensor gets memory.
 
-Limits: shapes are static; tensors are strided and of real dtypes (complex and quantised ones only pass through torch's
-own operators).
+Limits: shapes are static; tensors are strided and of real dtypes (complex and quantised ones only pass
+through torch's own operators).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from compile_core.errors import Unsupported
 from compile_core.ir.loops import ExternCall, LoopNest, Step, View
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from compile_core.lowering.lower_body import compute_dtype
@@ -223,7 +225,7 @@ class ProgramBuilder:
         def place(argument: Any) -> Any:
             return self.realise(argument) if isinstance(argument, LazyTensor) else argument
 
-        places = torch.utils._pytree.tree_map(place, (list(args), dict(kwargs)), is_leaf=_is_lazy)
+        places = tree_map(place, (list(args), dict(kwargs)), is_leaf=_is_lazy)
         self.steps.append(
             ExternCall(target, tuple(places[0]), places[1], tuple(outputs), dict(out), (origin,))
         )
@@ -245,3 +247,16 @@ def pointwise(
     return LazyTensor(
         tuple(result.shape), result.dtype, result.device, tuple(result.stride()), origin, body=body, cost=cost
     )
+
+
+def static_spec(fake: torch.Tensor, name: str) -> TensorSpec:
+    """The spec of a node's fake value.
+
+    Raises:
+        Unsupported: symbolic sizes, or a layout other than strided.
+    """
+    if any(not isinstance(size, int) for size in (*fake.shape, *fake.stride())):
+        raise Unsupported("symbolic-shape", f"{name} has a symbolic shape {tuple(fake.shape)}")
+    if fake.layout != torch.strided:
+        raise Unsupported("sparse-tensor", f"{name} has the layout {fake.layout}")
+    return TensorSpec.of(fake)

@@ -1,8 +1,9 @@
 """Where in a tensor a point of the iteration space reads: one entry per dim.
 
-An entry is ``Affine`` in the loop axes or ``Indirect`` through an integer value of the body (a gather). Reshapes need
-division with remainder of an affine entry. It has an exact answer where the loop axes are cut finely enough; where one
-axis straddles the divisor, ``AxisSplitError`` asks the caller to cut this axis and start again.
+An entry is ``Affine`` in the loop axes or ``Indirect`` through an integer value of the body (a gather).
+Reshapes need division with remainder of an affine entry. It has an exact answer where the loop axes are cut
+finely enough; where one axis straddles the divisor, ``AxisSplitError`` asks the caller to cut this axis and
+start again.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def divide(entry: Affine, divisor: int, extents: Sequence[int]) -> tuple[Affine,
 
 
 def regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """The finest pairing of runs of dims of two shapes of equal, nonzero numel such that paired runs have equal numel.
+    """The finest pairing of runs of dims of two shapes of equal, nonzero numel such that paired runs have
+    equal numel.
 
     Size-1 dims join a neighbouring run or stand alone against an empty run.
     """

@@ -1,8 +1,8 @@
 """What the lowering decides about a graph before it emits anything.
 
-Three questions, answered by one walk from the outputs to the inputs: which nodes are alive; which must lie in memory
-because a torch kernel or the caller reads them; and by how many separate nests an inlined value would be computed.
-Destinations of results are carried back through views to the node that computes the data.
+Three questions, answered by one walk from the outputs to the inputs: which nodes are alive; which must lie in
+memory because a torch kernel or the caller reads them; and by how many separate nests an inlined value would
+be computed. Destinations of results are carried back through views to the node that computes the data.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import View
 from compile_core.ir.random_operators import is_random
 from compile_core.lowering.extern_rules import scalar_factor
-from compile_core.lowering.index_rules import INDEX_RULES
+from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
 from compile_core.lowering.reduction_rules import is_reduction
 from compile_core.lowering.scalar_rules import is_pointwise
 from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
@@ -85,9 +86,7 @@ def _is_real(node: torch.fx.Node) -> bool:
     """Whether every tensor that a node touches is strided and of a dtype that bodies can compute with."""
     values = [node.meta.get("val"), *(argument.meta.get("val") for argument in node.all_input_nodes)]
     return all(
-        is_loop_dtype(tensor.dtype)
-        for tensor in torch.utils._pytree.tree_leaves(values)
-        if isinstance(tensor, torch.Tensor)
+        is_loop_dtype(tensor.dtype) for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)
     )
 
 
@@ -104,7 +103,7 @@ def is_loop_dtype(dtype: torch.dtype) -> bool:
 
 
 def numel_of(node: torch.fx.Node) -> int:
-    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    leaves = tree_leaves(node.meta.get("val"))
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
@@ -116,8 +115,9 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
             plan.alive.add(node)
-            plan.alive.update(node.all_input_nodes)
-            _note_uses(node, plan)
+            if node.target not in SHAPE_READERS:
+                plan.alive.update(node.all_input_nodes)
+                _note_uses(node, plan)
     for node in list(plan.places):
         _carry_back(node, plan)
     return plan
@@ -131,7 +131,9 @@ def _has_effect(node: torch.fx.Node) -> bool:
 
 
 def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:
-    """Makes a factor of a matrix product (or of views of one) the product's own, if nothing else uses the product."""
+    """Makes a factor of a matrix product (or of views of one) the product's own, if nothing else uses the
+    product.
+    """
     found = scalar_factor(node)
     if found is None:
         return

@@ -1,8 +1,8 @@
 """Tensors as the lowering sees them: a place in memory, a body to inline, or a re-indexing of another tensor.
 
-A ``Tensor``'s body is a function from an index to a value, called with the emitter of the nest that needs an element
-("define by run"). Inlining a producer is thus calling its body; views of something without a place in memory only
-change the index; and one body can be emitted into any number of nests.
+A ``Tensor``'s body is a function from an index to a value, called with the emitter of the nest that needs an
+element ("define by run"). Inlining a producer is thus calling its body; views of something without a place in
+memory only change the index; and one body can be emitted into any number of nests.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class LazyTensor:
         origin: name of the graph node.
         view: where it lies in memory, once it does.
         body: computes an element.
-        base: the tensor that this one is a view of, with ``reindex`` from an index of this one to an index of the base
-            and ``restride`` from the base's place in memory to this one's (``None``: cannot be expressed by strides).
+        base: the tensor that this one is a view of, with ``reindex`` from an index of this one to an index of
+            the base and ``restride`` from the base's place in memory to this one's (``None``: cannot be
+            expressed by strides).
         cost: of inlining it.
     """
 
@@ -168,14 +169,16 @@ class Emitter(BodyBuilder):
         return total
 
     def indirect(self, value: int, size: int) -> Entry:
-        """An integer value as an index into a dim of ``size``; plain affine where the value is one and in range."""
+        """An integer value as an index into a dim of ``size``; plain affine where the value is one and in
+        range.
+        """
         entry = self._affine_of.get(value)
         known = self.constant_of(value)
         if known is not None:
             entry = Affine(int(known))
         if entry is not None:
             low, high = entry.bounds(self.extents)
-            if 0 <= low and high < size:
+            if low >= 0 and high < size:
                 return entry
         return Indirect(value, size)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan, prod
 from typing import Any
@@ -14,8 +14,6 @@ from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from compile_core.lowering.lower_body import compute_dtype
 from compile_core.lowering.lower_builder import ProgramBuilder, pointwise
 from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor
-from compile_core.lowering.reduction_split import ReductionSplit, split_reduction
-from compile_core.lowering.view_rules import reshaped
 
 aten = torch.ops.aten
 
@@ -111,6 +109,8 @@ def reductions_of(
         operation, divisor = "sum", prod(tensor.shape[d] for d in dims)
     elif operation in ("any", "all"):
         accumulator = torch.bool
+    elif accumulator == torch.bool:
+        operation = {"max": "any", "min": "all"}.get(operation, operation)
     return [Reduction(operation, dims, keepdim, accumulator, divisor, flat)]
 
 
@@ -162,39 +162,11 @@ def lower_reduction(
             value = emitter.apply("div", (value, divisor), reduction.accumulator)
         return emitter.cast(value, result.dtype)
 
-    if not result.numel():
-        return builder.in_memory(place, tuple(result.stride()), origin)
-    split = split_reduction(tensor.shape, reduction.dims, tensor.device)
-    if split is None or reduction.operation.startswith("arg"):
+    if result.numel():
         builder.reduce_into(
             place, tensor, reduction.dims, reduction.operation, reduction.accumulator, finish, origin
         )
-    else:
-        _reduce_twice(builder, tensor, reduction, split, place, finish, origin)
     return builder.in_memory(place, tuple(result.stride()), origin)
-
-
-def _reduce_twice(
-    builder: ProgramBuilder,
-    tensor: LazyTensor,
-    reduction: Reduction,
-    split: ReductionSplit,
-    place: View,
-    finish: Callable[[Emitter, int], int],
-    origin: str,
-) -> None:
-    chunked = reshaped(tensor, split.shape, origin)
-    partial_shape = tuple(size for d, size in enumerate(split.shape) if d not in split.inner)
-    spec = TensorSpec.contiguous(partial_shape, reduction.accumulator, tensor.device)
-    partial = builder.new_buffer(f"{origin}_partial", spec)
-    operation, dtype = reduction.operation, reduction.accumulator
-    builder.reduce_into(partial, chunked, split.inner, operation, dtype, lambda _, value: value, origin)
-    kept = [d for d in range(len(place.shape)) if not reduction.keepdim or d not in reduction.dims]
-    bare = View(
-        place.buffer, tuple(place.shape[d] for d in kept), tuple(place.stride[d] for d in kept), place.offset
-    )
-    source = builder.in_memory(partial, partial.stride, origin)
-    builder.reduce_into(bare, source, split.outer, operation, dtype, finish, origin)
 
 
 def _row_major_view(builder: ProgramBuilder, tensor: LazyTensor) -> View:

@@ -1,8 +1,8 @@
 """Pointwise operators: how one element of the result is computed.
 
-The dtype in which an operator computes follows from its kind. Most compute in the dtype of their result (which the
-graph's fake value tells, with torch's promotion already applied); comparisons in the promotion of their operands;
-logical operators on truth values.
+The dtype in which an operator computes follows from its kind. Most compute in the dtype of their result
+(which the graph's fake value tells, with torch's promotion already applied); comparisons in the promotion of
+their operands; logical operators on truth values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ScalarRule:
     Attributes:
         compute: emits the operation.
         kind: what the compute dtype is: that of the result, the promotion of the operands, or bool.
-        operands: how many leading arguments are operands; the others are settings that ``specialise`` has seen.
+        operands: how many leading arguments are operands; the others are settings that ``specialise`` has
+            seen.
         cost: scalar operations; ``transcendental`` of them are expensive ones.
         conditional: whether the first operand is a truth value whatever the others are.
     """
@@ -114,8 +115,8 @@ _UNARY = (
     "neg", "abs", "sign", "reciprocal", "floor", "ceil", "round", "trunc", "bitwise_not",
 )  # fmt: skip
 _UNARY_TRANSCENDENTAL = (
-    "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sigmoid", "lgamma",
+    "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin",
+    "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sigmoid", "lgamma",
 )  # fmt: skip
 _BINARY = ("add", "sub", "mul", "div", "remainder", "fmod", "bitwise_and", "bitwise_or", "bitwise_xor")
 _BINARY_TENSORS = ("maximum", "minimum", "copysign", "hypot", "nextafter", "atan2")

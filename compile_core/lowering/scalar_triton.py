@@ -176,7 +176,7 @@ def literal(value: float | bool, dtype: torch.dtype) -> str:
 def bare_literal(value: float | bool, dtype: torch.dtype) -> str:
     """A Python constant for where Triton infers the type."""
     if not dtype.is_floating_point:
-        return str(int(value))
+        return str(int(value) & 0xFF if dtype == torch.uint8 else int(value))
     number = float(value)
     if isnan(number):
         return "float('nan')"
@@ -207,6 +207,8 @@ def apply(statement: Apply, arguments: Sequence[str], dtypes: Sequence[torch.dty
         return f"({arguments[0]} {_INFIX[operation]} {arguments[1]})"
     if operation == "bitwise_not" and computed == torch.bool:
         return f"({arguments[0]} == 0)"
+    if operation == "bitwise_not" and computed == torch.uint8:
+        return f"({arguments[0]} ^ 255)"  # the interpreter has no ~ for unsigned integers
     expression = _template(operation, computed).format(
         *arguments, S="32" if computed == torch.float32 else "64"
     )

@@ -1,7 +1,7 @@
 """Views: pure re-striding of what lies in memory, re-indexing of what is still a body.
 
-Strides of a view of memory are not worked out here: the same operator runs on a meta tensor of the base's strides and
-its result's strides are read off. Only the re-indexing of bodies needs a rule per operator.
+Strides of a view of memory are not worked out here: the same operator runs on a meta tensor of the base's
+strides and its result's strides are read off. Only the re-indexing of bodies needs a rule per operator.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _slice(
     step: int = 1,
 ) -> Reindex:
     dim %= len(shape)
-    first, _, _ = slice(start, end, step).indices(shape[dim])
+    first = slice(start, end, step).indices(shape[dim])[0]
     return affine_dim_reindex(dim, step, first, shape[dim])
 
 

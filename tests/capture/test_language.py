@@ -1,3 +1,4 @@
+# ruff: noqa: C416, C417, UP031, B023 - what is written here is what is tested
 """Python features: each function gives the same result compiled (in one graph) as plain, twice."""
 
 from __future__ import annotations
@@ -148,6 +149,20 @@ def generators(x):
     return sum(items(3)), any(i > 2 for i in range(5)), list(items(2)), max(i for i in (3, 1))
 
 
+def yield_from(x):
+    def inner(n):
+        yield x + n
+        yield n
+        return n * 2
+
+    def outer():
+        result = yield from inner(3)
+        yield result
+        yield from [7, 8]
+
+    return list(outer())
+
+
 def user_objects(x):
     options = Options(3.0)
     options.names.append("a")
@@ -179,8 +194,18 @@ def itertools_use(x):
 
 
 def isinstance_use(x):
-    kinds = isinstance(x, torch.Tensor), isinstance(3, (str, int)), isinstance(Derived(), Base), callable(helper)
-    return x if all(kinds) else -x, hasattr(x, "shape"), getattr(Options(), "nothing", 7), type(x) is torch.Tensor
+    kinds = (
+        isinstance(x, torch.Tensor),
+        isinstance(3, (str, int)),
+        isinstance(Derived(), Base),
+        callable(helper),
+    )
+    return (
+        x if all(kinds) else -x,
+        hasattr(x, "shape"),
+        getattr(Options(), "nothing", 7),
+        type(x) is torch.Tensor,
+    )
 
 
 def slices(x):
@@ -287,7 +312,7 @@ def nested_functions(x):
 
 
 def chained_comparison(x):
-    return x if 0 < x.shape[0] <= 5 and not x.shape[1] < 2 or False else -x
+    return x if (0 < x.shape[0] <= 5 and not x.shape[1] < 2) or False else -x
 
 
 def matched(x):
@@ -309,6 +334,7 @@ FUNCTIONS = [
     loops,
     exceptions,
     generators,
+    yield_from,
     user_objects,
     named_tuples,
     strings,
@@ -417,7 +443,7 @@ def test_globals_and_cells_are_replayed():
     before = COUNTER
     assert compiled(torch.zeros(1)).item() == 1
     assert compiled(torch.zeros(1)).item() == 2
-    assert count == 2 and COUNTER == before + 4
+    assert count == 2 and before + 4 == COUNTER
 
 
 def test_closures_can_be_returned():
@@ -466,7 +492,7 @@ def test_exceptions_surface_and_leave_nothing():
     compiled = CompiledFunction(fails, lambda graph, inputs: graph.module, fullgraph=True)
     with pytest.raises(RuntimeError, match="two"):
         compiled(torch.ones(2))
-    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|shapes cannot be"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|size mismatch|shapes cannot be"):
         compiled(torch.ones(3, 2))
     assert seen == [1, 1]
 

@@ -31,7 +31,7 @@ def assert_same_training(compiled, model, plain, *arguments):
     results[-1].sum().backward()
     expectations[-1].sum().backward()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert one.grad is None and other.grad is None or torch.equal(one.grad, other.grad), name
+        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad), name
     for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(one, other), name
 
@@ -116,3 +116,31 @@ def test_capture_leaves_the_random_state():
     before = torch.get_rng_state()
     compiled(torch.ones(4))
     assert torch.equal(before, torch.get_rng_state())
+
+
+MODULES = {
+    "attention": lambda: (nn.MultiheadAttention(8, 2, batch_first=True), 3),
+    "encoder": lambda: (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+    "decoder": lambda: (nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2),
+    "lstm": lambda: (nn.LSTM(8, 5, batch_first=True), 1),
+    "group_norm": lambda: (nn.GroupNorm(2, 4), 1),
+    "parametrized": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), 1),
+    "bilinear": lambda: (nn.Bilinear(8, 8, 3), 2),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch(name):
+    torch.manual_seed(0)
+    model, count = MODULES[name]()
+    plain = copy.deepcopy(model)
+    compiled = compile_eager(model)
+    arguments = [torch.randn(2, 4, 8)] * count
+    for _ in range(2):
+        torch.manual_seed(1)
+        result = compiled(*arguments)
+        torch.manual_seed(1)
+        expected = plain(*arguments)
+        first, other = (value[0] if isinstance(value, tuple) else value for value in (result, expected))
+        assert torch.equal(first, other)
+    assert len(compiled.entries) == 1

@@ -66,7 +66,15 @@ STATEMENTS = [
     "y[0] = n",
 ]
 BREAKS = ["log(n)", "y = y + float(x.detach().sum())", "log(str(x.shape))"]
-CONDITIONS = ["n > 2", "x.shape[0] == 2", "len(items) < 3", "'0' in table", "n % 2 == 0 and m", "items", "not n"]
+CONDITIONS = [
+    "n > 2",
+    "x.shape[0] == 2",
+    "len(items) < 3",
+    "'0' in table",
+    "n % 2 == 0 and m",
+    "items",
+    "not n",
+]
 
 HEADER = """
 import torch
@@ -104,7 +112,11 @@ FOOTER = """
 def statements(draw, depth, breaks):
     lines = []
     for _ in range(draw(st.integers(1, 4))):
-        kinds = ["tensor", "number", "statement"] + (["block"] * 2 if depth else []) + (["break"] if breaks else [])
+        kinds = (
+            ["tensor", "number", "statement"]
+            + (["block"] * 2 if depth else [])
+            + (["break"] if breaks else [])
+        )
         kind = draw(st.sampled_from(kinds))
         tensor = draw(st.sampled_from(TENSOR_EXPRESSIONS)).format(
             draw(st.sampled_from(TENSORS)), draw(st.sampled_from(TENSORS))
@@ -122,14 +134,24 @@ def statements(draw, depth, breaks):
             body = ["    " + line for line in draw(statements(depth - 1, breaks))]
             head = draw(
                 st.sampled_from(
-                    ["if", "if", "for i in range(2):", "for v in (x, y):", "try", "while", "with torch.no_grad():"]
+                    [
+                        "if",
+                        "if",
+                        "for i in range(2):",
+                        "for v in (x, y):",
+                        "try",
+                        "while",
+                        "with torch.no_grad():",
+                    ]
                 )
             )
             if head == "if":
                 lines += [f"if {draw(st.sampled_from(CONDITIONS))}:", *body, "else:"]
                 lines += ["    " + line for line in draw(statements(0, breaks))]
             elif head == "try":
-                error = draw(st.sampled_from(["raise ValueError(n)", "items[9]", "table['none']", "n // (n - n)"]))
+                error = draw(
+                    st.sampled_from(["raise ValueError(n)", "items[9]", "table['none']", "n // (n - n)"])
+                )
                 lines += ["try:", *body, f"    {error}", "except (ValueError, LookupError) as error:"]
                 lines += ["    n += len(error.args)", "except ZeroDivisionError:", "    m = 7"]
             elif head == "while":
@@ -188,7 +210,10 @@ def check(lines, fullgraph):
 
 
 options = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 

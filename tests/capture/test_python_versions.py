@@ -34,12 +34,13 @@ print(json.dumps(found))
 
 
 def find_interpreter(version: str) -> str | None:
-    """An interpreter of this version that runs: this one, one on the path, or one that a version manager keeps."""
-    if "%d.%d" % sys.version_info[:2] == version:
+    """An interpreter of this version that runs: this one, on the path, or installed beside it."""
+    if ".".join(map(str, sys.version_info[:2])) == version:
         return sys.executable
     found = shutil.which(f"python{version}")
     candidates = [] if found is None else [found]
-    candidates += map(str, sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")))
+    beside = Path(sys.base_prefix).parent
+    candidates += map(str, sorted(beside.glob(f"{version}.*/bin/python")))
     for candidate in candidates:
         if subprocess.run([candidate, "-c", ""], capture_output=True, timeout=60).returncode == 0:
             return candidate

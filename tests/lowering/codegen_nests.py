@@ -229,6 +229,20 @@ def masked_pad(rows: int = 5, columns: int = 23, pad: int = 3) -> Case:
     return b.nest("masked_pad"), b.buffers
 
 
+def masked_points(count: int = 37) -> Case:
+    """A store into one element and a load of one element, each at some points only."""
+    b = NestBuilder((count,))
+    b.buffer("x", (count,))
+    b.buffer("one", ())
+    b.buffer("y", (count,))
+    b.buffer("chosen", ())
+    position = b.add(AxisIndex(0))
+    few = b.apply("lt", position, b.constant(5, I64))
+    b.store("y", (0,), b.load("one", (), mask=few, other=3.0))
+    b.store("chosen", (), b.load("x", (0,)), mask=b.apply("eq", position, b.constant(30, I64)))
+    return b.nest("masked_points"), b.buffers
+
+
 def transpose(rows: int = 45, columns: int = 70) -> Case:
     b = NestBuilder((columns, rows))
     b.buffer("x", (rows, columns))
@@ -343,6 +357,7 @@ HAND_WRITTEN = {
     "embedding": embedding(),
     "gather_elements": gather_elements(),
     "masked_pad": masked_pad(),
+    "masked_points": masked_points(),
     "transpose": transpose(),
     "argmax": arg_extremum(),
     "argmin": arg_extremum("argmin"),

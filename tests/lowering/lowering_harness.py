@@ -1,4 +1,6 @@
-"""Traces a function, lowers and fuses it, evaluates both programs and compares with running the graph by torch."""
+"""Traces a function, lowers and fuses it, evaluates both programs and compares with running the graph by
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A small GPT, its joint graph, and a cut of this graph into forward and backward that saves whatever is needed."""
+"""A small GPT, its joint graph, and a cut of this graph into forward and backward that saves whatever is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def joint_graph(
 
 
 def cut(joint: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Forward ``inputs -> (loss, *saved)`` and backward ``(inputs, saved) -> gradients``; nothing is recomputed."""
+    """Forward ``inputs -> (loss, *saved)`` and backward ``(inputs, saved) -> gradients``; nothing is
+    recomputed.
+    """
     nodes = list(joint.graph.nodes)
     loss, *gradients = joint.graph.output_node().args[0]  # type: ignore[misc]
     forward_nodes: set[torch.fx.Node] = set()

@@ -98,13 +98,16 @@ def test_addmm_leaves_its_bias_to_the_next_body() -> None:
     assert [call.target for call in calls(program)] == [torch.ops.aten.addmm.out] and not nests(program)
 
 
-def test_sums_over_everything_run_in_two_stages() -> None:
-    program = check(lambda x: (x * x).sum(), torch.randn(512, 256))
-    first, second = nests(program)
-    assert first.extents[0] == second.extents[0] == 32 and second.reduced_axes == 1
-
-
 def test_arange_indices_become_strides() -> None:
     program = check(lambda x: F.embedding(torch.arange(4), x) * 2, torch.randn(4, 3))
     (nest,) = nests(program)
     assert nest.extents == (12,)
+
+
+def test_dead_reductions_leave_parallel_axes_behind() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y * torch.ones_like(y.sum())
+
+    (nest,) = nests(check(function, torch.randn(4, 8)))
+    assert (nest.extents, nest.reduced_axes) == ((32,), 0)

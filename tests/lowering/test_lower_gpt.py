@@ -47,13 +47,15 @@ def test_joint_graph_in_float32() -> None:
 
 def test_nests_per_block_in_float32() -> None:
     forward, backward = _check_parts(None, 1e-4)
-    # A block's forward: norm (with the residual addition before it) twice, gelu. Its products and attention: 5 calls.
-    # Besides: positions for the embedding's gradient, last norm, softmax statistics, loss; the product of the head.
+    # A block's forward: norm (with the residual addition before it) twice, gelu. Its products and attention:
+    # 5 calls. Besides: positions for the embedding's gradient, last norm, softmax statistics, loss; the
+    # product of the head.
     assert len(nests(forward)) == 3 * LAYERS + 4
     assert len(calls(forward)) == 5 * LAYERS + 1
-    # A block's backward: two norms (gradient of the input; of scale, shift and the bias before it), gelu with its
-    # bias's gradient, the joining of the attention's gradients with their bias's. Calls: 8 products, attention.
-    # Besides: softmax, last norm (2), position embedding, sum of the tied embedding's gradients; 2 products, 2 scatters.
+    # A block's backward: two norms (gradient of the input; of scale, shift and the bias before it), gelu with
+    # its bias's gradient, the joining of the attention's gradients with their bias's. Calls: 8 products,
+    # attention. Besides: softmax, last norm (2), position embedding, sum of the tied embedding's gradients; 2
+    # products, 2 scatters.
     assert len(nests(backward)) == 6 * LAYERS + 5
     assert len(calls(backward)) == 9 * LAYERS + 4
 
@@ -87,7 +89,8 @@ def test_gradients_go_scaled_into_their_destinations(world: int) -> None:
     evaluate(program, inputs, buffers)
     for mine, theirs in zip(buffers, joint(list(model.parameters()), tokens, targets)[1:], strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5)
-    # the factor costs no pass over a weight's gradient: it is the product's alpha, whose output is the destination
+    # the factor costs no pass over a weight's gradient: it is the product's alpha, whose output is the
+    # destination
     alphas = [call for call in calls(program) if call.keywords.get("alpha") == 1 / world]
     assert len(alphas) == 4 * LAYERS
     assert all(isinstance(call.out["out"], View) and "bucket" in call.out["out"].buffer for call in alphas)

@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from compile_core.ir.loops import ExternCall
+from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.extern_rules import fallback_calls
-from tests.lowering.lowering_harness import check, check_module, nests, trace, trace_joint
+from compile_core.lowering.fuse import fuse
+from compile_core.lowering.lower import lower
+from tests.lowering.loop_evaluator import evaluate
+from tests.lowering.lowering_harness import check, check_module, compute_of, nests, trace, trace_joint
 
 Function = Callable[..., object]
 
@@ -28,10 +32,11 @@ UNARY: list[Function] = [
     torch.neg, torch.abs, torch.sign, torch.exp, torch.tanh, torch.sigmoid, torch.erf, torch.sin, torch.floor,
     torch.relu, torch.square, torch.expm1, torch.isnan, torch.logical_not, torch.reciprocal, torch.round,
     F.gelu, F.silu, F.softplus, F.leaky_relu, F.elu, F.hardtanh, F.hardswish, F.mish, F.logsigmoid,
-    lambda x: F.gelu(x, approximate="tanh"), lambda x: x**2, lambda x: x**3, lambda x: x**-1, lambda x: x.abs() ** 0.5,
-    lambda x: x.clamp(-0.5, 0.5), lambda x: x.clamp(min=0.1), lambda x: x.clamp(max=0.1), lambda x: x.clamp_min(0.2),
-    lambda x: 2 - x, lambda x: x.add(1, alpha=3), lambda x: x.to(torch.float64), lambda x: x.to(torch.int32),
-    lambda x: x.to(torch.bool), lambda x: torch.nan_to_num(x / (x > 0)), lambda x: F.threshold(x, 0.1, 5.0),
+    lambda x: F.gelu(x, approximate="tanh"), lambda x: x**2, lambda x: x**3, lambda x: x**-1,
+    lambda x: x.abs() ** 0.5, lambda x: x.clamp(-0.5, 0.5), lambda x: x.clamp(min=0.1),
+    lambda x: x.clamp(max=0.1), lambda x: x.clamp_min(0.2), lambda x: 2 - x, lambda x: x.add(1, alpha=3),
+    lambda x: x.to(torch.float64), lambda x: x.to(torch.int32), lambda x: x.to(torch.bool),
+    lambda x: torch.nan_to_num(x / (x > 0)), lambda x: F.threshold(x, 0.1, 5.0),
     lambda x: torch.where(x > 0, x, 0.5), lambda x: x.masked_fill(x > 0, -1.0), lambda x: F.softmax(x, -1),
     lambda x: F.log_softmax(x, 0), lambda x: torch.logsumexp(x, 1), lambda x: F.layer_norm(x, x.shape[-1:]),
     lambda x: x.var(1), lambda x: x.std(0), lambda x: torch.var_mean(x, (0, 1), correction=0),
@@ -49,8 +54,8 @@ BINARY: list[Function] = [
     torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.atan2, torch.fmod,
     torch.remainder, torch.eq, torch.lt, torch.logical_and, torch.addcmul, torch.pow,
     lambda a, b: torch.div(a, b, rounding_mode="floor"), lambda a, b: torch.div(a, b, rounding_mode="trunc"),
-    lambda a, b: torch.lerp(a, b, 0.3), lambda a, b: F.mse_loss(a, b.expand_as(a)), lambda a, b: F.huber_loss(a, b.expand_as(a)),
-    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: torch.lerp(a, b, 0.3), lambda a, b: F.mse_loss(a, b.expand_as(a)),
+    lambda a, b: F.huber_loss(a, b.expand_as(a)), lambda a, b: torch.where(a > b, a, b),
 ]  # fmt: skip
 
 
@@ -66,12 +71,13 @@ def test_binary(number: int, shapes: tuple[tuple[int, ...], tuple[int, ...]]) ->
 @pytest.mark.parametrize(
     "function",
     [
-        lambda a, b: a + b, lambda a, b: a * b - 2, lambda a, b: a // b, lambda a, b: a % b, lambda a, b: a / b,
-        lambda a, b: torch.div(a, b, rounding_mode="trunc"), lambda a, b: a & b, lambda a, b: a | b,
-        lambda a, b: a ^ b, lambda a, b: ~a, lambda a, b: a << 2, lambda a, b: a >> 1, lambda a, b: a > b,
-        lambda a, b: a + 1.5, lambda a, b: (a > 0) & (b > 0), lambda a, b: (a > 0) + (b > 0), lambda a, b: a.sum(),
-        lambda a, b: (a > 0).sum(0), lambda a, b: a.float().mean(), lambda a, b: a == 2.5,
-        lambda a, b: (a > 0) * (b > 0), lambda a, b: a.prod(1), lambda a, b: torch.where(a > b, a, 1.5),
+        lambda a, b: a + b, lambda a, b: a * b - 2, lambda a, b: a // b, lambda a, b: a % b,
+        lambda a, b: a / b, lambda a, b: torch.div(a, b, rounding_mode="trunc"), lambda a, b: a & b,
+        lambda a, b: a | b, lambda a, b: a ^ b, lambda a, b: ~a, lambda a, b: a << 2, lambda a, b: a >> 1,
+        lambda a, b: a > b, lambda a, b: a + 1.5, lambda a, b: (a > 0) & (b > 0),
+        lambda a, b: (a > 0) + (b > 0), lambda a, b: a.sum(), lambda a, b: (a > 0).sum(0),
+        lambda a, b: a.float().mean(), lambda a, b: a == 2.5, lambda a, b: (a > 0) * (b > 0),
+        lambda a, b: a.prod(1), lambda a, b: torch.where(a > b, a, 1.5),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
@@ -90,9 +96,10 @@ def test_mixed_dtypes_promote_as_in_eager() -> None:
 REDUCTIONS: list[Function] = [
     torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.prod, torch.argmax, torch.argmin,
     lambda x: x.sum(0), lambda x: x.sum((0, 2)), lambda x: x.mean(-1, keepdim=True), lambda x: x.amax((1, 2)),
-    lambda x: x.argmax(1), lambda x: x.argmin(2, keepdim=True), lambda x: x.max(1), lambda x: x.min(0, keepdim=True),
-    lambda x: (x > 1).any(), lambda x: (x > -5).all(1), lambda x: (x > 1).any(2), lambda x: x.prod(1),
-    lambda x: x.sum(dtype=torch.float64), lambda x: x.permute(2, 0, 1).sum(1), lambda x: x.transpose(0, 2).argmax(1),
+    lambda x: x.argmax(1), lambda x: x.argmin(2, keepdim=True), lambda x: x.max(1),
+    lambda x: x.min(0, keepdim=True), lambda x: (x > 1).any(), lambda x: (x > -5).all(1),
+    lambda x: (x > 1).any(2), lambda x: x.prod(1), lambda x: x.sum(dtype=torch.float64),
+    lambda x: x.permute(2, 0, 1).sum(1), lambda x: x.transpose(0, 2).argmax(1),
     lambda x: (x * 2).view(-1).argmax(), lambda x: x.norm(), lambda x: torch.linalg.vector_norm(x, dim=1),
 ]  # fmt: skip
 
@@ -103,14 +110,16 @@ def test_reductions(number: int) -> None:
 
 
 VIEWS: list[Function] = [
-    lambda y: y.view(12, 5), lambda y: y.reshape(-1), lambda y: y.permute(2, 0, 1), lambda y: y.transpose(0, 2),
-    lambda y: y[:, 1:3], lambda y: y[1], lambda y: y[..., ::2], lambda y: y.unsqueeze(1), lambda y: y[:, :1].squeeze(1),
-    lambda y: y.unsqueeze(0).expand(2, 3, 4, 5), lambda y: y.split(2, 1)[1], lambda y: torch.unbind(y, 2)[3],
-    lambda y: y.permute(2, 0, 1).reshape(5, 12), lambda y: y.transpose(0, 1).reshape(-1), lambda y: y.flip(0, 2),
-    lambda y: y.diagonal(0, 1, 2), lambda y: y.diagonal(1, 0, 1), lambda y: y.unfold(1, 2, 1), lambda y: y.chunk(2, 2)[1],
-    lambda y: y.as_strided((2, 3), (20, 1), 5), lambda y: y.reshape(6, 10), lambda y: y.reshape(3, 2, 2, 5)[:, 1],
-    lambda y: y.reshape(4, 15).t().reshape(3, 20), lambda y: y.movedim(0, -1), lambda y: y.repeat(2, 1, 1),
-    lambda y: y.roll(1, 1), lambda y: y.reshape(2, 30)[:, 3:21].reshape(36), lambda y: y.tril(), lambda y: y.triu(1),
+    lambda y: y.view(12, 5), lambda y: y.reshape(-1), lambda y: y.permute(2, 0, 1),
+    lambda y: y.transpose(0, 2), lambda y: y[:, 1:3], lambda y: y[1], lambda y: y[..., ::2],
+    lambda y: y.unsqueeze(1), lambda y: y[:, :1].squeeze(1), lambda y: y.unsqueeze(0).expand(2, 3, 4, 5),
+    lambda y: y.split(2, 1)[1], lambda y: torch.unbind(y, 2)[3], lambda y: y.permute(2, 0, 1).reshape(5, 12),
+    lambda y: y.transpose(0, 1).reshape(-1), lambda y: y.flip(0, 2), lambda y: y.diagonal(0, 1, 2),
+    lambda y: y.diagonal(1, 0, 1), lambda y: y.unfold(1, 2, 1), lambda y: y.chunk(2, 2)[1],
+    lambda y: y.as_strided((2, 3), (20, 1), 5), lambda y: y.reshape(6, 10),
+    lambda y: y.reshape(3, 2, 2, 5)[:, 1], lambda y: y.reshape(4, 15).t().reshape(3, 20),
+    lambda y: y.movedim(0, -1), lambda y: y.repeat(2, 1, 1), lambda y: y.roll(1, 1),
+    lambda y: y.reshape(2, 30)[:, 3:21].reshape(36), lambda y: y.tril(), lambda y: y.triu(1),
     lambda y: y[:, 1:3].reshape(-1), lambda y: y.flatten(1)[:, 4:16].view(3, 3, 4),
 ]  # fmt: skip
 
@@ -126,15 +135,19 @@ def test_views_of_memory_of_bodies_and_inside_reductions(number: int) -> None:
 
 INDICES: list[Function] = [
     lambda x, i: x[i], lambda x, i: x[:, i % 4], lambda x, i: x[i, i % 4], lambda x, i: x[i, :, i % 5],
-    lambda x, i: torch.index_select(x, 0, i), lambda x, i: F.embedding(i, x.view(12, 5)), lambda x, i: (x * 2)[i - 3],
-    lambda x, i: torch.gather(x, 1, (i % 4).view(2, 2, 1)), lambda x, i: F.pad(x, (1, 2, 0, 1), value=3.0),
-    lambda x, i: F.pad(x * 2, (-1, 2)), lambda x, i: torch.cat([x, x * 2, x[:1]], 0), lambda x, i: torch.cat([x, x], 2) + 1,
+    lambda x, i: torch.index_select(x, 0, i), lambda x, i: F.embedding(i, x.view(12, 5)),
+    lambda x, i: (x * 2)[i - 3], lambda x, i: torch.gather(x, 1, (i % 4).view(2, 2, 1)),
+    lambda x, i: F.pad(x, (1, 2, 0, 1), value=3.0), lambda x, i: F.pad(x * 2, (-1, 2)),
+    lambda x, i: torch.cat([x, x * 2, x[:1]], 0), lambda x, i: torch.cat([x, x], 2) + 1,
     lambda x, i: torch.stack([x, x + 1], 1), lambda x, i: torch.arange(5, device=x.device) * x,
-    lambda x, i: torch.arange(1, 11, 2, dtype=torch.float32) * x, lambda x, i: torch.zeros_like(x) + torch.ones(5),
-    lambda x, i: torch.slice_scatter(x, x[:, 1:3] * 2, 1, 1, 3), lambda x, i: torch.select_scatter(x, x[:, 0] * 2, 1, 2),
-    lambda x, i: torch.full((3, 4, 5), 2.0) * x, lambda x, i: torch.linspace(0, 1, 5) * x, lambda x, i: F.one_hot(i, 4),
-    lambda x, i: torch.eye(5)[:4] + x, lambda x, i: F.pad(x, (1, 1)).sum(2), lambda x, i: (x.view(12, 5) + 1)[i].view(-1),
-    lambda x, i: torch.cat([x.bfloat16(), x]), lambda x, i: torch.cumsum(x * 2, 1) + 1, lambda x, i: torch.sort(x + 1)[0],
+    lambda x, i: torch.arange(1, 11, 2, dtype=torch.float32) * x,
+    lambda x, i: torch.zeros_like(x) + torch.ones(5),
+    lambda x, i: torch.slice_scatter(x, x[:, 1:3] * 2, 1, 1, 3),
+    lambda x, i: torch.select_scatter(x, x[:, 0] * 2, 1, 2), lambda x, i: torch.full((3, 4, 5), 2.0) * x,
+    lambda x, i: torch.linspace(0, 1, 5) * x, lambda x, i: F.one_hot(i, 4), lambda x, i: torch.eye(5)[:4] + x,
+    lambda x, i: F.pad(x, (1, 1)).sum(2), lambda x, i: (x.view(12, 5) + 1)[i].view(-1),
+    lambda x, i: torch.cat([x.bfloat16(), x]), lambda x, i: torch.cumsum(x * 2, 1) + 1,
+    lambda x, i: torch.sort(x + 1)[0],
 ]  # fmt: skip
 
 
@@ -144,8 +157,10 @@ def test_indices_and_creation(number: int) -> None:
 
 
 LOSSES: list[Function] = [
-    lambda x, w, t: F.cross_entropy(x * w, t), lambda x, w, t: F.cross_entropy(x * w, t, weight=w.detach().abs()),
-    lambda x, w, t: F.cross_entropy(x * w, t, ignore_index=2), lambda x, w, t: F.cross_entropy(x * w, t, reduction="sum"),
+    lambda x, w, t: F.cross_entropy(x * w, t),
+    lambda x, w, t: F.cross_entropy(x * w, t, weight=w.detach().abs()),
+    lambda x, w, t: F.cross_entropy(x * w, t, ignore_index=2),
+    lambda x, w, t: F.cross_entropy(x * w, t, reduction="sum"),
     lambda x, w, t: F.nll_loss(F.log_softmax(x * w, 1), t, reduction="none").sum(),
     lambda x, w, t: F.layer_norm(x, (7,), w, w).square().mean(), lambda x, w, t: F.gelu(x * w).sum(),
     lambda x, w, t: F.softmax(x * w, -1).square().sum(), lambda x, w, t: F.silu(x * w).mean(),
@@ -153,14 +168,17 @@ LOSSES: list[Function] = [
     lambda x, w, t: F.batch_norm(x * w, None, None, w, w, training=True).square().sum(),
     lambda x, w, t: F.group_norm((x * w).view(2, 4, 7).movedim(1, 2)[:, :6], 2).square().sum(),
     lambda x, w, t: (x * w)[:, 1:4].square().sum() + (x * w)[2].sum() + (x * w)[t].sum(),
-    lambda x, w, t: torch.var(x * w, 1).sum() + torch.std(x * w), lambda x, w, t: F.pad(x * w, (1, 2)).square().sum(),
+    lambda x, w, t: torch.var(x * w, 1).sum() + torch.std(x * w),
+    lambda x, w, t: F.pad(x * w, (1, 2)).square().sum(),
     lambda x, w, t: torch.cat([x, x * w]).square().sum() + torch.stack(list((x * w).unbind())).square().sum(),
-    lambda x, w, t: F.binary_cross_entropy_with_logits(x * w, (x > 0).float()), lambda x, w, t: (x * w).amax(1).sum(),
-    lambda x, w, t: (x.t() @ (x * w)).tanh().sum(), lambda x, w, t: F.embedding(t, x * w).square().sum(),
-    lambda x, w, t: F.smooth_l1_loss(x * w, x), lambda x, w, t: (x * w).logsumexp(0).sum(),
-    lambda x, w, t: F.glu(x[:, :6] * w[:6]).sum(), lambda x, w, t: F.normalize(x * w).sum(),
+    lambda x, w, t: F.binary_cross_entropy_with_logits(x * w, (x > 0).float()),
+    lambda x, w, t: (x * w).amax(1).sum(), lambda x, w, t: (x.t() @ (x * w)).tanh().sum(),
+    lambda x, w, t: F.embedding(t, x * w).square().sum(), lambda x, w, t: F.smooth_l1_loss(x * w, x),
+    lambda x, w, t: (x * w).logsumexp(0).sum(), lambda x, w, t: F.glu(x[:, :6] * w[:6]).sum(),
+    lambda x, w, t: F.normalize(x * w).sum(),
     lambda x, w, t: F.conv1d((x * w).view(2, 4, 7), w.view(1, 1, 7)[:, :, :3].expand(4, 4, 3)).square().sum(),
-    lambda x, w, t: F.max_pool1d((x * w).view(2, 4, 7), 2).sum(), lambda x, w, t: (x * w).repeat(2, 2).square().sum(),
+    lambda x, w, t: F.max_pool1d((x * w).view(2, 4, 7), 2).sum(),
+    lambda x, w, t: (x * w).repeat(2, 2).square().sum(),
     lambda x, w, t: F.kl_div(F.log_softmax(x * w, 1), F.softmax(x, 1), reduction="batchmean"),
 ]  # fmt: skip
 
@@ -207,6 +225,25 @@ def test_random_numbers_stay_torch_kernels() -> None:
     program = check(lambda x: torch.rand_like(x) * 0 + x, _x(3, 4))
     assert [type(step) for step in program.steps].count(ExternCall) == 1
     assert not fallback_calls(program) and len(nests(program)) == 1
+
+
+def test_dropout_draws_eagers_mask() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.dropout(x * 2, 0.5)
+        return hidden, F.dropout(hidden.sum(0) + 1, 0.25)
+
+    module = trace(function, _x(6, 8))
+    torch.manual_seed(3)
+    expected = function(_x(6, 8))
+    program = fuse(lower(compute_of(module)))
+    verify_program(program)
+    torch.manual_seed(3)
+    torch.testing.assert_close(evaluate(program, [_x(6, 8)]), list(expected))
+    assert not fallback_calls(program)
+
+
+def test_extrema_of_truth_values() -> None:
+    check(lambda x: ((x > 0).amax(1), (x > 0).amin(0), (x > 0).max()), _x(3, 4))
 
 
 def test_an_operator_without_a_rule_is_called_and_counted() -> None:

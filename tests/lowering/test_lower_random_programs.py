@@ -65,7 +65,9 @@ def _factors(draw: st.DrawFn, count: int) -> list[int]:
 
 
 def _view(draw: st.DrawFn, x: Tensor) -> Tensor:
-    kind = draw(st.sampled_from(["permute", "reshape", "slice", "expand", "flip", "select", "squeeze", "reshape"]))
+    kind = draw(
+        st.sampled_from(["permute", "reshape", "slice", "expand", "flip", "select", "squeeze", "reshape"])
+    )
     if kind == "reshape" and x.numel():
         return x.reshape(_factors(draw, x.numel()))
     if kind == "expand":
@@ -76,7 +78,9 @@ def _view(draw: st.DrawFn, x: Tensor) -> Tensor:
     size = x.shape[dim]
     if kind == "slice":
         start = draw(st.integers(0, size))
-        return x[(slice(None),) * dim + (slice(start, draw(st.integers(start, size)), draw(st.integers(1, 2))),)]
+        return x[
+            (slice(None),) * dim + (slice(start, draw(st.integers(start, size)), draw(st.integers(1, 2))),)
+        ]
     if kind == "select" and size:
         return x.select(dim, draw(st.integers(0, size - 1)))
     if kind == "flip":
@@ -119,9 +123,7 @@ def _combine(draw: st.DrawFn, x: Tensor, y: Tensor) -> Tensor:
     return flat @ flat.t()
 
 
-INPUT_SHAPES = st.lists(
-    st.lists(st.sampled_from([1, 2, 3, 4, 6, 0, 8]), max_size=4), min_size=1, max_size=3
-)
+INPUT_SHAPES = st.lists(st.lists(st.sampled_from([1, 2, 3, 4, 6, 0, 8]), max_size=4), min_size=1, max_size=3)
 
 
 @settings(

@@ -1,0 +1,80 @@
+"""Emitting calls of torch's own kernels: where results go, what a matrix product takes over from others."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from compile_core.errors import Unsupported
+from compile_core.ir.loops import View
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
+from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise, static_spec
+from compile_core.lowering.lower_index import Index
+from compile_core.lowering.lower_plan import GraphPlan
+from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor
+
+aten = torch.ops.aten
+
+
+def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+    """Emits the call of a node's operator; returns its result or, for several, a list of them."""
+    target, fake, place = node.target, node.meta.get("val"), plan.places.get(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
+    if node in plan.bare:
+        return _product_plus_bias(builder, node, args)
+    single = isinstance(fake, torch.Tensor)
+    if single and (target in OUT_VARIANTS or place is not None):
+        variant = out_variant(target)
+        factor = plan.factors.get(node)
+        if variant is not None and factor is not None:
+            place = place or _new_like(builder, node.name, fake)
+            result = builder.in_memory(place, tuple(fake.stride()), node.name)
+            scaling = {"beta": 0, "alpha": factor}
+            builder.call(aten.addmm.out, (result, *args), scaling, (None,), {"out": place}, node.name)
+            return result
+        if variant is not None:
+            place = place or _new_like(builder, node.name, fake)
+            builder.call(variant, args, kwargs, (None,), {"out": place}, node.name)
+            return builder.in_memory(place, tuple(fake.stride()), node.name)
+    readers = [user for user in node.users if user.target is operator.getitem and user in plan.alive]
+    used = [user.args[1] for user in readers]
+    fakes = [fake] if single else list(fake) if isinstance(fake, (tuple, list)) else []
+    values: list[Any] = []
+    names: list[str | None] = []
+    for position, result in enumerate(fakes):
+        wanted = node.name if single else f"{node.name}_{position}"
+        if isinstance(result, torch.Tensor) and (single or position in used):
+            view = builder.new_buffer(wanted, static_spec(result, node.name))
+            values.append(builder.in_memory(view, view.stride, node.name))
+            names.append(view.buffer)
+        else:
+            values.append(result)
+            names.append(None)
+    builder.call(target, args, kwargs, names or (None,), {}, node.name)
+    if single and place is not None:
+        builder.store_into(place, values[0])
+        values[0].view = place
+    return values[0] if single else values
+
+
+def _new_like(builder: ProgramBuilder, name: str, fake: torch.Tensor) -> View:
+    stride = dense_strides(fake.shape, fake.stride())
+    return builder.new_buffer(name, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
+
+
+def _product_plus_bias(builder: ProgramBuilder, node: torch.fx.Node, args: Any) -> LazyTensor:
+    bias, left, right = args
+    fake = node.meta["val"]
+    place = _new_like(builder, node.name, fake)
+    builder.call(aten.mm.out, (left, right), {}, (None,), {"out": place}, node.name)
+    product = builder.in_memory(place, place.stride, node.name)
+
+    def emit(emitter: Emitter, index: Index) -> int:
+        values = (emitter.element(product, index), emitter.element(bias, index[1:]))
+        return emitter.apply("add", values, emitter.dtype_of(values[0]))
+
+    return pointwise(fake, node.name, emit, Cost(product.current_cost().reads | bias.current_cost().reads, 1))

@@ -1,0 +1,223 @@
+"""Hooks, modes of torch, markers on functions, and the text of graphs and guards."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from compile_core.capture.functions import ALLOWED_ATTRIBUTE, DISABLED_ATTRIBUTE
+from compile_core.compiled_function import CompiledFunction
+from compile_core.errors import Unsupported
+
+
+def compile_eager(function, **options):
+    return CompiledFunction(function, lambda graph, inputs: graph.module, **options)
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * self.scale
+
+
+def test_print_of_a_graph():
+    compiled = compile_eager(Small(), fullgraph=True)
+    compiled(torch.ones(3, 2))
+    assert str(compiled.entries[0].captured.graph) == (
+        "l_x: float32[3, 2] cpu = argument\n"
+        "p_linear_weight: float32[2, 2] cpu = parameter\n"
+        "p_linear_bias: float32[2] cpu = parameter\n"
+        "b_scale: float32[2] cpu = buffer\n"
+        "linear: float32[3, 2] cpu = F.linear(l_x, p_linear_weight, p_linear_bias)\n"
+        "relu: float32[3, 2] cpu = torch.relu(linear)\n"
+        "mul: float32[3, 2] cpu = operator.mul(relu, b_scale)\n"
+        "return (mul)"
+    )
+    node = next(iter(reversed(compiled.entries[0].captured.graph.module.graph.nodes))).args[0][0]
+    assert "self.linear(x)" in node.meta["stack_trace"]
+
+
+def test_forward_hooks_are_inlined_and_guarded():
+    model = Small()
+    compiled = compile_eager(model, fullgraph=True)
+    x = torch.randn(3, 2)
+    assert torch.equal(compiled(x), model(x))
+    handles = [
+        model.linear.register_forward_hook(lambda module, args, result: result + 1),
+        model.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    ]
+    assert torch.equal(compiled(x), model(x))
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(compiled(x), model(x))
+    assert len(compiled.entries) == 2
+
+
+def test_backward_hooks_run_as_plain_python():
+    model = Small()
+    seen = []
+    model.linear.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(1))
+    compiled = compile_eager(model)
+    compiled(torch.randn(3, 2, requires_grad=True)).sum().backward()
+    assert seen == [1]
+    with pytest.raises(Unsupported, match="module-hooks"):
+        compile_eager(model, fullgraph=True)(torch.randn(3, 2))
+
+
+def test_hooks_of_the_compiled_module_itself():
+    model = Small()
+    compiled = compile_eager(model)
+    x = torch.randn(3, 2)
+    compiled(x)
+    model.register_forward_hook(lambda module, args, result: result + 1)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_vmap_and_grad_transforms_run_plain():
+    compiled = compile_eager(lambda x: x.sin() * 2)
+    x = torch.randn(3)
+    assert torch.equal(compiled(x), x.sin() * 2)
+    batched = torch.randn(4, 3)
+    assert torch.equal(torch.func.vmap(compiled)(batched), batched.sin() * 2)
+    assert torch.allclose(torch.func.grad(lambda v: compiled(v).sum())(x), 2 * x.cos())
+
+
+def test_grad_mode_is_guarded():
+    compiled = compile_eager(lambda x: x * 2, fullgraph=True)
+    x = torch.ones(1, requires_grad=True)
+    assert compiled(x).requires_grad
+    with torch.no_grad():
+        assert not compiled(x).requires_grad
+    assert len(compiled.entries) == 2
+
+
+def test_tensor_subclass_runs_plain():
+    class Tagged(torch.Tensor):
+        pass
+
+    compiled = compile_eager(lambda x: x + 1)
+    result = compiled(torch.ones(2).as_subclass(Tagged))
+    assert type(result) is Tagged
+    assert compiled.break_reasons[0].reason_id == "tensor-subclass"
+
+
+def test_overlapping_inputs_that_are_written_to_run_plain():
+    def write(a, b):
+        a.add_(1)
+        return a + b
+
+    compiled, plain = compile_eager(write), write
+    one, other = torch.zeros(2), torch.ones(2)
+    assert torch.equal(compiled(one, other), torch.full((2,), 2.0))
+    base = torch.zeros(3)
+    expected_base = torch.zeros(3)
+    result = compiled(base[:2], base[1:])
+    assert torch.equal(result, plain(expected_base[:2], expected_base[1:]))
+    assert torch.equal(base, expected_base)
+    assert compiled.break_reasons[0].reason_id == "overlapping-inputs"
+
+
+def test_a_disabled_function_is_called_plainly():
+    seen = []
+
+    def noisy(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    setattr(noisy, DISABLED_ATTRIBUTE, True)
+    compiled = compile_eager(lambda x: noisy(x * 2) * 3)
+    x = torch.ones(2)
+    for _ in range(2):
+        assert torch.equal(compiled(x), torch.full((2,), 9.0))
+    assert seen == [False, False]
+    assert compiled.break_reasons[0].reason_id == "disabled"
+
+
+def double(x):
+    return x * 2
+
+
+def test_an_allowed_function_is_one_node():
+    setattr(double, ALLOWED_ATTRIBUTE, True)
+    compiled = compile_eager(lambda x: double(x) + 1, fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+    nodes = compiled.entries[0].captured.graph.module.graph.nodes
+    assert next(node.target for node in nodes if node.op == "call_function") is double
+
+
+def test_cache_limit_names_the_guard(caplog):
+    compiled = compile_eager(lambda x, n: x + n, cache_limit=3)
+    with caplog.at_level(logging.WARNING, logger="compile_core.capture"):
+        for n in range(6):
+            assert compiled(torch.zeros(1), n).item() == n
+    assert len(compiled.entries) == 3
+    (record,) = caplog.records
+    assert "n == 2" in record.getMessage()
+
+
+def test_compiled_function_inside_another_is_inlined():
+    inner = compile_eager(lambda x: x + 1)
+    outer = compile_eager(lambda x: inner(x) * 2, fullgraph=True)
+    assert torch.equal(outer(torch.ones(1)), torch.full((1,), 4.0))
+    assert not inner.entries
+
+
+def test_methods_and_threads():
+    class Holder:
+        scale = 2
+
+        @compile_eager
+        def run(self, x):
+            return x * self.scale
+
+    holder = Holder()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(holder.run(torch.ones(2)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.equal(result, torch.full((2,), 2.0)) for result in results)
+    holder.scale = 3
+    assert torch.equal(holder.run(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def test_changed_defaults_and_dictionary_iteration():
+    def grow(x, table):
+        for key in table:
+            table[key + "'"] = x
+        return x
+
+    compiled = compile_eager(grow, fullgraph=True)
+    with pytest.raises(RuntimeError, match="changed size"):
+        compiled(torch.ones(1), {"a": 1})
+
+
+def test_lambda_with_nonlocal_store_writes_to_its_own_cell():
+    def apply(f, x):
+        return f(x)
+
+    def make():
+        total = 0
+
+        def add(x):
+            nonlocal total
+            total += 1
+            return x + total
+
+        return add, lambda: total
+
+    compiled = compile_eager(apply, fullgraph=True)
+    (one, first), (other, second) = make(), make()
+    compiled(one, torch.zeros(1))
+    compiled(other, torch.zeros(1))
+    assert (first(), second()) == (1, 1)
+    assert len(compiled.entries) == 1

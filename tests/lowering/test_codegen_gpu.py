@@ -1,0 +1,133 @@
+"""Triton kernels on a GPU: what the interpreter cannot show, launches, alignment, streams and libdevice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_core.ir.loops import LoopNest
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.build import build, generate
+from compile_core.lowering.tiling_split import split_nest
+from tests.lowering.codegen_nests import (
+    HAND_WRITTEN,
+    Case,
+    batch_norm_statistics,
+    column_sums,
+    inputs_for,
+    layer_norm,
+    residual_add,
+    total,
+)
+from tests.lowering.codegen_operations import OPERATIONS, operands_for
+from tests.lowering.codegen_reference import evaluate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def on(device: torch.device, buffers: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: replace(spec, device=device) for name, spec in buffers.items()}
+
+
+def run(
+    nests: tuple[LoopNest, ...],
+    buffers: Mapping[str, TensorSpec],
+    storages: Mapping[str, torch.Tensor],
+    folder: Path,
+) -> None:
+    sources = [generate(nest, buffers) for nest in nests]
+    functions = build(sources, folder)
+    for source in sources:
+        functions[source.name](*(storages[name].data_ptr() for name in source.buffers))
+
+
+def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
+    expected = evaluate(*case, storages)
+    moved = {name: tensor.to(GPU) for name, tensor in storages.items()}
+    run((case[0],), on(GPU, case[1]), moved, folder)
+    compare(case, moved, expected, tolerance)
+
+
+def compare(
+    case: Case, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float
+) -> None:
+    for name, spec in case[1].items():
+        bound = 1e-2 if spec.dtype in (torch.float16, torch.bfloat16) else tolerance
+        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=bound, atol=bound, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_hand_written_nests(name: str, folder: Path) -> None:
+    check(HAND_WRITTEN[name], inputs_for(HAND_WRITTEN[name]), folder, 1e-4 if "many_rows" in name else 1e-5)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_scalar_operations(name: str, folder: Path) -> None:
+    operation, case = OPERATIONS[name]
+    check(case, operands_for(operation, case), folder)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [column_sums(8192, 768), total((1000, 1031)), batch_norm_statistics(32, 64, 784), layer_norm(3, 400_001)],
+    ids=["columns", "total", "channels", "rows"],
+)
+def test_split_reductions(case: Case, folder: Path) -> None:
+    buffers = on(GPU, case[1])
+    nests, partials = split_nest(case[0], buffers)
+    assert len(nests) > 1
+    storages = inputs_for(case)
+    moved = {name: tensor.to(GPU) for name, tensor in storages.items()}
+    moved |= {name: torch.empty(spec.shape, dtype=spec.dtype, device=GPU) for name, spec in partials.items()}
+    run(nests, {**buffers, **partials}, moved, folder)
+    compare(case, moved, evaluate(*case, storages), 1e-3)
+
+
+def test_addresses_that_are_not_aligned(folder: Path) -> None:
+    case = residual_add((64, 64))
+    source = generate(case[0], on(GPU, case[1]))
+    function = build([source], folder)[source.name]
+    storages = {name: torch.randn(64 * 64 + 1, device=GPU)[1:] for name in source.buffers}
+    function(*(storages[name] for name in source.buffers))
+    torch.testing.assert_close(storages["z"], storages["x"] + storages["y"])
+
+
+def test_launches_go_to_the_current_stream(folder: Path) -> None:
+    case = residual_add((1024, 1024))
+    source = generate(case[0], on(GPU, case[1]))
+    function = build([source], folder)[source.name]
+    x, y = (torch.randn(1024, 1024, device=GPU) for _ in range(2))
+    z = torch.zeros(1024, 1024, device=GPU)
+    stream = torch.cuda.Stream(GPU)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        function(*({"x": x, "y": y, "z": z}[name] for name in source.buffers))
+    assert not z.any()  # the default stream did not wait
+    torch.cuda.synchronize()
+    assert torch.equal(z, x + y)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_another_device_than_the_current(folder: Path) -> None:
+    other = torch.device("cuda", 1)
+    case = residual_add((32, 33))
+    source = generate(case[0], on(other, case[1]))
+    function = build([source], folder)[source.name]
+    storages = {name: torch.randn(32 * 33, device=other) for name in source.buffers}
+    function(*(storages[name] for name in source.buffers))
+    torch.testing.assert_close(storages["z"], storages["x"] + storages["y"])
+    assert torch.cuda.current_device() == 0
