@@ -20,9 +20,9 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_view
-from compile_core.autograd.simplify import is_random
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.random_operators import is_random
 
 # A saved input costs no new memory, but one tensor more to keep track of.
 _PRIMAL_BYTES = 1
@@ -143,6 +143,8 @@ def _distances(graph: Graph, only_backward: set[Node], needed: set[Node]) -> dic
 def _must_not_recompute(
     node: Node, in_forward: set[Node], only_backward: set[Node], needed: set[Node]
 ) -> bool:
+    if node.op == "get_attr":
+        return False  # both parts own the constant
     if node not in in_forward:
         # Only the backward wants it, so computing it there is no second time; but random
         # numbers keep their order.

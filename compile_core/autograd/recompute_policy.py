@@ -12,7 +12,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from compile_core.autograd.simplify import is_random
+from compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
 

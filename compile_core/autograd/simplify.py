@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.ir.random_operators import is_random
+
 aten = torch.ops.aten
 
 # Below autograd these only pass their argument on.
 PASS_THROUGH = frozenset(
     {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 )
-
-
-def is_random(node: Node) -> bool:
-    """Whether the node draws from a generator."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
-        node.target, "tags", ()
-    )
 
 
 def simplify(module: GraphModule) -> GraphModule:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import View
+from compile_core.ir.random_operators import is_random
 from compile_core.lowering.extern_rules import scalar_factor
 from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
 from compile_core.lowering.reduction_rules import is_reduction
@@ -124,9 +125,9 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
 
 def _has_effect(node: torch.fx.Node) -> bool:
     """Whether it changes memory, or the state of a generator, as eager would for numbers that nobody uses."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    if is_random(node):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:

@@ -87,3 +87,15 @@ def test_lists_and_keywords_tell_nodes_apart():
         ]
 
     assert len(simplified(build)) == 3
+
+
+def test_attention_is_random_with_dropout_only():
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def build(graph, x):
+        call(graph, attention, x, x, x)
+        call(graph, attention, x, x, x, 0.0, True)
+        call(graph, attention, x, x, x, dropout_p=0.0)
+        return [x]
+
+    assert simplified(build) == []

@@ -372,3 +372,13 @@ def test_size_that_depends_on_data():
 def test_changed_input_that_overlaps_another():
     memory = torch.randn(4)
     unsupported("overlapping-inputs", lambda x, y: x.add_(1)[1:3] * y, memory, memory[1:3])
+
+
+def test_constant_in_a_product():
+    """The backward reads the constant too, from the graph's attributes and not from what is saved."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    constant = graph.call_function(torch.tensor, ([[1.0, 2.0], [3.0, 4.0]],))
+    graph.output((graph.call_function(torch.matmul, (graph.call_method("sin", (x,)), constant)),))
+    compiled = check(torch.fx.GraphModule({}, graph), leaf(2, 2))
+    assert compiled.partitioned.saved_bytes == 0
