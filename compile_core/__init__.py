@@ -1,6 +1,6 @@
 """gradsplit's compiler: ``compile_core.compile(model)`` in place of ``torch.compile(model)``."""
 
-from compile_core.api import compile  # noqa: A004 - the name is the migration from torch.compile
+from compile_core.api import compile
 from compile_core.backends.registry import list_backends, register_backend
 from compile_core.errors import CompileError, InternalError, Unsupported
 from compile_core.options import list_mode_options, list_options

@@ -16,7 +16,7 @@ from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest, claim
 
 
-def compile(  # noqa: A001 - the name is the migration from torch.compile
+def compile(
     model: Callable[..., Any] | None = None,
     *,
     fullgraph: bool = False,

@@ -78,7 +78,9 @@ def compile_graph(
     if isinstance(backend, GraphBackend):
         return backend.compile(captured.module, examples)
     try:
-        return compile_stages(captured.module, examples, inputs, backend=backend, options=options, planner=planner)
+        return compile_stages(
+            captured.module, examples, inputs, backend=backend, options=options, planner=planner
+        )
     except Unsupported as reason:
         if planner is not None:
             raise

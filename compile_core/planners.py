@@ -53,7 +53,9 @@ def claim(module: torch.nn.Module) -> ModuleCompiler | None:
 
 @functools.cache
 def _plugins() -> tuple[ModuleCompiler, ...]:
-    found = {point.value.partition(":")[0]: point.load() for point in entry_points(group="compile_core.planners")}
+    found = {
+        point.value.partition(":")[0]: point.load() for point in entry_points(group="compile_core.planners")
+    }
     beside = Path(__file__).parent.parent
     for path in sorted(beside.glob("*/compile_core_plugin.py")):
         name = f"{path.parent.name}.{path.stem}"

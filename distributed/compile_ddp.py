@@ -1,9 +1,9 @@
 """Compiles ``DistributedDataParallel``: one captured forward, and a backward that reduces gradients as it goes.
 
-Calls bypass ``DDP.forward`` and go to the wrapped module, so what ``DDP.forward`` does besides is done here: buffers are
-broadcast, inputs moved to the module's device, ``no_sync()`` obeyed. Features that need stock DDP's reducer keep it: the
-module then runs as if it were not compiled, with the reason logged. Which of the two ways is taken is decided at the
-first call, by all ranks together, and kept: ranks that reduced different buckets would add up unrelated numbers.
+Calls bypass ``DDP.forward`` and go to the wrapped module, so what ``DDP.forward`` does besides is done here: buffers
+are broadcast, inputs moved to the module's device, ``no_sync()`` obeyed. Features that need stock DDP's reducer keep
+it: the module then runs as if it were not compiled, with the reason logged. Which of the two ways is decided at
+the first call, by all ranks together, and kept: ranks that reduced different buckets would add up unrelated numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketing.bucket import BucketPlan
 from compile_core.backends.registry import RegionBackend
 from compile_core.compiled_function import CompiledFunction
+from compile_core.compiled_module import CompiledModule
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement import Decision, agree, check_same_plan
 from distributed.ddp_options import DDPOptions
-from distributed.ddp_planner import DDPPlanner
+from distributed.ddp_planner import DDPPlanner, process_group
 from distributed.eligibility import reason_for_reducer
 from distributed.engine_hooks import EngineHooks
 from distributed.gradient_buckets import GradientBuckets
@@ -88,7 +89,7 @@ class CompiledDDP:
             return self._local(*args, **kwargs)
         return self._run_synchronised(reason, args, kwargs)
 
-    def _first_call(self, reason: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, reason: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decides with the other ranks which way this module goes, and runs the call that way."""
         ddp = self._ddp
         if reason is None and not isinstance(self._request.backend, RegionBackend):
@@ -97,6 +98,7 @@ class CompiledDDP:
             self._settle(Decision(reason=reason))
             return ddp(*args, **kwargs)
         args, kwargs = self._prepare(args, kwargs)
+        ddp.require_forward_param_sync = True
         self._ran_in_graph = False
         result = None
         try:
@@ -118,7 +120,7 @@ class CompiledDDP:
             return ddp(*args, **kwargs)
         return self._expect_backward(result)
 
-    def _run_synchronised(self, reason: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_synchronised(self, reason: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A later call; whatever happens on this rank, the other ranks' buckets are served."""
         ddp = self._ddp
         ddp.require_forward_param_sync = True
@@ -128,7 +130,9 @@ class CompiledDDP:
                 return self._expect_backward(self._in_graph(*args, **kwargs))
             except Unsupported as unsupported:
                 reason = str(unsupported)
-        logger.warning("a call of the DDP module runs in plain Python, gradients reduced at its end: %s", reason)
+        logger.warning(
+            "a call of the DDP module runs in plain Python, gradients reduced at its end: %s", reason
+        )
         return self._expect_backward(ddp.module(*args, **kwargs))
 
     def _expect_backward(self, result: Any) -> Any:
@@ -140,7 +144,9 @@ class CompiledDDP:
             self._hooks.expect_eager()
         return result
 
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What ``DDP.forward`` does before it calls the module."""
         ddp = self._ddp
         if ddp._check_sync_bufs_pre_fwd():
@@ -181,7 +187,7 @@ class CompiledDDP:
     def _settle(self, decision: Decision) -> None:
         """Fixes the way for good: in-graph only if every rank can."""
         self._posted = True
-        group = self._ddp.process_group
+        group = process_group(self._ddp)
         decisions = agree(decision, group, self._options.agreement_timeout_s)
         against = [(rank, other.reason) for rank, other in enumerate(decisions) if other.reason]
         if not against and not decision.error:
@@ -212,3 +218,16 @@ def compile_ddp(
     return CompiledDDP(ddp, request, options or DDPOptions())
 
 
+def inspect_ddp(compiled: Any) -> CompiledDDP:
+    """What runs a compiled DDP module: its plan, its buckets, its graphs.
+
+    Args:
+        compiled: what ``compile_core.compile`` made of a ``DistributedDataParallel`` module.
+
+    Raises:
+        TypeError: anything else.
+    """
+    runner = compiled._run if isinstance(compiled, CompiledModule) else compiled
+    if not isinstance(runner, CompiledDDP):
+        raise TypeError(f"expected a compiled DistributedDataParallel module, not {type(compiled).__name__}")
+    return runner

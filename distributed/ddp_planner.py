@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan, Parameter
@@ -17,6 +18,13 @@ from compile_core.ir.schedule import Schedule
 from compile_core.runtime.communicator import Communicator
 from distributed.cut_backward import cut_backward
 from distributed.gradient_buckets import GradientBuckets
+
+
+def process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """The group that the module reduces over."""
+    group = ddp.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -52,7 +60,7 @@ class DDPPlanner:
             order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
             results = graph_results(graph.backward)
             ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
-            self.buckets = GradientBuckets(self._plan(ready), self._parameters, self._ddp.process_group)
+            self.buckets = GradientBuckets(self._plan(ready), self._parameters, process_group(self._ddp))
         return cut_backward(graph.backward, gradients, self.buckets.plan, self.buckets.factor), self.buckets
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
@@ -82,11 +90,13 @@ class DDPPlanner:
         devices = list(dict.fromkeys(parameter.device for parameter in self._parameters.values()))
         parameters = [_describe(name, self._parameters[name], devices) for name in ready]
         cap = self._ddp.bucket_bytes_cap
-        first = min(cap, dist._DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
+        first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
         return reducer_plan(parameters, cap, first)
 
 
 def _describe(name: str, parameter: torch.nn.Parameter, devices: list[torch.device]) -> Parameter:
     place = devices.index(parameter.device)
-    device = parameter.device.type if place == 0 else f"{parameter.device.type} ({place + 1} of {len(devices)})"
+    device = (
+        parameter.device.type if place == 0 else f"{parameter.device.type} ({place + 1} of {len(devices)})"
+    )
     return Parameter(name, parameter.numel(), parameter.element_size(), str(parameter.dtype), device)

@@ -23,8 +23,14 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str | None:
         (ddp._join_config.enable, "the call is inside a join() context"),
         (bool(ddp._delay_all_reduce_params), "some all-reduces are delayed"),
         (ddp._use_python_reducer, "torch's Python reducer is on"),
-        (bool(ddp._forward_hooks or ddp._forward_pre_hooks), "forward hooks are registered on the DDP module"),
-        (bool(ddp._backward_hooks or ddp._backward_pre_hooks), "backward hooks are registered on the DDP module"),
+        (
+            bool(ddp._forward_hooks or ddp._forward_pre_hooks),
+            "forward hooks are registered on the DDP module",
+        ),
+        (
+            bool(ddp._backward_hooks or ddp._backward_pre_hooks),
+            "backward hooks are registered on the DDP module",
+        ),
     )
     for found, reason in checks:
         if found:

@@ -39,7 +39,9 @@ class EngineHooks:
     def _reduce_stray(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         if not self._buckets.expecting:
             return gradients
-        return tuple(None if gradient is None else self._buckets.reduce_alone(gradient) for gradient in gradients)
+        return tuple(
+            None if gradient is None else self._buckets.reduce_alone(gradient) for gradient in gradients
+        )
 
     def _note_arrival(self) -> Callable[..., None]:
         def note(*_: Any) -> None:

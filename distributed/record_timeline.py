@@ -11,7 +11,7 @@ import torch
 
 from bucketing.timeline import Interval, Timeline
 from compile_core.errors import CompileError
-from distributed.compile_ddp import CompiledDDP
+from distributed.compile_ddp import inspect_ddp
 
 
 class HostRecorder:
@@ -61,7 +61,9 @@ class DeviceRecorder:
 
     def region_finished(self, name: str) -> None:
         assert self._started is not None
-        self._pairs.append(("compute", name, self._started, self._mark(torch.cuda.current_stream(self._device)), 0))
+        self._pairs.append(
+            ("compute", name, self._started, self._mark(torch.cuda.current_stream(self._device)), 0)
+        )
 
     def collective_starting(self, bucket: int) -> None:
         self._starting = self._mark(torch.cuda.current_stream(self._device))
@@ -101,14 +103,15 @@ def record_timeline(compiled: Any) -> Iterator[HostRecorder | DeviceRecorder]:
         compiled: what ``compile_core.compile`` made of a DDP module, called at least once before.
 
     Raises:
+        TypeError: not a compiled DDP module.
         CompileError: the module reduces its gradients with stock DDP's reducer, which is not recorded.
     """
-    runner = getattr(compiled, "_run", compiled)
-    if not isinstance(runner, CompiledDDP):
-        raise TypeError(f"record_timeline takes a compiled DDP module, not {type(compiled).__name__}")
+    runner = inspect_ddp(compiled)
     buckets = runner.buckets
     if buckets is None:
-        raise CompileError(f"nothing to record: {runner.reason_for_reducer or 'the module was not called yet'}")
+        raise CompileError(
+            f"nothing to record: {runner.reason_for_reducer or 'the module was not called yet'}"
+        )
     device = next(iter(buckets.parameters.values())).device
     recorder = DeviceRecorder(device) if device.type == "cuda" else HostRecorder()
     backwards = [graph.backward for graph in runner.graphs if graph.backward is not None]

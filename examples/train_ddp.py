@@ -2,9 +2,10 @@
 
     python -m launch --nproc-per-node 2 examples/train_ddp.py
 
-Both models start equal and see equal batches. Their steps alternate, so that whatever else the machine does meets both.
-Rank 0 prints a table and writes to ``--out``: ``report.json`` with every figure, ``overlap.png`` and ``trace.json`` with
-one measured backward (the latter opens in Perfetto), and ``kernels/`` with what each stage of the compiler made.
+Both models start equal and see equal batches. Their steps alternate, so that whatever else the machine does meets
+both. Rank 0 prints a table and writes to ``--out``: ``report.json`` with every figure, ``overlap.png`` and
+``trace.json`` with one measured backward (the latter opens in Perfetto), and ``kernels/`` with what each stage of the
+compiler made.
 
 Each process takes a GPU of its own and NCCL where there are enough GPUs, else the CPU and gloo.
 """
@@ -33,8 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
 import distributed
-from bucketing import BucketPlan, Timeline, plot_timeline
-
+from bucketing import Timeline, plot_timeline
 
 LEARNING_RATE = 5e-4
 # Compiling, allocating and clock ramps happen in the first steps; medians leave them out.
@@ -181,9 +181,12 @@ def measure_overlap(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tens
 def make_report(
     eager: Trainer, compiled: Trainer, difference: float, timeline: Timeline, tokens_per_step: int
 ) -> dict[str, Any]:
-    runner = compiled.model._run
-    plan: BucketPlan = runner.plan
-    segments = [len(graph.backward.schedule.computes) for graph in runner.graphs if graph.backward is not None]
+    runner = distributed.inspect_ddp(compiled.model)
+    if runner.plan is None:
+        raise RuntimeError(f"gradients were not reduced inside the backward: {runner.reason_for_reducer}")
+    segments = [
+        len(graph.backward.schedule.computes) for graph in runner.graphs if graph.backward is not None
+    ]
     eager_ms, compiled_ms = (median_ms(trainer) for trainer in (eager, compiled))
     return {
         "eager_step_ms": eager_ms,
@@ -197,7 +200,7 @@ def make_report(
         "segments": max(segments),
         "buckets": [
             {"bytes": bucket.bytes, "parameters": [parameter.name for parameter in bucket.parameters]}
-            for bucket in plan.buckets
+            for bucket in runner.plan.buckets
         ],
         "overlap_ms": timeline.overlap_ms,
         "all_reduce_ms": timeline.all_reduce_ms,
@@ -235,11 +238,15 @@ def make_table(report: dict[str, Any]) -> Table:
     table.add_row("median step", f"{report['eager_step_ms']:.1f} ms", f"{report['compiled_step_ms']:.1f} ms")
     speeds = (report["eager_tokens_per_s"], report["compiled_tokens_per_s"])
     table.add_row("tokens/s", *(f"{speed:,.0f}" for speed in speeds))
-    table.add_row("final loss (nats/byte)", f"{report['eager_losses'][-1]:.4f}", f"{report['compiled_losses'][-1]:.4f}")
+    table.add_row(
+        "final loss (nats/byte)", f"{report['eager_losses'][-1]:.4f}", f"{report['compiled_losses'][-1]:.4f}"
+    )
     table.add_row("largest relative gradient difference", "", f"{report['max_grad_rel_diff']:.1e}")
     table.add_row("graphs", "", str(report["graphs"]))
     table.add_row("backward segments", "", str(report["segments"]))
-    table.add_row("all-reduce under compute", "", f"{report['overlap_ms']:.1f} of {report['all_reduce_ms']:.1f} ms")
+    table.add_row(
+        "all-reduce under compute", "", f"{report['overlap_ms']:.1f} of {report['all_reduce_ms']:.1f} ms"
+    )
     table.add_section()
     for index, bucket in enumerate(report["buckets"]):
         names = ", ".join(bucket["parameters"])

@@ -6,6 +6,7 @@ waits at a pipe, the gate, until its environment comes through; if the gate clos
 has been started.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -59,10 +60,8 @@ class HeldProcess:
 
     def send(self, to_send: signal.Signals) -> None:
         """Send a signal to the process and to what it has started; no error when they are gone."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, to_send)
-        except ProcessLookupError:
-            pass
 
     def stop_now(self, grace_s: float) -> None:
         """End the process and what it has started: SIGTERM, up to ``grace_s`` seconds, SIGKILL."""

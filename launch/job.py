@@ -82,7 +82,7 @@ def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tu
         stdin=subprocess.DEVNULL,  # Ranks read nothing; see held_process.
         start_new_session=True,
         # Safe here: this process has no thread that could hold a lock while it forks.
-        preexec_fn=lambda: end_with_parent(launcher, signal.SIGTERM),  # noqa: PLW1509
+        preexec_fn=lambda: end_with_parent(launcher, signal.SIGTERM),
     ) as mpiexec:
         received: list[int] = []
 

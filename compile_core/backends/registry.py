@@ -67,11 +67,11 @@ def register_backend(compiler: GraphCompiler | None = None, *, name: str | None 
         return lambda function: register_backend(function, name=name)
     if not callable(compiler):
         raise TypeError(f"a backend must be callable, not {type(compiler).__name__}")
-    name = name or getattr(compiler, "__name__", type(compiler).__name__)
-    known = _backends.get(name)
-    if known is not None and not (isinstance(known, GraphBackend) and known.compile is compiler):
-        raise ValueError(f"a backend named {name!r} exists already")
-    _backends[name] = GraphBackend(name, compiler)
+    backend = GraphBackend(name or _name_of(compiler), compiler)
+    known = _backends.get(backend.name, backend)
+    if not isinstance(known, GraphBackend) or known.compile is not compiler:
+        raise ValueError(f"a backend named {backend.name!r} exists already")
+    _backends[backend.name] = backend
     return compiler
 
 
@@ -96,8 +96,12 @@ def resolve_backend(backend: str | GraphCompiler) -> Backend:
                 return _backends[backend]
         raise ValueError(unknown_name(backend, list_backends(), "backend"))
     if callable(backend):
-        return GraphBackend(getattr(backend, "__name__", type(backend).__name__), backend)
+        return GraphBackend(_name_of(backend), backend)
     raise TypeError(f"backend must be a name or a callable, not {type(backend).__name__}")
+
+
+def _name_of(compiler: GraphCompiler) -> str:
+    return str(getattr(compiler, "__name__", type(compiler).__name__))
 
 
 def _installed() -> Sequence[Any]:

@@ -15,12 +15,12 @@ from compile_core.errors import CodeLocation, Unsupported
 from compile_core.ir.sources import Reference, ReferenceSource, Source
 
 
-class PlainCall(Exception):  # noqa: N818 - a signal, not an error
+class PlainCall(Exception):
     """This one call should run as plain Python: the user's program raises, or depends on something
     transient."""
 
 
-class SymbolicRaise(Exception):  # noqa: N818 - a signal, not an error
+class SymbolicRaise(Exception):
     """A Python exception of the captured program, on its way through the symbolic frames."""
 
     def __init__(self, value: Value) -> None:
@@ -116,7 +116,7 @@ class Value:
         )
 
 
-class NotConstant(Exception):  # noqa: N818 - a signal, not an error
+class NotConstant(Exception):
     """The object behind a value is not known in full."""
 
 

@@ -29,7 +29,7 @@ def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
     return register
 
 
-class BreakRequested(Exception):  # noqa: N818 - a signal, not an error
+class BreakRequested(Exception):
     """The frame came to the step at which an earlier attempt found that the capture must end."""
 
 

@@ -39,7 +39,9 @@ def _print_node(node: Node) -> str:
         return f"input {node.name}{held}"
     arguments = [str(argument) for argument in node.args]
     arguments += [f"{name}={argument}" for name, argument in node.kwargs.items()]
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    target = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    )
     if isinstance(node.target, torch._ops.OpOverload):
         target = str(node.target).removeprefix("aten.")
     return f"{node.name}{held} = {target}({', '.join(arguments)})"

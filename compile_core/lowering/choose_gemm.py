@@ -1,8 +1,9 @@
 """Chooses a library for each float32 matrix product on the CPU.
 
-Products come from the lowering as ``aten.mm.out`` or ``aten.addmm.out``, which is BLAS. One that oneDNN does faster becomes
-a call of oneDNN's operator. That operator has no ``out=``: its result is a buffer of its own; where the product was to be
-written elsewhere, or multiplied with a number, a nest stores it there, and fusion may join that nest with others.
+Products come from the lowering as ``aten.mm.out`` or ``aten.addmm.out``, which is BLAS. One that oneDNN does faster
+becomes a call of oneDNN's operator. That operator has no ``out=``: its result is a buffer of its own; where the product
+was to be written elsewhere, or multiplied with a number, a nest stores it there, and fusion may join that nest with
+others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,19 @@ from dataclasses import replace
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, Constant, ExternCall, Load, LoopNest, LoopProgram, Statement, Step, Store, View
+from compile_core.ir.loops import (
+    Access,
+    Apply,
+    Constant,
+    ExternCall,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Statement,
+    Step,
+    Store,
+    View,
+)
 from compile_core.ir.step_effects import writes
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.gemm_speed import GemmSpeed, onednn_linear

@@ -86,7 +86,7 @@ def test_each_rank_sees_torchruns_variables(tmp_path):
         }
         assert seen["MASTER_ADDR"] == "127.0.0.1" and 0 < int(seen["MASTER_PORT"]) < 65536
         assert "TORCHELASTIC_USE_AGENT_STORE" not in seen
-        assert not any(name.startswith(("OMPI_", "PMI", "GRADSPLIT_")) for name in seen)
+        assert not any(name.startswith(("OMPI_", "PMI", "GRADSPLIT_LAUNCH_")) for name in seen)
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         assert ranks[0][0][name] == ranks[1][0][name]
 

@@ -1,7 +1,7 @@
 """Trains a small GPT for a step with every generated kernel in Triton's interpreter, and compares with eager.
 
-Run by ``test_gpt_kernels.py`` in a process of its own: the interpreter is chosen by an environment variable before Triton
-is imported.
+Run by ``test_gpt_kernels.py`` in a process of its own: the interpreter is chosen by an environment variable before
+Triton is imported.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def main(folder: Path) -> None:
     model = GPT(CONFIG)
     tokens, targets = torch.randint(0, CONFIG.vocabulary, (2, 3, CONFIG.context))
     backend = RegionBackend("interpreted", compile_region, decomposition_table)
-    compile_it = functools.partial(compile_graph, backend=backend, options=CompileOptions(cache_folder=folder))
+    compile_it = functools.partial(
+        compile_graph, backend=backend, options=CompileOptions(cache_folder=folder)
+    )
     compiled = CompiledFunction(model, compile_it, fullgraph=True)
 
     model(tokens, targets).backward()

@@ -40,9 +40,7 @@ def test_a_training_step_in_the_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["forward", "backward"])
-def test_kernels_compile_for_sm_90(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_for_sm_90(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the example's own sizes; two layers, because further ones repeat the second's kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     for nest, buffers in gpt_nests(program):

@@ -1,7 +1,7 @@
 """Two ranks, many cases: a compiled DDP module beside stock DDP, on equal parameters and data.
 
-Run by ``test_ddp.py`` through the launcher, once for all cases, because starting ranks takes longer than the cases. Every
-rank writes what became of each case as JSON to the folder given.
+Run by ``test_ddp.py`` through the launcher, once for all cases, because starting ranks takes longer than the cases.
+Every rank writes what became of each case as JSON to the folder given.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
+from distributed import inspect_ddp
 
 # The folder for the results, then the kind of device.
 FOLDER, DEVICE = Path(sys.argv[1]), sys.argv[2]
@@ -74,7 +75,9 @@ def check_close(found: Any, expected: Any, what: str = "value") -> None:
 
 
 def check_gradients(stock: nn.Module, compiled: nn.Module) -> None:
-    for (name, expected), (_, found) in zip(stock.named_parameters(), compiled.named_parameters(), strict=True):
+    for (name, expected), (_, found) in zip(
+        stock.named_parameters(), compiled.named_parameters(), strict=True
+    ):
         if expected.grad is None:
             assert found.grad is None, f"{name} has a gradient in the compiled module only"
         else:
@@ -98,7 +101,7 @@ def train(models: Iterable[nn.Module], steps: int = 3, after: Callable[[], None]
 
 
 def is_in_graph(compiled: Any) -> bool:
-    return compiled._run.plan is not None
+    return inspect_ddp(compiled).plan is not None
 
 
 @case
@@ -106,18 +109,20 @@ def gradients_equal_stock_ddp() -> None:
     stock, compiled = pair()
     train((stock, compiled))
     assert is_in_graph(compiled)
-    assert len(compiled._run.plan.buckets) > 1
-    assert len(compiled._run.graphs) == 1
+    assert len(inspect_ddp(compiled).plan.buckets) > 1
+    assert len(inspect_ddp(compiled).graphs) == 1
 
 
 @case
 def gradients_are_views_of_buckets() -> None:
     _, compiled = pair()
     compiled(data(0)).sum().backward()
-    places = [compiled._run.buckets.destination(name) for name, _ in compiled.module.named_parameters()]
+    places = [
+        inspect_ddp(compiled).buckets.destination(name) for name, _ in compiled.module.named_parameters()
+    ]
     assert all(place is p.grad for place, p in zip(places, compiled.parameters(), strict=True))
     storages = {p.grad.untyped_storage().data_ptr() for p in compiled.parameters()}
-    assert len(storages) == len(compiled._run.plan.buckets)
+    assert len(storages) == len(inspect_ddp(compiled).plan.buckets)
 
 
 @case
@@ -229,7 +234,9 @@ def plain_python_on_one_rank() -> None:
     train((stock, compiled), steps=1)
     assert is_in_graph(compiled)
     if dist.get_rank() == 1:
-        handles = [model.module.first.weight.register_hook(lambda grad: grad * 2) for model in (stock, compiled)]
+        handles = [
+            model.module.first.weight.register_hook(lambda grad: grad * 2) for model in (stock, compiled)
+        ]
     train((stock, compiled), steps=2)
     if dist.get_rank() == 1:
         for handle in handles:
@@ -243,7 +250,7 @@ def comm_hook_keeps_the_reducer() -> None:
     for model in (stock, compiled):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     train((stock, compiled))
-    assert "hook" in compiled._run.reason_for_reducer
+    assert "hook" in inspect_ddp(compiled).reason_for_reducer
 
 
 @case
@@ -254,7 +261,7 @@ def find_unused_parameters_keeps_the_reducer() -> None:
 
     stock, compiled = pair(Partial, find_unused_parameters=True)
     train((stock, compiled))
-    assert "find_unused_parameters" in compiled._run.reason_for_reducer
+    assert "find_unused_parameters" in inspect_ddp(compiled).reason_for_reducer
 
 
 @case
@@ -265,7 +272,7 @@ def unused_parameter_is_stock_ddps_error() -> None:
 
     _, compiled = pair(Partial)
     compiled(data(0)).sum().backward()
-    assert "does not depend on" in compiled._run.reason_for_reducer
+    assert "does not depend on" in inspect_ddp(compiled).reason_for_reducer
     try:
         compiled(data(1))
     except RuntimeError as error:
@@ -280,7 +287,7 @@ def one_rank_that_needs_the_reducer_takes_all() -> None:
     if dist.get_rank() == 1:
         compiled.register_forward_hook(lambda module, args, output: None)
     train((stock, compiled))
-    assert "rank 1" in compiled._run.reason_for_reducer
+    assert "rank 1" in inspect_ddp(compiled).reason_for_reducer
 
 
 @case
@@ -371,7 +378,7 @@ def aot_eager_backend_is_bit_equal() -> None:
 def whole_graph_backend_keeps_the_reducer() -> None:
     stock, compiled = pair(backend="eager")
     train((stock, compiled))
-    assert "whole graphs" in compiled._run.reason_for_reducer
+    assert "whole graphs" in inspect_ddp(compiled).reason_for_reducer
 
 
 def main() -> None:

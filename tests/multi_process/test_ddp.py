@@ -26,7 +26,10 @@ def run_cases(folder: Path, device: str) -> list[dict[str, str]]:
     run = subprocess.run(
         [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
         cwd=FOLDER.parents[1],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
         timeout=240,
