@@ -60,7 +60,8 @@ def parse_options(mode: str | None, options: Mapping[str, Any] | None) -> Compil
     """
     chosen = list_mode_options(mode or "default")
     for name, value in (options or {}).items():
-        chosen[_known(name, list_options(), "option")] = _checked(name, value)
+        known = _known(name, list_options(), "option")
+        chosen[known] = _checked(known, value)
     return CompileOptions(**chosen)
 
 

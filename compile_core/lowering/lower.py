@@ -19,7 +19,7 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_core.errors import InternalError, Unsupported
+from compile_core.errors import Unsupported
 from compile_core.ir.loops import LoopProgram, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.tensor_spec import TensorSpec
@@ -80,6 +80,7 @@ class _Lowering:
         self.builder = ProgramBuilder()
         self.values: dict[torch.fx.Node, Any] = {}
         self.plan = GraphPlan()
+        self.destination_buffers: dict[str, str] = {}
         self.copies_to_inputs: list[tuple[LazyTensor, LazyTensor, str]] = []
 
     def run(self) -> LoopProgram:
@@ -122,15 +123,14 @@ class _Lowering:
     def _destinations(self, results: Sequence[Any]) -> dict[torch.fx.Node, View]:
         places: dict[torch.fx.Node, View] = {}
         for name, result in zip(self.compute.outputs, results, strict=True):
-            destination = self.compute.destinations.get(name)
-            if destination is None:
+            if name not in self.compute.destinations:
                 continue
             fake = result.meta["val"]
             spec = TensorSpec.contiguous(tuple(fake.shape), fake.dtype, fake.device)
-            view = self.builder.new_buffer(destination, spec)
-            if view.buffer != destination:
-                raise InternalError(f"destination {destination} bears the name of another buffer")
-            self.builder.destinations.append(destination)
+            # A parameter may be called what a node is called; the result's name is nobody else's.
+            view = self.builder.new_buffer(name, spec)
+            self.builder.destinations.append(view.buffer)
+            self.destination_buffers[name] = view.buffer
             places.setdefault(result, view)
         return places
 
@@ -143,7 +143,7 @@ class _Lowering:
                 "non-tensor-output", f"result {position} of {self.compute.name} is no tensor: {result!r}"
             )
         fake = result.meta["val"]
-        destination = self.compute.destinations.get(self.compute.outputs[position])
+        destination = self.destination_buffers.get(self.compute.outputs[position])
         if destination is not None:
             spec = self.builder.buffers[destination]
             wanted = View(destination, spec.shape, spec.stride)

@@ -73,13 +73,28 @@ def use_kind(node: torch.fx.Node) -> str:
         return MEMORY
     if target in VIEW_RULES or target in SPLITTING_VIEWS or target is operator.getitem:
         return RE_INDEX
-    if not _is_real(node):
+    if not _is_real(node) or _may_divide_by_zero(node):
         return MEMORY
     if is_pointwise(target) or target in INDEX_RULES:
         return INLINE
     if is_reduction(target) or target is aten.cat.default:
         return NEST
     return MEMORY
+
+
+def _may_divide_by_zero(node: torch.fx.Node) -> bool:
+    """Whether this is a division of integers for which torch's CPU kernel may raise, as loops cannot."""
+    if getattr(node.target, "overloadpacket", None) not in _DIVISIONS:
+        return False
+    result = node.meta["val"]
+    divisor = node.args[1]
+    is_safe = isinstance(divisor, (int, float)) and divisor != 0
+    return result.device.type == "cpu" and not result.dtype.is_floating_point and not is_safe
+
+
+_DIVISIONS = frozenset(
+    {torch.ops.aten.div, torch.ops.aten.floor_divide, torch.ops.aten.remainder, torch.ops.aten.fmod}
+)
 
 
 def _is_real(node: torch.fx.Node) -> bool:

@@ -1,0 +1,132 @@
+"""``compile_core.compile`` as its users call it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.compiled_module import CompiledModule
+
+
+def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    """Doubles, unless told otherwise."""
+    return torch.sin(x) * factor
+
+
+@pytest.mark.parametrize("backend", compile_core.list_backends())
+def test_function_module_and_decorator(backend: str) -> None:
+    x = torch.randn(3, 4)
+    assert torch.allclose(compile_core.compile(scaled, backend=backend)(x, factor=3.0), scaled(x, 3.0))
+    model = torch.nn.Linear(4, 4)
+    assert torch.allclose(compile_core.compile(model, backend=backend)(x), model(x), atol=1e-6)
+
+    @compile_core.compile(backend=backend, fullgraph=True)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x) + 1
+
+    assert torch.allclose(decorated(x), scaled(x) + 1)
+
+
+def test_a_callable_backend_gets_graph_and_examples() -> None:
+    seen = []
+
+    def backend(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append((module, examples))
+        return module
+
+    compile_core.compile(scaled, backend=backend)(torch.ones(2))
+    ((module, examples),) = seen
+    assert isinstance(module, torch.fx.GraphModule)
+    assert [tuple(example.shape) for example in examples] == [(2,)]
+
+
+def test_a_registered_backend_is_known_by_name() -> None:
+    @compile_core.register_backend(name="identity_for_test")
+    def identity(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> torch.fx.GraphModule:
+        return module
+
+    assert "identity_for_test" in compile_core.list_backends()
+    assert torch.equal(
+        compile_core.compile(scaled, backend="identity_for_test")(torch.ones(2)), scaled(torch.ones(2))
+    )
+    with pytest.raises(ValueError, match="exists already"):
+        compile_core.register_backend(lambda module, examples: module, name="identity_for_test")
+
+
+def test_disable_returns_what_it_was_given() -> None:
+    assert compile_core.compile(scaled, disable=True) is scaled
+
+
+def test_a_compiled_module_is_the_module_in_all_but_its_call() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
+    compiled = compile_core.compile(model)
+    assert isinstance(compiled, CompiledModule) and isinstance(compiled, torch.nn.Sequential)
+    assert list(compiled.state_dict()) == ["0.weight", "0.bias"]
+    assert compiled.eval() is compiled and not model.training
+    compiled.extra = 3
+    assert model.extra == 3
+    assert compile_core.compile(compiled)._orig_mod is model
+    assert type(pickle.loads(pickle.dumps(compiled))) is torch.nn.Sequential
+    assert torch.equal(copy.deepcopy(compiled)[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": 3}, TypeError, "takes a function or a torch.nn.Module, not int"),
+        ({"backend": "tritn"}, ValueError, r"unknown backend 'tritn'; did you mean 'triton'\? \(allowed: "),
+        ({"backend": 3}, TypeError, "backend must be a name or a callable"),
+        ({"mode": "fast"}, ValueError, r"unknown mode 'fast' \(allowed: default\)"),
+        (
+            {"options": {"trace_foldr": "x"}},
+            ValueError,
+            "unknown option 'trace_foldr'; did you mean 'trace_folder'.* .allowed: cache_folder, ",
+        ),
+        ({"options": {"cache_size_limit": 0}}, TypeError, "takes a positive number"),
+        ({"dynamic": True}, ValueError, "dynamic=True is not supported"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        compile_core.compile(**{"model": scaled, **arguments})
+    assert "\n" not in str(raised.value)
+
+
+def test_fullgraph_names_the_users_line() -> None:
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        print("here")
+        return x + 1
+
+    with pytest.raises(compile_core.Unsupported) as raised:
+        compile_core.compile(prints, fullgraph=True)(torch.ones(2))
+    assert "test_api.py" in str(raised.value) and 'print("here")' in str(raised.value)
+
+
+def test_stages_are_written_to_the_trace_folder(tmp_path) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    compile_core.compile(scaled, options={"trace_folder": tmp_path})(x).sum().backward()
+    stages = {path.name.split(".", 1)[1] for path in tmp_path.iterdir()}
+    assert {
+        "captured.txt",
+        "joint.txt",
+        "forward.loops.txt",
+        "forward.kernels.txt",
+        "backward.program.txt",
+    } <= stages
+
+
+def test_what_a_stage_has_no_rule_for_runs_with_torchs_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    def shares(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, y.view(-1)
+
+    x = torch.randn(2, 3, requires_grad=True)
+    first, second = compile_core.compile(shares)(x)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    second.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+    assert "results-share-storage" in caplog.text
