@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from compile_core.capture.source_writer import SourceWriter
 from compile_core.ir.captured import CapturedFrame, GraphInput, Guard
-from compile_core.ir.sources import AttributeSource, ItemSource, Reference, Source
+from compile_core.ir.sources import Source
 
 _IDENTITY_TYPES = (
     type(None),
@@ -178,37 +179,8 @@ def explain_failure(frame: CapturedFrame, arguments: Sequence[Any]) -> str:
     return "every guard holds"
 
 
-class _CheckWriter:
-    """Lines of the check, with one temporary per source and one global per constant."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.constants: dict[str, Any] = {}
-        self._names: dict[Source, str] = {}
-        self._constant_names: dict[int, str] = {}
-
-    def constant(self, value: Any) -> str:
-        name = self._constant_names.get(id(value))
-        if name is None:
-            name = self._constant_names[id(value)] = f"c{len(self.constants)}"
-            self.constants[name] = value
-        return name
-
-    def reference(self, reference: Reference) -> str:
-        return self.constant(reference.value)
-
-    def read(self, source: Source) -> str:
-        name = self._names.get(source)
-        if name is None:
-            base = "" if source.base is None else self.read(source.base)
-            expression = source.expression(base, self.reference)
-            if isinstance(source, (AttributeSource, ItemSource)) or source.base is not None:
-                name = f"t{len(self._names)}"
-                self.lines.append(f"{name} = {expression}")
-            else:
-                name = expression
-            self._names[source] = name
-        return name
+class _CheckWriter(SourceWriter):
+    """Lines of the check."""
 
     def condition(self, guard: Guard, names: Sequence[str]) -> str:
         constants = {f"c{index}": self.constant(value) for index, value in enumerate(guard.constants)}

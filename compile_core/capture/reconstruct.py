@@ -16,59 +16,29 @@ from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import MISSING, ExceptionValue, InstanceValue
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
+from compile_core.capture.source_writer import SourceWriter
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir.captured import RunnerCode
-from compile_core.ir.sources import Reference, Source
 
 
-class RunnerWriter:
+class RunnerWriter(SourceWriter):
     """Collects lines. Values are built first, then effects are stored, so that no fetch sees a changed
     object."""
 
     def __init__(self, state: CaptureState) -> None:
+        super().__init__()
         self.state = state
         self.outputs: list[fx.Node] = []
-        self.constants: dict[str, Any] = {}
-        self._lines: list[str] = []
         self._effects: list[str] = []
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []
-        self._sources: dict[Source, str] = {}
-        self._constant_names: dict[int, str] = {}
-
-    def constant(self, value: Any) -> str:
-        name = self._constant_names.get(id(value))
-        if name is None:
-            name = self._constant_names[id(value)] = f"c{len(self.constants)}"
-            self.constants[name] = value
-        return name
-
-    def _reference(self, reference: Reference) -> str:
-        return self.constant(reference.value)
-
-    def fetch(self, source: Source) -> str:
-        """An existing object."""
-        name = self._sources.get(source)
-        if name is None:
-            base = "" if source.base is None else self.fetch(source.base)
-            expression = source.expression(base, self._reference)
-            name = expression
-            if source.base is not None or not expression.isidentifier():
-                name = self._line(expression)
-            self._sources[source] = name
-        return name
-
-    def _line(self, expression: str) -> str:
-        name = f"v{len(self._lines)}"
-        self._lines.append(f"{name} = {expression}")
-        return name
 
     def emit(self, value: Value | LazyValue) -> str:
         """The name of a value in the runner; the same value always has the same name."""
         if isinstance(value, LazyValue):
-            return self.constant(value.real) if value.source is None else self.fetch(value.source)
+            return self.constant(value.real) if value.source is None else self.read(value.source)
         if value.source is not None:
-            return self.fetch(value.source)
+            return self.read(value.source)
         name = self._names.get(id(value))
         if name is None:
             self._kept.append(value)
@@ -78,7 +48,7 @@ class RunnerWriter:
 
     def _name(self, value: Value, expression: str) -> str:
         """Bind a value that may be part of itself before its parts are built."""
-        name = self._names[id(value)] = self._line(expression)
+        name = self._names[id(value)] = self.bind(expression)
         return name
 
     def _build(self, value: Value) -> str:
@@ -95,22 +65,22 @@ class RunnerWriter:
             return self._build_dict(value)
         if isinstance(value, SetValue):
             members = ", ".join(self.emit(member) for member in value.members.values())
-            return self._line(f"{self.constant(value.cls)}(({members}{',' if members else ''}))")
+            return self.bind(f"{self.constant(value.cls)}(({members}{',' if members else ''}))")
         if isinstance(value, SliceValue):
-            return self._line(f"slice({', '.join(self.emit(part) for part in value.parts)})")
+            return self.bind(f"slice({', '.join(self.emit(part) for part in value.parts)})")
         if isinstance(value, FunctionValue):
             return self.constant(value.real) if value.real is not None else self._build_function(value)
         if isinstance(value, CellValue):
             return self._build_cell(value)
         if isinstance(value, BoundMethodValue):
             parts = f"{self.emit(value.function)}, {self.emit(value.owner)}"
-            return self._line(f"{self.constant(types.MethodType)}({parts})")
+            return self.bind(f"{self.constant(types.MethodType)}({parts})")
         if isinstance(value, BuiltinMethod):
-            return self._line(f"{self.emit(value.owner)}.{value.name}")
+            return self.bind(f"{self.emit(value.owner)}.{value.name}")
         if isinstance(value, PartialValue):
             parts = [self.emit(value.function), *(self.emit(item) for item in value.args)]
             parts += [f"{key}={self.emit(item)}" for key, item in value.kwargs.items()]
-            return self._line(f"{self.constant(functools.partial)}({', '.join(parts)})")
+            return self.bind(f"{self.constant(functools.partial)}({', '.join(parts)})")
         if isinstance(value, ReferenceValue):
             return self.constant(value.real)
         if isinstance(value, InstanceValue) and not isinstance(value, ExceptionValue):
@@ -120,26 +90,26 @@ class RunnerWriter:
             for attribute, item in value.changes.items():
                 if item is not MISSING:
                     setter = self.constant(object.__setattr__)
-                    self._lines.append(f"{setter}({name}, {attribute!r}, {self.emit(item)})")
+                    self.lines.append(f"{setter}({name}, {attribute!r}, {self.emit(item)})")
             return name
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
 
     def _build_sequence(self, value: SequenceValue) -> str:
         if value.cls is list:
             name = self._name(value, "[]")
-            self._lines.append(f"{name}[:] = [{', '.join(self.emit(item) for item in value.items)}]")
+            self.lines.append(f"{name}[:] = [{', '.join(self.emit(item) for item in value.items)}]")
             return name
         items = "".join(f"{self.emit(item)}, " for item in value.items)
         if value.cls is tuple:
-            return self._line(f"({items})")
+            return self.bind(f"({items})")
         maker = self.constant(value.cls._make if hasattr(value.cls, "_make") else value.cls)
-        return self._line(f"{maker}(({items}))")
+        return self.bind(f"{maker}(({items}))")
 
     def _build_dict(self, value: DictValue) -> str:
         factory = "" if value.default_factory is None else self.emit(value.default_factory)
         name = self._name(value, "{}" if value.cls is dict else f"{self.constant(value.cls)}({factory})")
         for key, item in value.entries.values():
-            self._lines.append(f"{name}[{self.emit(key)}] = {self.emit(item)}")
+            self.lines.append(f"{name}[{self.emit(key)}] = {self.emit(item)}")
         return name
 
     def _build_function(self, value: FunctionValue) -> str:
@@ -152,9 +122,9 @@ class RunnerWriter:
         )
         if value.keyword_defaults:
             items = ", ".join(f"{key!r}: {self.emit(item)}" for key, item in value.keyword_defaults.items())
-            self._lines.append(f"{name}.__kwdefaults__ = {{{items}}}")
+            self.lines.append(f"{name}.__kwdefaults__ = {{{items}}}")
         for attribute, item in value.attributes.items():
-            self._lines.append(f"{name}.{attribute} = {self.emit(item)}")
+            self.lines.append(f"{name}.{attribute} = {self.emit(item)}")
         return name
 
     def _build_cell(self, value: CellValue) -> str:
@@ -162,7 +132,7 @@ class RunnerWriter:
             return self.constant(value.real)  # of a library, which is trusted to stay
         name = self._name(value, f"{self.constant(types.CellType)}()")
         if value.content is not None:
-            self._lines.append(f"{name}.cell_contents = {self.emit(value.content)}")
+            self.lines.append(f"{name}.cell_contents = {self.emit(value.content)}")
         return name
 
     def replay(self, effects: SideEffects) -> None:
@@ -199,6 +169,6 @@ class RunnerWriter:
         """The whole runner; ``last_lines`` return or go on after the effects."""
         names = ", ".join(["graph", "inputs", *(f"l_{name}" for name in arguments)])
         lines = ["out = graph(*inputs)"] if has_graph else []
-        lines += [*self._lines, *self._effects, *last_lines]
+        lines += [*self.lines, *self._effects, *last_lines]
         body = "\n".join(f"    {line}" for line in lines)
         return RunnerCode(f"def run({names}):\n{body}\n", self.constants)

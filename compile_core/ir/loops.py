@@ -184,6 +184,23 @@ class ExternCall:
     origins: tuple[str, ...] = ()
 
 
+def operands(statement: Statement) -> tuple[int, ...]:
+    """The values that a statement reads, in a fixed order."""
+    match statement:
+        case Load(access=access, mask=mask):
+            read = tuple(gather.value for gather in access.gathers)
+            return read if mask is None else (*read, mask)
+        case Store(access=access, value=value, mask=mask):
+            read = (value, *(gather.value for gather in access.gathers))
+            return read if mask is None else (*read, mask)
+        case Apply(arguments=arguments):
+            return arguments
+        case Reduce(argument=argument):
+            return (argument,)
+        case _:
+            return ()
+
+
 Step = LoopNest | ExternCall
 
 

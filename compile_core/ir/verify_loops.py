@@ -27,6 +27,7 @@ from compile_core.ir.loops import (
     Statement,
     Store,
     View,
+    operands,
 )
 from compile_core.ir.print_loops import axis_name, print_statement
 from compile_core.ir.step_effects import mutated, reads, views_in, writes
@@ -103,7 +104,7 @@ def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = 
     varying: list[frozenset[int]] = []
     for number, statement in enumerate(nest.body):
         where = f"{label}, {print_statement(number, statement)}"
-        for operand in _operands(statement):
+        for operand in operands(statement):
             in_order = 0 <= operand < number and not isinstance(nest.body[operand], Store)
             _rule(in_order, where, f"%{operand} is no earlier value")
         _check_dtypes(statement, nest.body, nest.reduced_axes, buffers, where)
@@ -123,21 +124,9 @@ def _rule(holds: bool, where: str, rule: str) -> None:
         raise InternalError(f"{where}: {rule}")
 
 
-def _operands(statement: Statement) -> list[int]:
-    if isinstance(statement, Apply):
-        return list(statement.arguments)
-    if isinstance(statement, Reduce):
-        return [statement.argument]
-    if isinstance(statement, (Load, Store)):
-        used = [gather.value for gather in statement.access.gathers]
-        used += [] if statement.mask is None else [statement.mask]
-        return used + ([statement.value] if isinstance(statement, Store) else [])
-    return []
-
-
 def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[int]]) -> frozenset[int]:
     """The axes over which a statement's value varies."""
-    axes: frozenset[int] = frozenset().union(*(varying[operand] for operand in _operands(statement)))
+    axes: frozenset[int] = frozenset().union(*(varying[operand] for operand in operands(statement)))
     if isinstance(statement, AxisIndex):
         return frozenset({statement.axis})
     if isinstance(statement, (Load, Store)):

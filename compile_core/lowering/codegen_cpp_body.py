@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from compile_core.errors import InternalError
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store
+from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.passes import NestAnalysis, operands, stored_buffers
+from compile_core.lowering.passes import NestAnalysis, stored_buffers
 from compile_core.lowering.tiling import CpuTiling, is_transposed
 from compile_core.lowering.tiling_axes import parallel_axes
 

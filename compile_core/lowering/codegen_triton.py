@@ -18,11 +18,11 @@ from math import prod
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Store
+from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
-from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of, operands
+from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import tile_for_gpu
 

@@ -23,6 +23,7 @@ from compile_core.ir.loops import (
     Reduce,
     Statement,
     Store,
+    operands,
 )
 from compile_core.lowering.lower_body import BodyBuilder
 
@@ -124,19 +125,6 @@ def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:
             needed.update(operands(statement))
     new_number = {old: new for new, old in enumerate(sorted(needed))}
     return tuple(_renumbered(body[old], new_number) for old in sorted(needed))
-
-
-def operands(statement: Statement) -> list[int]:
-    """The values that a statement uses."""
-    if isinstance(statement, Apply):
-        return list(statement.arguments)
-    if isinstance(statement, Reduce):
-        return [statement.argument]
-    if isinstance(statement, (Load, Store)):
-        used = [gather.value for gather in statement.access.gathers]
-        used += [] if statement.mask is None else [statement.mask]
-        return used + ([statement.value] if isinstance(statement, Store) else [])
-    return []
 
 
 def _renumbered(statement: Statement, new_number: dict[int, int]) -> Statement:

@@ -17,7 +17,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compile_core.errors import InternalError
-from compile_core.ir.loops import Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Statement, Store
+from compile_core.ir.loops import (
+    Apply,
+    AxisIndex,
+    Constant,
+    Load,
+    LoopNest,
+    Reduce,
+    Statement,
+    Store,
+    operands,
+)
 
 _COSTS = {
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
@@ -29,23 +39,6 @@ _COSTS = {
 
 # Recomputing up to this cost is cheaper than a round trip through a scratch buffer in the first-level cache.
 KEEP_ABOVE_COST = 8
-
-
-def operands(statement: Statement) -> tuple[int, ...]:
-    """The values that a statement reads, in a fixed order."""
-    match statement:
-        case Load(access=access, mask=mask):
-            read = tuple(gather.value for gather in access.gathers)
-            return read if mask is None else (*read, mask)
-        case Store(access=access, value=value, mask=mask):
-            read = (value, *(gather.value for gather in access.gathers))
-            return read if mask is None else (*read, mask)
-        case Apply(arguments=arguments):
-            return arguments
-        case Reduce(argument=argument):
-            return (argument,)
-        case _:
-            return ()
 
 
 def statement_cost(statement: Statement) -> int:

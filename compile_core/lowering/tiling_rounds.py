@@ -15,9 +15,9 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store
+from compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.passes import NestAnalysis, analyse, operands
+from compile_core.lowering.passes import NestAnalysis, analyse
 from compile_core.lowering.tiling_axes import parallel_axes
 
 

@@ -27,9 +27,10 @@ from compile_core.ir.loops import (
     Statement,
     Step,
     Store,
+    operands,
 )
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, operands, stored_buffers
+from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, stored_buffers
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_rounds import has_several_rounds, regathered, renumbered, split_rounds
 from compile_core.lowering.tiling_triton import tile_for_gpu

@@ -1,0 +1,45 @@
+"""Generated Python that reads sources: one temporary for each source read, one global for each constant held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_core.ir.sources import Reference, Source
+
+
+class SourceWriter:
+    """Collects lines; ``constants`` are the globals that they need."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._constant_names: dict[int, str] = {}
+        self._read: dict[Source, str] = {}
+
+    def constant(self, value: Any) -> str:
+        """The global that holds a value."""
+        name = self._constant_names.get(id(value))
+        if name is None:
+            name = self._constant_names[id(value)] = f"c{len(self.constants)}"
+            self.constants[name] = value
+        return name
+
+    def read(self, source: Source) -> str:
+        """The name of what a source holds; sources that share a base read it once."""
+        name = self._read.get(source)
+        if name is None:
+            base = "" if source.base is None else self.read(source.base)
+            name = source.expression(base, self._reference)
+            if source.base is not None or not name.isidentifier():
+                name = self.bind(name)
+            self._read[source] = name
+        return name
+
+    def bind(self, expression: str) -> str:
+        """A temporary that holds an expression."""
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {expression}")
+        return name
+
+    def _reference(self, reference: Reference) -> str:
+        return self.constant(reference.value)
