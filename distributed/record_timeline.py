@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,10 +17,17 @@ from distributed.compile_ddp import inspect_ddp
 
 
 class HostRecorder:
-    """For CPU tensors: the host's clock. An all-reduce ends when its work's future completes."""
+    """For CPU tensors: the host's clock. A thread waits for each all-reduce and notes when it ended.
+
+    A callback on the work would be simpler, but the process group's thread would then own Python objects, and a process
+    that ends while that thread lets go of them is aborted.
+    """
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
+        self._works: SimpleQueue[tuple[int, int, float, Any] | None] = SimpleQueue()
+        self._waiter = Thread(target=self._wait_for_works, name="gradsplit-recorder", daemon=True)
+        self._waiter.start()
         self._started_s = 0.0
         self._starting_s = 0.0
 
@@ -32,16 +41,21 @@ class HostRecorder:
         self._starting_s = time.perf_counter()
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
-        started_s = self._starting_s
+        self._works.put((bucket, size_bytes, self._starting_s, work))
 
-        def ended(_: Any) -> None:
-            label = f"bucket {bucket}"
-            self._intervals.append(Interval("all_reduce", label, started_s, time.perf_counter(), size_bytes))
-
-        work.get_future().add_done_callback(ended)
+    def finish(self) -> None:
+        """Waits until every all-reduce has ended."""
+        self._works.put(None)
+        self._waiter.join()
 
     def timeline(self) -> Timeline:
         return Timeline(tuple(self._intervals))
+
+    def _wait_for_works(self) -> None:
+        for bucket, size_bytes, started_s, work in iter(self._works.get, None):
+            work.get_future().wait()
+            ended_s = time.perf_counter()
+            self._intervals.append(Interval("all_reduce", f"bucket {bucket}", started_s, ended_s, size_bytes))
 
 
 class DeviceRecorder:
@@ -76,8 +90,11 @@ class DeviceRecorder:
             ended = self._mark(self._stream)
         self._pairs.append(("all_reduce", f"bucket {bucket}", started, ended, size_bytes))
 
-    def timeline(self) -> Timeline:
+    def finish(self) -> None:
+        """Waits until every all-reduce has ended."""
         torch.cuda.synchronize(self._device)
+
+    def timeline(self) -> Timeline:
         # Buckets are reduced one after the other: one cannot have begun before the one before it ended.
         intervals, free_s = [], 0.0
         for kind, label, started, ended, size_bytes in self._pairs:
@@ -121,6 +138,7 @@ def record_timeline(compiled: Any) -> Iterator[HostRecorder | DeviceRecorder]:
     try:
         yield recorder
     finally:
+        recorder.finish()
         buckets.observer = None
         for backward in backwards:
             backward.observer = None

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,8 +90,9 @@ def main() -> None:
         report = make_report(eager, compiled, difference, timeline, tokens_per_step)
         report |= {"device": str(device.type), "processes": world_size}
         write_results(out, report, timeline)
-        # A pipe has no width of its own; the default of 80 would fold every line of the buckets.
-        Console(width=None if sys.stdout.isatty() else 120).print(make_table(report))
+        # A file has no width of its own; the default of 80 would fold every line of the buckets.
+        console = Console() if Console().is_terminal else Console(width=120)
+        console.print(make_table(report))
     dist.destroy_process_group()
 
 
