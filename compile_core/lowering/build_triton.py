@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
 _OPTIONS = {"enable_fp_fusion": False}
 
-# (device, text) -> launcher
-_loaded: dict[tuple[torch.device, str, tuple[int, ...]], Callable[..., None]] = {}
+# Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
+_loaded: dict[KernelSource, Callable[..., None]] = {}
 # Text -> jit function, under the name that the text was first seen with.
 _functions: dict[str, Any] = {}
 
@@ -65,7 +66,7 @@ def build_triton(sources: Sequence[KernelSource], cache_folder: Path) -> dict[st
     """
     functions = {}
     for source in sources:
-        key = (source.device, source.text, source.grid)
+        key = replace(source, name="", buffers=())
         if key not in _loaded:
             _loaded[key] = _launcher(source, cache_folder)
         functions[source.name] = _loaded[key]

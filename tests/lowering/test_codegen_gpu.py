@@ -112,9 +112,10 @@ def test_launches_go_to_the_current_stream(folder: Path) -> None:
     x, y = (torch.randn(1024, 1024, device=GPU) for _ in range(2))
     z = torch.zeros(1024, 1024, device=GPU)
     stream = torch.cuda.Stream(GPU)
+    assert not z.any()  # loads the kernels of this very question, too
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000)
         function(*({"x": x, "y": y, "z": z}[name] for name in source.buffers))
     assert not z.any()  # the default stream did not wait
     torch.cuda.synchronize()

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from compile_core.errors import CompileError
+from compile_core.ir.kernels import KernelSource
 from compile_core.lowering import build_triton
 from compile_core.lowering.build_triton import compile_triton_for, gpu_target, triton_function
 from compile_core.lowering.codegen_triton import generate_triton
@@ -111,3 +113,20 @@ def test_addresses_beyond_int32_are_int64() -> None:
     b.store("x", (0, 1), b.load("x", (0, 1)))
     assert "int64" in generate_triton(b.nest("large"), b.buffers).text
     assert "int64" not in generate_triton(*residual_add((64, 64))).text
+
+
+def test_kernels_of_one_text_and_other_dtypes_are_other_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of int32 and one of int64 have the same text: their types are those of the pointers."""
+    sources = [generate_triton(*OPERATIONS[f"trunc_{dtype}"][1]) for dtype in ("int32", "int64")]
+    assert sources[0].text == sources[1].text
+    made: list[tuple[str, ...]] = []
+
+    def launcher(source: KernelSource, _: Path) -> Callable[..., None]:
+        made.append(source.pointers)
+        return lambda *buffers: None
+
+    monkeypatch.setattr(build_triton, "_launcher", launcher)
+    functions = build_triton.build_triton(sources, folder)
+    assert len(made) == 2 and functions["trunc_int32"] is not functions["trunc_int64"]
