@@ -60,9 +60,8 @@ def run(model: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     torch.manual_seed(3)
     outputs = [out for out in torch.utils._pytree.tree_leaves(model(*inputs)) if isinstance(out, Tensor)]
     model.zero_grad()
-    sum(
-        (out * torch.linspace(0.1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum() for out in outputs
-    ).backward()
+    weights = [torch.linspace(0.1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in outputs]
+    sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True)).backward()
     seen = {f"output {k}": out.detach() for k, out in enumerate(outputs)}
     seen |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
     seen |= {f"gradient of input {k}": x.grad for k, x in enumerate(inputs) if x.requires_grad}
