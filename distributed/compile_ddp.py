@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan
 from compile_core.backends.registry import RegionBackend
+from compile_core.capture import must_run_plain
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule
-from compile_core.errors import Unsupported
+from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
@@ -49,6 +50,7 @@ class CompiledDDP:
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
         self._posted = False
+        self._logged: set[str] = set()
         self._ran_in_graph = False
         self.graphs: list[CompiledGraph] = []
         self._local = CompiledFunction(
@@ -77,7 +79,7 @@ class CompiledDDP:
         ddp = self._ddp
         if self._against_in_graph:
             return ddp(*args, **kwargs)
-        reason = reason_for_reducer(ddp)
+        reason = reason_for_reducer(ddp, self._planner.parameters.values())
         synchronised = torch.is_grad_enabled() and ddp.require_backward_grad_sync
         if self._against_in_graph is None and synchronised:
             return self._first_call(reason, args, kwargs)
@@ -94,30 +96,33 @@ class CompiledDDP:
         ddp = self._ddp
         if reason is None and not isinstance(self._request.backend, RegionBackend):
             reason = f"backend {self._request.backend.name!r} takes whole graphs and no schedule"
+        if reason is None and must_run_plain():
+            reason = "the first call is made under a mode of torch that changes what operators mean"
         if reason is not None:
             self._settle(Decision(reason=reason))
             return ddp(*args, **kwargs)
         args, kwargs = self._prepare(args, kwargs)
         ddp.require_forward_param_sync = True
         self._ran_in_graph = False
-        result = None
         try:
             result = self._in_graph(*args, **kwargs)
-            if not self._posted:
-                # Capture ran the module as plain Python without reaching the compiler.
-                self._settle(Decision(reason="the call could not be captured"))
         except Unsupported as unsupported:
+            # Nothing of the module has run yet.
             if not self._posted and self._request.fullgraph:
                 self._settle(Decision(error=str(unsupported)))
                 raise
             if not self._posted:
                 self._settle(Decision(reason=str(unsupported)))
+            return ddp(*args, **kwargs)
         except Exception as error:
             if not self._posted:
                 self._settle(Decision(error=f"{type(error).__name__}: {error}"))
             raise
-        if self._against_in_graph:
-            return ddp(*args, **kwargs)
+        if not self._posted:
+            # The module has run, so it must not run again; but its gradients would be reduced by nobody.
+            error = InternalError("a call of the module was neither captured nor refused")
+            self._settle(Decision(error=str(error)))
+            raise error
         return self._expect_backward(result)
 
     def _run_synchronised(self, reason: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,9 +135,9 @@ class CompiledDDP:
                 return self._expect_backward(self._in_graph(*args, **kwargs))
             except Unsupported as unsupported:
                 reason = str(unsupported)
-        logger.warning(
-            "a call of the DDP module runs in plain Python, gradients reduced at its end: %s", reason
-        )
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("calls of the DDP module run in plain Python, gradients reduced last: %s", reason)
         return self._expect_backward(ddp.module(*args, **kwargs))
 
     def _expect_backward(self, result: Any) -> Any:
@@ -170,8 +175,10 @@ class CompiledDDP:
         )
         assert isinstance(compiled, CompiledGraph)
         if self._against_in_graph is None:
-            plan = self._planner.buckets.plan if self._planner.buckets is not None else None
-            self._settle(Decision(plan=str(plan)))
+            buckets = self._planner.buckets
+            if buckets is None:
+                raise Unsupported("no-gradients", "no result of the first call needs gradients")
+            self._settle(Decision(plan=str(buckets.plan)))
         if self._against_in_graph:
             raise Unsupported("ranks-disagree", self._against_in_graph)
         if self._hooks is None and self._planner.buckets is not None:

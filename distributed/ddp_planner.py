@@ -43,11 +43,15 @@ class DDPPlanner:
 
     That every graph of a module reduces the same buckets in the same order is what lets one rank recompile
     alone, for instance for a short last batch.
+
+    Attributes:
+        parameters: those whose gradients are reduced, by name.
+        buckets: their buffers; ``None`` until the first graph is planned.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._parameters = reduced_parameters(ddp)
+        self.parameters = reduced_parameters(ddp)
         self.buckets: GradientBuckets | None = None
 
     def plan_backward(
@@ -60,35 +64,35 @@ class DDPPlanner:
             order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
             results = graph_results(graph.backward)
             ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
-            self.buckets = GradientBuckets(self._plan(ready), self._parameters, process_group(self._ddp))
+            self.buckets = GradientBuckets(self._plan(ready), self.parameters, process_group(self._ddp))
         return cut_backward(graph.backward, gradients, self.buckets.plan, self.buckets.factor), self.buckets
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
         """Where each parameter's gradient stands among the backward's results; identity tells parameters."""
         assert graph.backward is not None
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
         found: dict[str, int] = {}
         results = graph_results(graph.backward)
         for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):
             name = names.get(id(inputs[position]))
             if name is not None and gradient is not None:
                 found[name] = k
-        unused = [name for name in self._parameters if name not in found]
+        unused = [name for name in self.parameters if name not in found]
         if unused:
             raise Unsupported(
                 "unused-parameter",
                 f"the loss does not depend on {len(unused)} parameters of the module, such as {unused[0]!r}",
                 "pass find_unused_parameters=True to DistributedDataParallel, or freeze them",
             )
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if not parameter.is_contiguous():
                 raise Unsupported("parameter-layout", f"parameter {name!r} is not contiguous")
         return found
 
     def _plan(self, ready: Sequence[str]) -> BucketPlan:
         # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
-        devices = list(dict.fromkeys(parameter.device for parameter in self._parameters.values()))
-        parameters = [_describe(name, self._parameters[name], devices) for name in ready]
+        devices = list(dict.fromkeys(parameter.device for parameter in self.parameters.values()))
+        parameters = [_describe(name, self.parameters[name], devices) for name in ready]
         cap = self._ddp.bucket_bytes_cap
         first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
         return reducer_plan(parameters, cap, first)

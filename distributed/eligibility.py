@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -9,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 _REDUCING_BACKENDS = ("gloo", "nccl")
 
 
-def reason_for_reducer(ddp: DistributedDataParallel) -> str | None:
+def reason_for_reducer(ddp: DistributedDataParallel, parameters: Iterable[torch.nn.Parameter]) -> str | None:
     """Why the module's gradients must go through stock DDP's reducer, or ``None`` if they need not.
 
-    Everything that DDP's constructor or a method of it can switch on later is looked at, so it is asked at every call.
+    ``parameters`` are those whose gradients the module reduces. Everything that DDP's constructor or a method of it can
+    switch on later is looked at, so it is asked at every call.
     """
     checks = (
         (ddp.find_unused_parameters, "find_unused_parameters=True"),
@@ -38,7 +42,7 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str | None:
     backend = dist.get_backend(ddp.process_group)
     if backend not in _REDUCING_BACKENDS:
         return f"the process group's backend is {backend}, not one of {', '.join(_REDUCING_BACKENDS)}"
-    for parameter in ddp.module.parameters():
+    for parameter in parameters:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return "hooks are registered on a parameter"
     return None

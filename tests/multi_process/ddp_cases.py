@@ -348,6 +348,28 @@ def gradient_of_the_input() -> None:
 
 
 @case
+def first_call_under_a_device_mode() -> None:
+    stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
+    with torch.device(DEVICE):
+        train((stock, compiled), steps=1)
+    train((stock, compiled), steps=1)
+    assert "mode of torch" in str(inspect_ddp(compiled).reason_for_reducer)
+    for expected, found in zip(stock.buffers(), compiled.buffers(), strict=True):
+        check_close(found, expected, "buffer")
+
+
+@case
+def modes_in_later_calls() -> None:
+    stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
+    train((stock, compiled), steps=1)
+    with torch.device(DEVICE):
+        train((stock, compiled), steps=2)
+    assert is_in_graph(compiled)
+    for expected, found in zip(stock.buffers(), compiled.buffers(), strict=True):
+        check_close(found, expected, "buffer")
+
+
+@case
 def clipping_and_adamw() -> None:
     stock, compiled = pair()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (stock, compiled)]
