@@ -23,6 +23,7 @@ from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import whole_schedule
 from compile_core.ir.schedule import Schedule
+from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.runtime.communicator import Communicator
@@ -103,6 +104,9 @@ def compile_stages(
     joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
     dump("joint", print_graph(joint.module))
     graph = partition(joint)
+    if options.verify:
+        verify_joint(joint)
+        verify_partition(joint, graph)
 
     schedule = whole_schedule("forward", graph.forward)
     forward = link(schedule, _compile_regions(schedule, backend, options, dump), None)
@@ -126,6 +130,8 @@ def _compile_regions(
     schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
 ) -> Mapping[str, Region]:
     dump(schedule.name, print_schedule(schedule))
+    if options.verify:
+        verify_schedule(schedule)
     return {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
 
 

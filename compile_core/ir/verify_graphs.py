@@ -1,0 +1,128 @@
+"""Rules that joint graphs, partitions and schedules keep.
+
+Each function returns nothing, or raises ``InternalError`` with the node or step and the rule that it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_core.errors import InternalError
+from compile_core.ir.graphs import GraphSignature, JointGraph, PartitionedGraph
+from compile_core.ir.regions import graph_inputs, graph_results
+from compile_core.ir.schedule import Compute, Schedule, StartCollective
+
+
+def verify_joint(joint: JointGraph) -> None:
+    """Functional, described by fake values, with the inputs and results that its signature counts."""
+    _verify_functional("joint graph", joint.module)
+    _expect_inputs("joint graph", joint.module, [*joint.primals, *joint.tangents])
+    gradients = len(joint.signature.gradient_inputs)
+    _expect_results("joint graph", joint.module, joint.num_outputs + gradients)
+    _verify_signature(joint.signature, len(joint.primals), joint.num_outputs)
+    if len(joint.tangents) != len(joint.signature.tangents):
+        _broken("joint graph", f"{len(joint.tangents)} tangents for {len(joint.signature.tangents)} results")
+
+
+def verify_partition(joint: JointGraph, graph: PartitionedGraph) -> None:
+    """The forward computes what the backward reads, and nothing that depends on a tangent."""
+    _verify_functional("forward", graph.forward)
+    _expect_inputs("forward", graph.forward, joint.primals)
+    computed = [name for name in graph.saved if name not in joint.primals]
+    _expect_results("forward", graph.forward, graph.num_outputs + len(computed))
+    if graph.backward is None:
+        return
+    _verify_functional("backward", graph.backward)
+    _expect_inputs("backward", graph.backward, [*graph.saved, *joint.tangents])
+    _expect_results("backward", graph.backward, len(graph.signature.gradient_inputs))
+    for name in graph.saved:
+        (node,) = (node for node in graph_inputs(graph.backward) if node.name == name)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            _broken(f"saved value {name}", "only tensors are saved")
+
+
+def verify_schedule(schedule: Schedule) -> None:
+    """Values are known before they are read, and named once; every bucket is started once and awaited after."""
+    known = set(schedule.inputs)
+    started: list[int] = []
+    awaited: list[int] = []
+    for step in schedule.steps:
+        if isinstance(step, Compute):
+            _verify_compute(step, known)
+            known.update(step.outputs)
+        elif isinstance(step, StartCollective):
+            started.append(step.bucket)
+        else:
+            awaited.append(step.bucket)
+            if step.bucket not in started:
+                _broken(
+                    f"{schedule.name}: wait for bucket {step.bucket}",
+                    "a bucket is started before it is awaited",
+                )
+    if len(set(started)) != len(started) or sorted(started) != sorted(awaited):
+        _broken(schedule.name, f"buckets are started and awaited once: {started}, {awaited}")
+    for name in schedule.outputs:
+        if name is not None and name not in known:
+            _broken(f"{schedule.name}: result {name}", "a result is an input or computed by a region")
+
+
+def _verify_compute(step: Compute, known: set[str]) -> None:
+    _verify_functional(step.name, step.module)
+    if len(graph_inputs(step.module)) != len(step.inputs):
+        _broken(step.name, f"{len(step.inputs)} inputs for {len(graph_inputs(step.module))} placeholders")
+    _expect_results(step.name, step.module, len(step.outputs))
+    for name in step.inputs:
+        if name not in known:
+            _broken(f"{step.name}: input {name}", "a region reads what is known before it")
+    for name in step.outputs:
+        if name in known or step.outputs.count(name) > 1:
+            _broken(f"{step.name}: result {name}", "a value is named once")
+    for name in step.destinations:
+        if name not in step.outputs:
+            _broken(f"{step.name}: destination of {name}", "what is stored is a result")
+
+
+def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> None:
+    positions = [position for position in signature.results if isinstance(position, int)]
+    if any(not 0 <= position < outputs for position in [*positions, *signature.tangents]):
+        _broken("signature", f"results and tangents are among the {outputs} outputs")
+    if any(not 0 <= position < primals for position in signature.gradient_inputs):
+        _broken("signature", f"gradient inputs are among the {primals} primals")
+    if any(not (0 <= source < primals and 0 <= new < outputs) for source, new in signature.mutated):
+        _broken("signature", "a changed input is a primal, its new value an output")
+
+
+def _verify_functional(where: str, module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.op != "call_function":
+            _broken(f"{where}: {node.name}", f"a node of kind {node.op} is no operator")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            _broken(f"{where}: {node.name}", f"{node.target} changes its arguments")
+        if "val" not in node.meta:
+            _broken(f"{where}: {node.name}", "every node carries its fake value")
+
+
+def _expect_inputs(where: str, module: GraphModule, names: Sequence[str]) -> None:
+    found = [node.name for node in graph_inputs(module)]
+    if found != list(names):
+        _broken(where, f"inputs are {found}, not {list(names)}")
+
+
+def _expect_results(where: str, module: GraphModule, count: int) -> None:
+    results = graph_results(module)
+    if len(results) != count:
+        _broken(where, f"{len(results)} results, not {count}")
+    for result in results:
+        if result is not None and not isinstance(result, Node):
+            _broken(where, f"the result {result!r} is no node")
+
+
+def _broken(where: str, rule: str) -> NoReturn:
+    raise InternalError(f"{where}: {rule}")
