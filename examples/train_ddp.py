@@ -93,6 +93,8 @@ def main() -> None:
         # A file has no width of its own; the default of 80 would fold every line of the buckets.
         console = Console() if Console().is_terminal else Console(width=120)
         console.print(make_table(report))
+    # Together: a rank that ended while gloo's threads still held tensors of its last all-reduces would be aborted.
+    dist.barrier()
     dist.destroy_process_group()
 
 
