@@ -19,7 +19,7 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
-from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_view
+from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
 from compile_core.ir.random_operators import is_random
@@ -186,7 +186,17 @@ def _is_written(node: Node) -> bool:
     source = node
     while is_view(source) and isinstance(source.args[0], Node):
         source = source.args[0]
-    return not is_fusible(source) or _is_read_from_memory(node)
+    return not is_fusible(source) or _is_read_from_memory(node) or _is_residual(node)
+
+
+def _is_residual(node: Node) -> bool:
+    """Whether kernels that cannot be one read the value: a norm, which reduces it and reads it again, and others.
+
+    So it is with the sums of residual branches. Were the branches saved instead, at the same number of bytes, the
+    backward would add up all of them again.
+    """
+    reductions = sum(is_reduction(user) for user in node.users)
+    return reductions > 0 and len(node.users) - reductions > 1
 
 
 def _is_read_from_memory(node: Node) -> bool:

@@ -50,7 +50,12 @@ def is_recomputable(node: Node) -> bool:
 
 def is_fusible(node: Node) -> bool:
     """Whether the node's value can stay inside a generated kernel that produces or consumes it."""
-    return is_recomputable(node) or packet(node) in _REDUCTIONS
+    return is_recomputable(node) or is_reduction(node)
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether the node combines elements in a generated kernel."""
+    return packet(node) in _REDUCTIONS
 
 
 _REDUCTIONS = {

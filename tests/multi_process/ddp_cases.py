@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,9 +28,6 @@ from distributed import inspect_ddp
 
 # The folder for the results, then the kind of device.
 FOLDER, DEVICE = Path(sys.argv[1]), sys.argv[2]
-# Tensors of the latest collectives. Were they freed, gloo's threads might be the last to hold them, would need Python
-# to let go of them, and torch aborts a process that is ending by then.
-KEPT: dict[str, list[torch.Tensor]] = {}
 CASES: dict[str, Callable[[], None]] = {}
 # Sums may be taken in another order inside fused kernels; exponentials differ in the last bits between GPU libraries.
 TOLERANCE = {"cpu": 2e-6, "cuda": 1e-5}[DEVICE]
@@ -86,7 +84,7 @@ def check_gradients(stock: nn.Module, compiled: nn.Module) -> None:
         else:
             assert found.grad is not None, f"{name} has no gradient"
             check_close(found.grad, expected.grad, f"gradient of {name}")
-            both = KEPT[name] = [torch.empty_like(found.grad) for _ in range(dist.get_world_size())]
+            both = [torch.empty_like(found.grad) for _ in range(dist.get_world_size())]
             dist.all_gather(both, found.grad.contiguous())
             assert torch.equal(both[0], both[1]), f"ranks hold different gradients of {name}"
 
@@ -424,6 +422,9 @@ def main() -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+    # gloo's threads may be the last to hold the tensors of the last collectives. They need Python to let go of them,
+    # and torch aborts a process that is ending by then.
+    time.sleep(1)
     dist.destroy_process_group()
 
 
