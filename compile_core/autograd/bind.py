@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from compile_core.errors import Unsupported
-from compile_core.ir.graphs import GraphSignature, InputAlias, PartitionedGraph
+from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
 
 # torch exports it without declaring it.
@@ -46,8 +46,11 @@ class BoundGraph:
             with torch.no_grad():
                 for positions, updates in self.replays:
                     foreach_copy([primals[k] for k in positions], [outputs[k] for k in updates])
+            for mutation in signature.mutated:
+                if mutation.differentiable:
+                    primals[mutation.input].copy_(outputs[mutation.output])
         return tuple(
-            outputs[result] if isinstance(result, int) else _make_alias(result, primals)
+            outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs)
             for result in signature.results
         )
 
@@ -77,14 +80,16 @@ def bind_autograd(graph: PartitionedGraph, forward: Program, backward: Program |
 
 
 def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The changes of inputs, one group a dtype: a model with fifty batch norms has a hundred and fifty.
+    """The changes that autograd does not see, one group a dtype: fifty batch norms make a hundred and fifty.
 
     Each group is the positions of the primals and those of the graph's outputs that replace them.
     """
     primals = graph.forward.graph.find_nodes(op="placeholder")
     groups: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for position, output in graph.signature.mutated:
-        groups.setdefault(primals[position].meta["val"].dtype, []).append((position, output))
+    for mutation in graph.signature.mutated:
+        if not mutation.differentiable:
+            dtype = primals[mutation.input].meta["val"].dtype
+            groups.setdefault(dtype, []).append((mutation.input, mutation.output))
     return tuple(
         (tuple(position for position, _ in group), tuple(output for _, output in group))
         for group in groups.values()
@@ -109,7 +114,8 @@ class _CompiledGraph(torch.autograd.Function):
         bound: BoundGraph = ctx.bound
         signature = bound.signature
         arriving = [gradients[k] for k in signature.tangents]
-        if all(gradient is None for gradient in arriving):
+        absent = {k for k, gradient in enumerate(arriving) if gradient is None}
+        if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
         tangents = [_as_specified(g, spec) for g, spec in zip(arriving, signature.tangent_specs, strict=True)]
         inputs = [*ctx.saved_tensors, *tangents]
@@ -119,8 +125,12 @@ class _CompiledGraph(torch.autograd.Function):
         del arriving, tangents
         found = bound.differentiate(inputs)
         for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for position, gradient in zip(signature.gradient_inputs, found, strict=True):
-            for_primals[position + 1] = gradient
+        for position, gradient, sources in zip(
+            signature.gradient_inputs, found, signature.gradient_tangents, strict=True
+        ):
+            # What only depends on gradients that did not arrive is undefined, not zero.
+            if not sources or not absent.issuperset(sources):
+                for_primals[position + 1] = gradient
         return tuple(for_primals)
 
 
@@ -174,8 +184,10 @@ def _standalone(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value._is_view() else value
 
 
-def _make_alias(alias: InputAlias, primals: Sequence[torch.Tensor]) -> torch.Tensor:
-    source = primals[alias.input]
+def _make_alias(
+    alias: ResultAlias, primals: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    source = (primals if alias.of_input else outputs)[alias.position]
     if alias.detached:
         source = source.detach()
     if alias.view is None:

@@ -47,7 +47,7 @@ def partition(joint: JointGraph) -> PartitionedGraph:
     for output in outputs:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
-    changed = {primals[position] for position, _ in joint.signature.mutated}
+    changed = {primals[mutation.input] for mutation in joint.signature.mutated}
     in_forward = _ancestors(node for node in outputs if node is not None)
     saved = _choose_saved(joint.module.graph, primals, changed, in_forward, only_backward, gradients)
     computed = [node for node in saved if node.op != "placeholder" or node in changed]

@@ -5,18 +5,15 @@ the gradients, and record every operator below autograd. Three dispatch modes ar
 on top turns mutation and views into pure operators, the proxy mode below it records (and decomposes), fake
 tensors compute shapes.
 
-Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input
-that requires gradients, or comes to, is changed in place; so is one that shares memory with another input; an
-input's metadata is changed; results that share memory with one another; tensor subclasses, sparse or
-quantised layouts.
+Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
+shares memory with another one is changed in place; an input's metadata is changed; results that share memory
+which none of them fills; tensor subclasses, sparse or quantised layouts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +22,19 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_core.autograd import random_order
+from compile_core.autograd.calling_convention import (
+    CallingConvention,
+    as_leaf,
+    dense_spec,
+    empty_like_spec,
+    failures_explained,
+    find_calling_convention,
+)
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
-from compile_core.ir.graphs import GraphSignature, InputAlias, JointGraph
+from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 
 # torch exports these without declaring them.
@@ -58,35 +63,50 @@ def trace_joint(
         Unsupported: one of the limits above.
     """
     fake_mode = _fake_mode_of(examples)
-    plan = _probe(module, examples, fake_mode)
-    trainable = bool(plan.tangents) and bool(plan.gradient_inputs)
-    with fake_mode:
-        seeds = [_empty(spec) for spec in plan.tangent_specs] if trainable else []
-        leaves = [_as_leaf(example) for example in examples]
-
+    convention = find_calling_convention(module, examples, fake_mode)
+    num_results = len(convention.picks)
+    # Results that take gradients, then inputs that got a history by being changed.
+    tangents = tuple(k for k, differentiable in enumerate(convention.differentiable) if differentiable)
+    rebound = convention.rebound
+    trainable = bool(tangents or rebound) and bool(convention.gradient_inputs)
     mutated: list[int] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
         with FunctionalTensorMode():
             wrapped = [FunctionalTensor.to_functional(primal) for primal in inputs[: len(examples)]]
-            outputs = [out for out, keep in zip(module.forward(*wrapped), plan.kept, strict=True) if keep]
+            # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
+            passed = [
+                tensor.clone() if position in rebound else tensor for position, tensor in enumerate(wrapped)
+            ]
+            results = module.forward(*passed)
+            outputs = [pick.of(results) for pick in convention.picks]
+            mutated.extend(
+                position
+                for position, tensor in enumerate(passed)
+                if functionalize_has_data_mutation(tensor.elem)
+            )
+            updated = [passed[position] for position in mutated]
             gradients: Sequence[torch.Tensor | None] = ()
             if trainable:
                 wrapped_seeds = [FunctionalTensor.to_functional(seed) for seed in inputs[len(examples) :]]
+                roots = [outputs[position] for position in tangents]
+                roots += [passed[position] for position in rebound]
                 with without_autocast():
                     gradients = torch.autograd.grad(
-                        [outputs[position] for position in plan.tangents],
-                        [wrapped[position] for position in plan.gradient_inputs],
+                        roots,
+                        [wrapped[position] for position in convention.gradient_inputs],
                         wrapped_seeds,
                         allow_unused=True,
                     )
-            mutated.extend(
-                k for k, tensor in enumerate(wrapped) if functionalize_has_data_mutation(tensor.elem)
-            )
-            updated = [wrapped[position] for position in mutated]
             return [_unwrap(value) for value in (*outputs, *updated, *gradients)]
 
-    with preserved_modes(), fake_mode, _failures_explained():
+    with fake_mode:
+        specs = [convention.specs[position] for position in tangents]
+        specs += [TensorSpec.of(examples[position]) for position in rebound]
+        specs = [dense_spec(spec) for spec in specs] if trainable else []
+        seeds = [empty_like_spec(spec) for spec in specs]
+        leaves = [as_leaf(example) for example in examples]
+    with preserved_modes(), fake_mode, failures_explained():
         traced = make_fx(
             joint,
             decomposition_table={**random_order.DECOMPOSITIONS, **decompositions},
@@ -97,109 +117,42 @@ def trace_joint(
     _check_overlap(examples, mutated)
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
-    num_results = sum(plan.kept)
-    signature = GraphSignature(
-        results=plan.results,
-        mutated=tuple((position, num_results + k) for k, position in enumerate(mutated)),
-        differentiable=plan.differentiable,
-        gradient_inputs=plan.gradient_inputs if trainable else (),
-        tangents=plan.tangents if trainable else (),
-        tangent_specs=plan.tangent_specs if trainable else (),
-    )
     num_outputs = num_results + len(mutated)
-    tangents = tuple(placeholders[len(examples) :])
+    graph = separate_results(simplify(traced), num_outputs, set(placeholders[len(examples) :]))
+    _check_layouts(graph, convention)
+    seeds_of = tuple(num_results + mutated.index(position) for position in rebound)
+    signature = GraphSignature(
+        results=convention.results,
+        mutated=tuple(
+            Mutation(position, num_results + k, position in rebound) for k, position in enumerate(mutated)
+        ),
+        gradient_inputs=convention.gradient_inputs if trainable else (),
+        tangents=(*tangents, *seeds_of) if trainable else (),
+        tangent_specs=tuple(specs),
+        gradient_tangents=_find_dependencies(graph, placeholders[len(examples) :], num_outputs),
+    )
     return JointGraph(
-        module=separate_results(simplify(traced), num_outputs, set(tangents)),
+        module=graph,
         primals=tuple(placeholders[: len(examples)]),
-        tangents=tangents,
+        tangents=tuple(placeholders[len(examples) :]),
         num_outputs=num_outputs,
         signature=signature,
     )
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """What one run of the program on fake tensors tells about its calling convention."""
-
-    results: tuple[int | InputAlias, ...]
-    kept: tuple[bool, ...]
-    differentiable: tuple[bool, ...]
-    tangents: tuple[int, ...]
-    tangent_specs: tuple[TensorSpec, ...]
-    gradient_inputs: tuple[int, ...]
-
-
-def _probe(
-    module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_mode: FakeTensorMode
-) -> _Probe:
-    """Runs the program without functionalization, where aliasing is visible as shared storage."""
-    for example in examples:
-        if example.layout is not torch.strided:
-            raise Unsupported(
-                "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
-            )
-    with preserved_modes(), fake_mode:
-        inputs = [_as_intermediate(example) for example in examples]
-        before = [_metadata(tensor) for tensor in inputs]
-        versions = [tensor._version for tensor in inputs]
-        storages = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(inputs)}
-        with _failures_explained():
-            outputs = module.forward(*inputs)
-        for position, tensor in enumerate(inputs):
-            if _metadata(tensor) != before[position]:
-                raise Unsupported(
-                    "metadata-mutation", "the program changes the shape or strides of an input in place"
-                )
-            if tensor._version != versions[position] and tensor.requires_grad:
-                raise Unsupported(
-                    "mutated-input-requires-grad",
-                    f"input {position} is changed in place and takes part in autograd",
-                    "write the out-of-place form, or compile the part that follows the mutation",
-                )
-
-        results: list[int | InputAlias] = []
-        kept: list[bool] = []
-        fresh: dict[int, int] = {}
-        graph_outputs: list[torch.Tensor] = []
-        for output in outputs:
-            storage = output.untyped_storage()._cdata
-            alias = storages.get(storage)
-            if alias is not None:
-                results.append(_alias(output, inputs[alias], alias))
-                kept.append(False)
-                continue
-            known = fresh.setdefault(storage, len(graph_outputs))
-            results.append(known)
-            if known < len(graph_outputs):
-                if graph_outputs[known] is not output:
-                    raise Unsupported("results-share-storage", "two results of the program share memory")
-                kept.append(False)
-                continue
-            kept.append(True)
-            graph_outputs.append(output)
-        tangents = tuple(k for k, output in enumerate(graph_outputs) if output.requires_grad)
-        return _Probe(
-            results=tuple(results),
-            kept=tuple(kept),
-            differentiable=tuple(output.requires_grad for output in graph_outputs),
-            tangents=tangents,
-            tangent_specs=tuple(_dense_spec(graph_outputs[k]) for k in tangents),
-            gradient_inputs=tuple(k for k, tensor in enumerate(inputs) if tensor.requires_grad),
-        )
-
-
-def _alias(output: torch.Tensor, source: torch.Tensor, position: int) -> InputAlias:
-    if (
-        output.dtype != source.dtype
-        or output.is_conj() != source.is_conj()
-        or output.is_neg() != source.is_neg()
-    ):
-        raise Unsupported("reinterpreting-view", "a result is a view of an input with another dtype")
-    detached = source.requires_grad and not output.requires_grad
-    if output is source:
-        return InputAlias(position, None, detached)
-    offset = int(output.storage_offset() - source.storage_offset())
-    return InputAlias(position, (tuple(output.shape), tuple(output.stride()), offset), detached)
+def _find_dependencies(
+    module: torch.fx.GraphModule, tangents: Sequence[str], num_outputs: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each gradient, which tangents it depends on."""
+    reached: dict[torch.fx.Node, frozenset[int]] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.name in tangents:
+            reached[node] = frozenset([tangents.index(node.name)])
+        elif node.op != "output":
+            reached[node] = frozenset().union(*(reached[source] for source in node.all_input_nodes))
+    (output,) = module.graph.find_nodes(op="output")
+    gradients = output.args[0][num_outputs:]
+    return tuple(() if node is None else tuple(sorted(reached[node])) for node in gradients)
 
 
 def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
@@ -209,32 +162,6 @@ def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _as_leaf(example: torch.Tensor) -> torch.Tensor:
-    """A fresh fake leaf: the trace must not grow the autograd graph of the capture's own fake tensors."""
-    return _empty(TensorSpec.of(example)).requires_grad_(example.requires_grad)
-
-
-def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
-    """Like a leaf, but in-place operators do not refuse it: the real input may be an activation."""
-    leaf = _as_leaf(example)
-    return leaf.clone() if leaf.requires_grad and TensorSpec.of(leaf).is_dense else leaf
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-    return (*layout, tensor.untyped_storage()._cdata)
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-
-
-def _dense_spec(output: torch.Tensor) -> TensorSpec:
-    """The output's own layout where it is dense, else row-major: an expanded one has no room."""
-    spec = TensorSpec.of(output)
-    return spec if spec.is_dense else TensorSpec.contiguous(spec.shape, spec.dtype, spec.device)
-
-
 def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:
     if not isinstance(value, FunctionalTensor):
         return value
@@ -242,14 +169,16 @@ def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:
     return from_functional_tensor(value.elem)
 
 
-@contextmanager
-def _failures_explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise Unsupported(
-            "trace-failed", f"the captured graph does not run on fake tensors: {error}"
-        ) from error
+def _check_layouts(module: torch.fx.GraphModule, convention: CallingConvention) -> None:
+    """Views of a result are made by its strides, which functionalization may have changed."""
+    (output,) = module.graph.find_nodes(op="output")
+    for result in convention.results:
+        if not isinstance(result, int) and not result.of_input:
+            value = output.args[0][result.position].meta["val"]
+            if TensorSpec.of(value) != convention.specs[result.position]:
+                raise Unsupported(
+                    "results-share-storage", "two results share memory whose layout the graph does not keep"
+                )
 
 
 def _check_overlap(examples: Sequence[torch.Tensor], mutated: Sequence[int]) -> None:

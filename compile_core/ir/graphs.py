@@ -14,18 +14,35 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class InputAlias:
-    """A result that is an input, or a view of one; it is made from the input at run time, outside the graph.
+class ResultAlias:
+    """A result that lies in the memory of another tensor; it is made at run time, outside the graph.
 
     Attributes:
-        input: position among the primals.
-        view: sizes, strides and offset relative to the input's own offset, or ``None`` for the input itself.
+        of_input: whether that tensor is an input, else one of the graph's own outputs.
+        position: among the primals, or among the outputs.
+        view: sizes, strides and offset relative to that tensor's own offset, or ``None`` for the tensor itself.
         detached: the program cut it off from autograd.
     """
 
-    input: int
+    of_input: bool
+    position: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
     detached: bool
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """An input that the program changes in place.
+
+    Attributes:
+        input: position among the primals.
+        output: position among the graph's outputs of its new value.
+        differentiable: autograd saw the change, so gradients flow from the input's later uses into the graph.
+    """
+
+    input: int
+    output: int
+    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -33,22 +50,21 @@ class GraphSignature:
     """The calling convention of a traced graph.
 
     Attributes:
-        results: the captured graph's results in order: a position among the graph's own outputs, or an alias of an
-            input.
-        mutated: for every input that the program changes in place: its position, and with it the position among the
-            graph's outputs of its new value. Replayed in this order after the graph ran.
-        differentiable: for each graph output that is a result, whether gradients flow back into it.
+        results: the captured graph's results in order: a position among the graph's own outputs, or an alias.
+        mutated: the inputs that the program changes, in the order in which the changes are made after the graph ran.
         gradient_inputs: positions of the primals that require gradients.
         tangents: positions among the graph's outputs of those for which the backward takes a gradient.
         tangent_specs: the layout in which the backward expects each of them.
+        gradient_tangents: for each gradient, the positions among the tangents of those that it depends on. Where none
+            of these arrives, the gradient is ``None`` as in eager, not zeros.
     """
 
-    results: tuple[int | InputAlias, ...]
-    mutated: tuple[tuple[int, int], ...]
-    differentiable: tuple[bool, ...]
+    results: tuple[int | ResultAlias, ...]
+    mutated: tuple[Mutation, ...]
     gradient_inputs: tuple[int, ...]
     tangents: tuple[int, ...]
     tangent_specs: tuple[TensorSpec, ...]
+    gradient_tangents: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

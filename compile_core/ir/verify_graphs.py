@@ -92,8 +92,13 @@ def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> 
         _broken("signature", f"results and tangents are among the {outputs} outputs")
     if any(not 0 <= position < primals for position in signature.gradient_inputs):
         _broken("signature", f"gradient inputs are among the {primals} primals")
-    if any(not (0 <= source < primals and 0 <= new < outputs) for source, new in signature.mutated):
+    if any(not (0 <= m.input < primals and 0 <= m.output < outputs) for m in signature.mutated):
         _broken("signature", "a changed input is a primal, its new value an output")
+    aliases = [result for result in signature.results if not isinstance(result, int)]
+    if any(not 0 <= alias.position < (primals if alias.of_input else outputs) for alias in aliases):
+        _broken("signature", "an alias is one of a primal or an output")
+    if len(signature.gradient_tangents) != len(signature.gradient_inputs):
+        _broken("signature", "each gradient says which tangents it depends on")
 
 
 def _verify_functional(where: str, module: GraphModule) -> None:

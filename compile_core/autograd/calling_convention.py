@@ -1,0 +1,196 @@
+"""What one run of a captured graph on fake tensors tells about how its results, inputs and gradients hang together.
+
+The program runs without functionalization, where sharing is visible as shared storage and a change in place as
+a version. A result that lies in the memory of an input, or of another result, is not computed by the graph: it
+is made as a view of that tensor when the graph has run, so that a later change of one is seen in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compile_core.autograd.preserved_modes import preserved_modes
+from compile_core.errors import Unsupported
+from compile_core.ir.graphs import ResultAlias
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Where a tensor that the graph computes is found: a result of the program, or what that result is a view of."""
+
+    result: int
+    is_base: bool
+
+    def of(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        output = outputs[self.result]
+        base = output._base if self.is_base else output
+        assert base is not None
+        return base
+
+
+@dataclass(frozen=True)
+class CallingConvention:
+    """See ``GraphSignature``, which says the same of the finished graph.
+
+    Attributes:
+        results: the program's results: a position in ``picks``, or an alias.
+        picks: the tensors that the graph computes for them.
+        specs: their layouts.
+        differentiable: whether gradients flow back into each of them.
+        gradient_inputs: positions of the inputs that require gradients.
+        rebound: positions of the inputs that the program changes in place under the eyes of autograd, so that
+            they have a history of their own afterwards.
+    """
+
+    results: tuple[int | ResultAlias, ...]
+    picks: tuple[Pick, ...]
+    specs: tuple[TensorSpec, ...]
+    differentiable: tuple[bool, ...]
+    gradient_inputs: tuple[int, ...]
+    rebound: tuple[int, ...]
+
+
+def find_calling_convention(
+    module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_mode: FakeTensorMode
+) -> CallingConvention:
+    """Runs ``module`` once on fresh fake tensors like ``examples``.
+
+    Raises:
+        Unsupported: an input or a change of it that no functional graph can express.
+    """
+    for example in examples:
+        if example.layout is not torch.strided:
+            raise Unsupported(
+                "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
+            )
+    with preserved_modes(), fake_mode:
+        with torch.enable_grad():
+            inputs = [_as_intermediate(example) for example in examples]
+        before = [(_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for tensor in inputs]
+        with failures_explained():
+            outputs = module.forward(*inputs)
+        rebound: list[int] = []
+        for position, (tensor, (metadata, _, history)) in enumerate(zip(inputs, before, strict=True)):
+            if _metadata(tensor) != metadata:
+                raise Unsupported(
+                    "metadata-mutation", "the program changes the shape or strides of an input in place"
+                )
+            if tensor.grad_fn is not history:
+                rebound.append(position)
+        results, picks = _find_results(outputs, inputs)
+        tensors = [pick.of(outputs) for pick in picks]
+        return CallingConvention(
+            results=results,
+            picks=picks,
+            specs=tuple(TensorSpec.of(tensor) for tensor in tensors),
+            differentiable=tuple(tensor.requires_grad for tensor in tensors),
+            gradient_inputs=tuple(k for k, (_, requires_grad, _) in enumerate(before) if requires_grad),
+            rebound=tuple(rebound),
+        )
+
+
+def _find_results(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[tuple[int | ResultAlias, ...], tuple[Pick, ...]]:
+    positions = {tensor.untyped_storage()._cdata: k for k, tensor in enumerate(inputs)}
+    groups: dict[int, list[int]] = {}
+    for k, output in enumerate(outputs):
+        groups.setdefault(output.untyped_storage()._cdata, []).append(k)
+
+    results: dict[int, int | ResultAlias] = {}
+    picks: list[Pick] = []
+    for storage, members in groups.items():
+        position = positions.get(storage)
+        if position is not None:
+            for k in members:
+                results[k] = _alias("input", position, outputs[k], inputs[position])
+            continue
+        pick = _choose_owner(outputs, members)
+        owner = pick.of(outputs)
+        for k in members:
+            is_owner = outputs[k] is owner
+            results[k] = len(picks) if is_owner else _alias("output", len(picks), outputs[k], owner)
+        picks.append(pick)
+    return tuple(results[k] for k in range(len(outputs))), tuple(picks)
+
+
+def _choose_owner(outputs: Sequence[torch.Tensor], members: Sequence[int]) -> Pick:
+    """The tensor that all results in one memory can be made from: the only one, or one that fills the memory."""
+    if all(outputs[k] is outputs[members[0]] for k in members):
+        return Pick(members[0], False)
+    candidates = [Pick(k, False) for k in members]
+    candidates += [Pick(k, True) for k in members if outputs[k]._base is not None]
+    filling = [pick for pick in candidates if _fills_memory(pick.of(outputs))]
+    if not filling:
+        raise Unsupported(
+            "results-share-storage", "two results of the program share memory that neither fills"
+        )
+    # A result that was cut off from autograd can be made from the one that was not, but not the other way round.
+    return next((pick for pick in filling if pick.of(outputs).requires_grad), filling[0])
+
+
+def _fills_memory(tensor: torch.Tensor) -> bool:
+    spec = TensorSpec.of(tensor)
+    needed = tensor.numel() * tensor.dtype.itemsize
+    return spec.is_dense and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed
+
+
+def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor) -> ResultAlias:
+    if (
+        output.dtype != source.dtype
+        or output.is_conj() != source.is_conj()
+        or output.is_neg() != source.is_neg()
+    ):
+        raise Unsupported("reinterpreting-view", f"a result is a view of an {kind} with another dtype")
+    if output.requires_grad and not source.requires_grad:
+        raise Unsupported(
+            "results-share-storage", "a result takes gradients in memory of one that takes none"
+        )
+    detached = source.requires_grad and not output.requires_grad
+    if output is source:
+        return ResultAlias(kind == "input", position, None, detached)
+    offset = int(output.storage_offset() - source.storage_offset())
+    return ResultAlias(
+        kind == "input", position, (tuple(output.shape), tuple(output.stride()), offset), detached
+    )
+
+
+def as_leaf(example: torch.Tensor) -> torch.Tensor:
+    """A fresh fake leaf: the trace must not grow the autograd graph of the capture's own fake tensors."""
+    return empty_like_spec(TensorSpec.of(example)).requires_grad_(example.requires_grad)
+
+
+def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
+    """Like a leaf, but in-place operators do not refuse it: the real input may be an activation."""
+    leaf = as_leaf(example)
+    return leaf.clone() if leaf.requires_grad and TensorSpec.of(leaf).is_dense else leaf
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
+    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+    return (*layout, tensor.untyped_storage()._cdata)
+
+
+def empty_like_spec(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+
+def dense_spec(spec: TensorSpec) -> TensorSpec:
+    """The layout itself where it is dense, else row-major: an expanded tensor has no room."""
+    return spec if spec.is_dense else TensorSpec.contiguous(spec.shape, spec.dtype, spec.device)
+
+
+@contextmanager
+def failures_explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise Unsupported(
+            "trace-failed", f"the captured graph does not run on fake tensors: {error}"
+        ) from error

@@ -1,0 +1,163 @@
+"""Results that lie in the memory of one another, and inputs that autograd sees changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_core.errors import Unsupported
+from tests.autograd.compare_with_eager import captured, check, compile_program
+
+BACKENDS = ["aot_eager", "triton"]
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def _view(x):
+    y = x * 2
+    return y, y.view(-1)
+
+
+def _only_views(x):
+    y = x * 2
+    return y[0], y[1:]
+
+
+def _chunks(x):
+    chunks = (x @ x.t()).chunk(2)
+    return chunks[0], chunks[1]
+
+
+def _detached(x):
+    y = x * 2
+    return y.detach(), y
+
+
+def _transposed(x):
+    y = (x * 2).t()
+    return y, y[0], y.t()
+
+
+def _in_place(x):
+    y = x * 2
+    z = y[0]
+    z.mul_(3)
+    return z, y
+
+
+SHARING = [_view, _only_views, _chunks, _detached, _transposed, _in_place]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("program", SHARING)
+def test_results_share_memory(program, requires_grad, backend):
+    x = torch.randn(4, 4, requires_grad=requires_grad)
+    tolerance = {} if backend == "aot_eager" else {"rtol": 1e-6, "atol": 1e-6}
+    check(program, x, backend=backend, **tolerance)
+
+
+@pytest.mark.parametrize("program", [_view, _only_views, _transposed, _in_place])
+def test_a_change_of_one_is_seen_in_the_other(program):
+    x = torch.randn(4, 4)
+    module = captured(program)
+    expected, actual = module(x), compile_program(module, [x])(x)
+    for results in (expected, actual):
+        results[0].fill_(7)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_flow_through_a_change_of_one():
+    x = leaf(4, 4)
+    gradients = []
+    for run in (_view, compile_program(_view, [x])):
+        y, flat = run(x)
+        y.mul_(torch.arange(4.0))
+        (gradient,) = torch.autograd.grad(flat.square().sum(), [x])
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_changed_in_place(backend):
+    def program(x, w):
+        x.mul_(w)
+        return (x.sin(), x)
+
+    gradients = []
+    w, start = leaf(3), leaf(3)
+    module = captured(program)
+    compiled = compile_program(module, [(start * 1), w], backend=backend)
+    for run in (module, compiled):
+        activation = start * 2
+        before = activation + 1
+        result, same = run(activation, w)
+        assert same is activation
+        loss = (result + before + activation.cos() + same).sum()
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, [start, w])))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_value_that_autograd_saved_and_the_program_changed():
+    """Eager refuses its gradient; so the graph is left to eager."""
+
+    def program(x, w):
+        y = x * w
+        x.add_(w)
+        return (y,)
+
+    with pytest.raises(Unsupported, match="modified by an inplace operation"):
+        compile_program(program, [leaf(3) * 1, leaf(3)])
+
+
+def test_input_that_takes_a_gradient_by_being_changed():
+    def program(x, w):
+        x.add_(w)
+        return (x * 2,)
+
+    w = leaf(3)
+    for run in (captured(program), compile_program(program, [torch.zeros(3), w])):
+        x, w.grad = torch.zeros(3), None
+        (y,) = run(x, w)
+        assert x.requires_grad
+        (y.sum() + x.sum()).backward()
+        torch.testing.assert_close(w.grad, torch.full((3,), 3.0))
+
+
+def _update_under_no_grad() -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    w, g = graph.placeholder("w"), graph.placeholder("g")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    graph.call_method("sub_", (w, g))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output((graph.call_function(torch.mul, (w, w)),))
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _update_detached(w, g):
+    w.detach().sub_(g)
+    return (w * w,)
+
+
+@pytest.mark.parametrize("program", [_update_under_no_grad(), _update_detached])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameter_changed_without_autograd(program, backend):
+    compiled = check(program, leaf(3), torch.randn(3), backend=backend)
+    assert [mutation.differentiable for mutation in compiled.partitioned.signature.mutated] == [False]
+
+
+def test_gradient_of_what_got_none_is_none():
+    def program(a, b, c):
+        return a * 2, b * c, a.sum() * c
+
+    inputs = [leaf(3), leaf(3), leaf(3)]
+    for run in (captured(program), compile_program(program, inputs)):
+        first, _, third = run(*inputs)
+        gradients = torch.autograd.grad(first.sum(), inputs, allow_unused=True, retain_graph=True)
+        assert [gradient is None for gradient in gradients] == [False, True, True]
+        gradients = torch.autograd.grad(third.sum(), inputs, allow_unused=True)
+        assert [gradient is None for gradient in gradients] == [False, True, False]
