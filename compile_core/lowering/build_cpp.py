@@ -1,9 +1,8 @@
 """From C++ source to functions that Python calls.
 
 Kernels of a program are compiled in a few translation units, in parallel, by the C++ compiler on the user's
-machine. The result is a shared object without any dependency on Python's headers: each kernel's symbol is a
-``PyMethodDef``, from which ``PyCFunction_NewEx`` makes a builtin function. Calling one costs about as much as
-calling ``len``, several times less than through ``ctypes``; tensors are asked for their addresses in C.
+machine. Each becomes a builtin function of Python (see ``toolchain.cpp_compiler``); tensors are asked for their
+addresses in C.
 
 The OpenMP runtime is the one that torch has loaded already: the object is linked against that very file, so
 that there is one pool of threads and ``torch.set_num_threads`` rules over both.
@@ -15,7 +14,6 @@ import ctypes
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +23,13 @@ from pathlib import Path
 
 import torch
 
-from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.lowering.cache import DiskCache, content_key
+from compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
+from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _KERNELS_PER_UNIT = 12
 _SOURCE = "kernels.cpp"
 _OBJECT = "kernels.so"
-_ERROR_LINES = 12
 
 _FLAGS = (
     # Not 17, whose lambdas are constexpr: g++ 12 crashes when it folds one with an OpenMP loop inside.
@@ -93,62 +90,22 @@ def _load_unit(
     key = content_key("cpp", _prelude(), identity, compiler_identity(), " ".join(_all_flags()), sys.version)
     with disk.entry(key, lambda folder: _compile(source, folder, disk.folder, key)) as folder:
         library = ctypes.CDLL(str(folder / _OBJECT))
-    return {text: _function(library, symbol) for text, symbol in symbols.items()}
+    return {text: builtin_function(library, symbol) for text, symbol in symbols.items()}
 
 
 def _compile(source: str, folder: Path, cache_folder: Path, key: str) -> None:
     (folder / _SOURCE).write_text(source)
     # Two steps: given -fopenmp, the linker would take the compiler's runtime beside the one of torch.
     runtime = openmp_runtime() or "-fopenmp"
-    steps = (
-        [compiler(), *_all_flags(), "-c", _SOURCE, "-o", "kernels.o"],
-        [compiler(), "-shared", "kernels.o", runtime, "-o", _OBJECT],
-    )
-    for step in steps:
-        result = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            failed = cache_folder / "failed"
-            failed.mkdir(parents=True, exist_ok=True)
-            kept = failed / f"{key}.cpp"
-            kept.write_text(source)
-            first = "\n".join(f"  {line}" for line in result.stderr.splitlines()[:_ERROR_LINES])
-            raise CompileError(
-                f"{' '.join(step)} failed with status {result.returncode}:\n{first}\n"
-                f"The source is kept in {kept}."
-            )
+    kept = cache_folder / "failed" / f"{key}.cpp"
+    run_compiler([*_all_flags(), "-c", _SOURCE, "-o", "kernels.o"], folder, kept, source)
+    run_compiler(["-shared", "kernels.o", runtime, "-o", _OBJECT], folder, kept, source)
     (folder / "kernels.o").unlink(missing_ok=True)
-
-
-def _function(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
-    """The builtin function of a method definition; it stays valid because a loaded library is never
-    unloaded."""
-    definition = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype = ctypes.py_object
-    make.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    return make(definition, None, None)
 
 
 @cache
 def _prelude() -> str:
     return Path(__file__).with_name("codegen_cpp_prelude.h").read_text()
-
-
-@cache
-def compiler() -> str:
-    """The C++ compiler's path.
-
-    Raises:
-        CompileError: there is none.
-    """
-    for name in ("g++", "c++", "clang++"):
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise CompileError(
-        "Compiling for CPU needs a C++ compiler, and none of g++, c++, clang++ is on PATH. Install g++, or "
-        'choose backend="aot_eager".'
-    )
 
 
 @cache

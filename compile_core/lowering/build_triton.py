@@ -23,7 +23,7 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.lowering.cache import DiskCache, content_key
+from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 
 def _import_triton() -> Any:

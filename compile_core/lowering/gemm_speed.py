@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from compile_core.lowering.build_cpp import compiler_identity
-from compile_core.lowering.cache import DiskCache, content_key
+from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384
 _FILE = "seconds.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compile_core.lowering.cache import DiskCache, content_key
+from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 ROOT = Path(__file__).parents[2]
 KEY = content_key("something")
@@ -33,7 +33,7 @@ def read(cache: DiskCache, key: str, text: str, calls: list[str] | None = None) 
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    source = "import sys, time\nfrom pathlib import Path\nfrom compile_core.lowering.cache import DiskCache\n"
+    source = "import sys, time\nfrom pathlib import Path\nfrom compile_core.toolchain.disk_cache import DiskCache\n"
     return subprocess.Popen(
         [sys.executable, "-c", source + textwrap.dedent(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

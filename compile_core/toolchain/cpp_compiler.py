@@ -1,0 +1,65 @@
+"""The C++ compiler of the user's machine, and builtin functions out of what it made.
+
+A shared object that is built here needs none of Python's headers: a function's symbol is a ``PyMethodDef``, from which
+``PyCFunction_NewEx`` makes a builtin function. Calling one costs about as much as calling ``len``, several times less
+than through ``ctypes``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compile_core.errors import CompileError
+
+_ERROR_LINES = 12
+
+
+@cache
+def compiler() -> str:
+    """The C++ compiler's path.
+
+    Raises:
+        CompileError: there is none.
+    """
+    for name in ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise CompileError(
+        "Compiling for CPU needs a C++ compiler, and none of g++, c++, clang++ is on PATH. Install g++, or "
+        'choose backend="aot_eager".'
+    )
+
+
+def run_compiler(arguments: Sequence[str], folder: Path, kept_source: Path, source: str) -> None:
+    """One step of a build in ``folder``.
+
+    Raises:
+        CompileError: the step failed; ``source`` is then kept at ``kept_source`` for whoever looks into it.
+    """
+    step = [compiler(), *arguments]
+    result = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        kept_source.parent.mkdir(parents=True, exist_ok=True)
+        kept_source.write_text(source)
+        first = "\n".join(f"  {line}" for line in result.stderr.splitlines()[:_ERROR_LINES])
+        raise CompileError(
+            f"{' '.join(step)} failed with status {result.returncode}:\n{first}\n"
+            f"The source is kept in {kept_source}."
+        )
+
+
+def builtin_function(library: ctypes.CDLL, symbol: str, bound: Any = None) -> Callable[..., Any]:
+    """The builtin function of a method definition, whose C code gets ``bound`` as its first argument.
+
+    It stays valid because a loaded library is never unloaded.
+    """
+    definition = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    return make(("PyCFunction_NewEx", ctypes.pythonapi))(definition, bound, None)
