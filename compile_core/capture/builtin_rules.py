@@ -16,11 +16,13 @@ import torch
 
 from compile_core.capture import operators
 from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sorted_values
+from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue, PartialValue
 from compile_core.capture.mappings import DictValue, SetValue, new_dict
-from compile_core.capture.objects import ClassValue, ExceptionValue, InstanceValue, class_lookup
+from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.tensors import TensorValue
 

@@ -1,18 +1,15 @@
-"""Classes and their instances: attribute look-up as ``object.__getattribute__`` does it, and construction."""
+"""Instances of classes: attribute look-up as ``object.__getattribute__`` does it, and stores."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import types
 from typing import Any
 
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import SequenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.libraries import is_library_object
-from compile_core.capture.references import ReferenceValue, find_call_rule
 from compile_core.ir.sources import AttributeSource, ItemSource, Source, instance_attribute
 
 MISSING: Any = object()
@@ -73,78 +70,6 @@ def bind_class_entry(
             "descriptor", f"the descriptor {type(entry).__name__} of {cls.__qualname__}.{name}"
         )
     return wrap_class_entry(state, cls, owner, name, entry)
-
-
-class ClassValue(ReferenceValue):
-    """A class."""
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            return state.from_constant(getattr(self.real, name))
-        owner, entry = class_lookup(self.real, name)
-        if owner is None:
-            if hasattr(self.real, name):
-                raise state.unsupported(
-                    "class-attribute", f"{name!r} of the metaclass of {self.real.__qualname__}"
-                )
-            raise state.raise_exception(
-                AttributeError, f"type object {self.real.__name__!r} has no attribute {name!r}"
-            )
-        if isinstance(entry, staticmethod):
-            return state.wrap_trusted_function(entry.__func__)
-        if isinstance(entry, classmethod):
-            return BoundMethodValue(state.wrap_trusted_function(entry.__func__), self)
-        if isinstance(entry, types.ClassMethodDescriptorType):
-            raise state.unsupported("class-attribute", f"{self.real.__qualname__}.{name}")
-        return wrap_class_entry(state, self.real, owner, name, entry)
-
-    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        cls = self.real
-        rule = find_call_rule(cls)
-        if rule is not None:
-            try:
-                return rule(state, args, kwargs)
-            except TypeError as error:
-                raise state.unsupported("call-form", f"{cls.__name__}: {error}") from error
-        if issubclass(cls, BaseException):
-            return make_exception(state, cls, args, kwargs)
-        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            return self._make_named_tuple(state, args, kwargs)
-        if type(cls) not in (type, abc.ABCMeta) or cls.__new__ is not object.__new__:
-            raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
-        if state.is_module_class(cls) or (cls.__setattr__ is not object.__setattr__ and not _is_frozen(cls)):
-            raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
-        if getattr(cls, "__abstractmethods__", None):
-            raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
-        made = InstanceValue(cls, None, None)
-        owner, init = class_lookup(cls, "__init__")
-        if owner is not None and owner is not object:
-            bind_class_entry(state, made, cls, owner, "__init__", init).call(state, args, kwargs)
-        elif args or kwargs:
-            raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
-        return made
-
-    def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        cls = self.real
-        if class_lookup(cls, "__new__")[0] is not next(
-            (entry for entry in cls.__mro__ if "_fields" in entry.__dict__), None
-        ):
-            raise state.unsupported("class-call", f"{cls.__qualname__} has its own __new__")
-        fields = list(cls._fields)
-        items = dict(zip(fields, args, strict=False)) | kwargs
-        for name, default in cls._field_defaults.items():
-            if name not in items:
-                items[name] = state.from_constant(default)
-        if len(args) > len(fields) or set(items) != set(fields):
-            raise state.raise_exception(TypeError, f"{cls.__name__}: arguments do not match the fields")
-        return SequenceValue([items[name] for name in fields], cls)
-
-
-def _is_frozen(cls: type) -> bool:
-    """Whether a class is a frozen dataclass, whose generated ``__init__`` stores through
-    ``object.__setattr__``."""
-    params = getattr(cls, "__dataclass_params__", None)
-    return params is not None and params.frozen
 
 
 class InstanceValue(Value):
@@ -320,55 +245,3 @@ class InstanceValue(Value):
 
 def _is_data_descriptor(entry: Any) -> bool:
     return hasattr(type(entry), "__set__") or hasattr(type(entry), "__delete__")
-
-
-class ExceptionValue(InstanceValue):
-    """An exception that the captured program made."""
-
-    def __init__(self, cls: type[BaseException], args: list[Value]) -> None:
-        super().__init__(cls, None, None)
-        self.args = args
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name == "args":
-            return SequenceValue(list(self.args), tuple)
-        if name in ("__cause__", "__context__", "__traceback__", "__notes__"):
-            raise state.unsupported("exception-attribute", f"{name} of an exception")
-        if issubclass(self.cls, StopIteration) and name == "value":
-            return self.args[0] if self.args else ConstantValue(None)
-        return super().get_attribute(state, name)
-
-
-def make_exception(
-    state: CaptureState, cls: type[BaseException], args: list[Value], kwargs: dict[str, Value]
-) -> ExceptionValue:
-    made = ExceptionValue(cls, args)
-    owner, init = class_lookup(cls, "__init__")
-    new_owner, _ = class_lookup(cls, "__new__")
-    if isinstance(init, types.FunctionType):
-        bind_class_entry(state, made, cls, owner or cls, "__init__", init).call(state, args, kwargs)
-    elif kwargs:
-        raise state.unsupported("exception-call", f"keyword arguments of {cls.__name__}")
-    if new_owner is not None and isinstance(new_owner.__dict__["__new__"], staticmethod):
-        raise state.unsupported("exception-call", f"{cls.__name__} defines __new__")
-    return made
-
-
-class SuperValue(Value):
-    """``super()``: attributes behind a class in the resolution order of the object's class."""
-
-    def __init__(self, after: type, owner: Value) -> None:
-        self.after = after
-        self.owner = owner
-
-    def python_type(self) -> type:
-        return super
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        cls = self.owner.real if isinstance(self.owner, ClassValue) else self.owner.python_type()
-        defining, entry = class_lookup(cls, name, self.after)
-        if defining is None:
-            raise state.raise_exception(AttributeError, f"'super' object has no attribute {name!r}")
-        if isinstance(self.owner, ClassValue):
-            raise state.unsupported("super-of-class", "super() in a class method")
-        return bind_class_entry(state, self.owner, cls, defining, name, entry)

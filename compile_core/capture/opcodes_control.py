@@ -5,13 +5,14 @@ from __future__ import annotations
 import types
 
 from compile_core.capture.base import NULL, SymbolicRaise, Value
+from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
+from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue, FunctionValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.mappings import DictValue
-from compile_core.capture.objects import ClassValue, ExceptionValue, SuperValue
 from compile_core.capture.opcodes_data import push_callable
 from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR, SEND_POPS_ITERATOR
 

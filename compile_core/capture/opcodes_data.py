@@ -9,12 +9,12 @@ from compile_core.capture import operators
 from compile_core.capture.base import NULL, Value
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
+from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, SetValue, new_dict
-from compile_core.capture.objects import ExceptionValue
 from compile_core.capture.python_versions import (
     INTRINSICS_1,
     LOAD_ATTR_HAS_METHOD_BIT,

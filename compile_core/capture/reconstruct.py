@@ -11,9 +11,10 @@ from torch import fx
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
 from compile_core.capture.containers import SequenceValue, SliceValue
+from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import MISSING, ExceptionValue, InstanceValue
+from compile_core.capture.objects import MISSING, InstanceValue
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter

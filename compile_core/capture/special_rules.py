@@ -6,8 +6,8 @@ from typing import Any
 
 from compile_core.capture import modes
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.frame import Frame
-from compile_core.capture.objects import ClassValue, SuperValue
 from compile_core.capture.references import call_rule
 
 

@@ -17,11 +17,12 @@ from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.binding import bind_arguments
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
+from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.frame import OPCODES, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import ExceptionValue, bind_class_entry, class_lookup
+from compile_core.capture.objects import bind_class_entry, class_lookup
 from compile_core.capture.output_graph import OutputGraph, is_fake
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.special_rules import SPECIAL_RULES

@@ -12,6 +12,7 @@ import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.builtin_rules import method_of_builtin_type
+from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.functions import (
@@ -24,7 +25,7 @@ from compile_core.capture.functions import (
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
-from compile_core.capture.objects import ClassValue, InstanceValue
+from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import (
     CallableReferenceValue,
     PythonModuleValue,
