@@ -1,7 +1,16 @@
 """gradsplit's compiler: ``compile_core.compile(model)`` in place of ``torch.compile(model)``."""
 
+from compile_core import config
 from compile_core.api import compile
 from compile_core.backends.registry import list_backends, register_backend
+from compile_core.capture.directives import (
+    allow_in_graph,
+    assume_constant_result,
+    disallow_in_graph,
+    graph_break,
+    is_compiling,
+)
+from compile_core.disable import disable
 from compile_core.errors import CompileError, InternalError, Unsupported
 from compile_core.options import list_mode_options, list_options
 
@@ -9,7 +18,14 @@ __all__ = [
     "CompileError",
     "InternalError",
     "Unsupported",
+    "allow_in_graph",
+    "assume_constant_result",
     "compile",
+    "config",
+    "disable",
+    "disallow_in_graph",
+    "graph_break",
+    "is_compiling",
     "list_backends",
     "list_mode_options",
     "list_options",

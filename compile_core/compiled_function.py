@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from compile_core import config
 from compile_core.capture import (
     PlainCall,
     argument_names,
@@ -68,7 +69,8 @@ class CompiledFunction:
             and returns the flat tuple of the graph's outputs.
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
-        cache_limit: how many different captures are kept before calls run as plain Python.
+        cache_limit: how many different captures are kept before calls run as plain Python; None is
+            ``config.cache_size_limit`` at the time.
         target: what to capture, if it is not what ``fn`` itself says.
         callees: the compiled forms of functions called at graph breaks, if they are shared with another
         function.
@@ -86,7 +88,7 @@ class CompiledFunction:
         *,
         fullgraph: bool = False,
         name: str | None = None,
-        cache_limit: int = 64,
+        cache_limit: int | None = None,
         target: Target | None = None,
         callees: dict[types.FunctionType, CompiledFunction] | None = None,
     ) -> None:
@@ -208,12 +210,11 @@ class CompiledFunction:
         if must_run_plain():
             return self._call_plain(*arguments)
         with self._lock:
-            if len(self.entries) >= self.cache_limit:
+            if len(self.entries) >= (self.cache_limit or config.cache_size_limit):
                 self._report_limit(arguments)
                 return self._call_plain(*arguments)
-            if self.entries and logger.isEnabledFor(logging.INFO):
-                reason = explain_failure(self.entries[0].captured, arguments)
-                logger.info("%s: recompiled because %s", self.name, reason)
+            if self.entries:
+                self._report_recompilation(arguments)
             try:
                 entry = self._make_entry(arguments)
             except PlainCall as reason:
@@ -315,6 +316,16 @@ class CompiledFunction:
         if key not in _logged_locations:
             _logged_locations.add(key)
             logger.warning("%s is not captured in full: %s", self.name, reason)
+
+    def _report_recompilation(self, arguments: tuple[Any, ...]) -> None:
+        if not config.error_on_recompile and not logger.isEnabledFor(logging.INFO):
+            return
+        reason = explain_failure(self.entries[0].captured, arguments)
+        if config.error_on_recompile:
+            raise CompileError(
+                f"{self.name} would be compiled again (config.error_on_recompile) because {reason}"
+            )
+        logger.info("%s: recompiled because %s", self.name, reason)
 
     def _report_limit(self, arguments: tuple[Any, ...]) -> None:
         if not self._limit_reported:

@@ -25,13 +25,14 @@ class CompileOptions:
     Attributes:
         cache_folder: where built kernels are kept between runs.
         trace_folder: if given, every stage writes what it made there, one file a graph and stage.
-        cache_size_limit: compiled entries a function may have before it runs as plain Python.
+        cache_size_limit: compiled entries a function may have before it runs as plain Python; None is
+            ``config.cache_size_limit`` at the time.
         verify: check what every stage hands on; costs compile time.
     """
 
     cache_folder: Path = field(default_factory=default_cache_folder)
     trace_folder: Path | None = None
-    cache_size_limit: int = 64
+    cache_size_limit: int | None = None
     verify: bool = field(default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0")
 
 

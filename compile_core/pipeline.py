@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from compile_core import config
 from compile_core.autograd.bind import BoundGraph, bind_autograd
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
@@ -74,11 +75,12 @@ def compile_graph(
 
     Raises:
         Unsupported: under a planner only.
+        Exception: what the backend raises, unless ``config.suppress_errors``.
     """
     examples = [entry.example for entry in captured.inputs]
-    if isinstance(backend, GraphBackend):
-        return backend.compile(captured.module, examples)
     try:
+        if isinstance(backend, GraphBackend):
+            return backend.compile(captured.module, examples)
         return compile_stages(
             captured.module, examples, inputs, backend=backend, options=options, planner=planner
         )
@@ -86,6 +88,14 @@ def compile_graph(
         if planner is not None:
             raise
         logger.warning("a graph runs with torch's own kernels: %s", reason)
+        return captured.module
+    except Exception as error:
+        if planner is not None or not config.suppress_errors:
+            error.add_note(f"raised while the backend {backend.name!r} compiled a graph")
+            raise
+        logger.warning(
+            "a graph runs with torch's own kernels: the backend %r failed", backend.name, exc_info=True
+        )
         return captured.module
 
 

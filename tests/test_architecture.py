@@ -25,10 +25,11 @@ PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
-BASE = ("errors", "options", "ir")
+BASE = ("errors", "config", "options", "ir")
 STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
 COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "config": ("errors",),
     "options": ("errors",),
     "ir": ("errors", "options"),
     "toolchain": BASE,
@@ -42,9 +43,10 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "planners": (*BASE, "backends"),
     "compiled_function": (*BASE, "capture"),
     "compiled_module": (),
+    "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
     "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
     "testing": (*BASE, *STAGES, "pipeline", "api"),
-    "compile_core": (*BASE, *STAGES, "pipeline", "api", "testing"),
+    "compile_core": (*BASE, *STAGES, "pipeline", "api", "disable", "testing"),
 }
 
 # The compilers inside torch, which this project does without, and the one file that may use them.

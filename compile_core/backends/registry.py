@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -25,6 +26,7 @@ class GraphBackend:
 
     name: str
     compile: GraphCompiler
+    tags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -39,45 +41,56 @@ class RegionBackend:
     name: str
     compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
     decompositions: Callable[[str], Mapping[Any, Callable[..., Any]]]
+    tags: frozenset[str] = frozenset()
 
 
 Backend = GraphBackend | RegionBackend
 
 DEFAULT_BACKEND = "triton"
 
+_DEBUG = frozenset(["debug"])
+
 _backends: dict[str, Backend] = {
-    "eager": GraphBackend("eager", eager.compile_graph),
-    "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions),
+    "eager": GraphBackend("eager", eager.compile_graph, _DEBUG),
+    "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG),
     "triton": RegionBackend("triton", triton.compile_region, triton.decompositions),
 }
 
 
-def register_backend(compiler: GraphCompiler | None = None, *, name: str | None = None) -> Any:
-    """Makes a graph compiler known by name; usable as a decorator, with or without ``name``.
+def register_backend(
+    compiler_fn: GraphCompiler | None = None, name: str | None = None, tags: Sequence[str] = ()
+) -> Any:
+    """Makes a graph compiler known by name; usable as a decorator, with or without arguments.
 
     Args:
-        compiler: takes ``(torch.fx.GraphModule, example_inputs)``, returns a callable.
+        compiler_fn: takes ``(torch.fx.GraphModule, example_inputs)``, returns a callable of the graph's inputs.
         name: the name; the function's own by default.
+        tags: words that ``list_backends`` can leave out, such as "debug".
 
     Raises:
-        TypeError: ``compiler`` is not callable.
+        TypeError: ``compiler_fn`` is not callable.
         ValueError: the name is taken by another compiler.
     """
-    if compiler is None:
-        return lambda function: register_backend(function, name=name)
-    if not callable(compiler):
-        raise TypeError(f"a backend must be callable, not {type(compiler).__name__}")
-    backend = GraphBackend(name or _name_of(compiler), compiler)
+    if compiler_fn is None:
+        return functools.partial(register_backend, name=name, tags=tags)
+    if not callable(compiler_fn):
+        raise TypeError(f"a backend must be callable, not {type(compiler_fn).__name__}")
+    backend = GraphBackend(name or _name_of(compiler_fn), compiler_fn, frozenset(tags))
     known = _backends.get(backend.name, backend)
-    if not isinstance(known, GraphBackend) or known.compile is not compiler:
+    if not isinstance(known, GraphBackend) or known.compile is not compiler_fn:
         raise ValueError(f"a backend named {backend.name!r} exists already")
     _backends[backend.name] = backend
-    return compiler
+    return compiler_fn
 
 
-def list_backends() -> list[str]:
-    """Every name that ``compile(backend=...)`` takes."""
-    return sorted({*_backends, *(found.name for found in _installed())})
+def list_backends(exclude_tags: Sequence[str] | None = ("debug", "experimental")) -> list[str]:
+    """The names that ``compile(backend=...)`` takes, without those that have one of the tags; None lists all.
+
+    An installed backend that was not used yet has no tags.
+    """
+    excluded = frozenset(exclude_tags or ())
+    known = {name for name, backend in _backends.items() if not backend.tags & excluded}
+    return sorted(known | {found.name for found in _installed() if found.name not in _backends})
 
 
 def resolve_backend(backend: str | GraphCompiler) -> Backend:
@@ -94,7 +107,7 @@ def resolve_backend(backend: str | GraphCompiler) -> Backend:
             if found.name == backend:
                 register_backend(found.load(), name=backend)
                 return _backends[backend]
-        raise ValueError(unknown_name(backend, list_backends(), "backend"))
+        raise ValueError(unknown_name(backend, list_backends(None), "backend"))
     if callable(backend):
         return GraphBackend(_name_of(backend), backend)
     raise TypeError(f"backend must be a name or a callable, not {type(backend).__name__}")

@@ -8,14 +8,9 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
 from compile_core.capture.libraries import is_library_name
 from compile_core.ir.sources import AttributeSource, ItemSource, Source
-
-# A true attribute of this name on a Python function says that calls of it end the graph and run as plain
-# Python.
-DISABLED_ATTRIBUTE = "_compile_core_disabled"
-# ... and that calls of it are single nodes of the graph, as calls of torch functions are.
-ALLOWED_ATTRIBUTE = "_compile_core_allowed_in_graph"
 
 
 class CellValue(Value):
@@ -86,8 +81,10 @@ class FunctionValue(Value):
         return self.real if self.real is not None else self
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if self.real is not None and getattr(self.real, DISABLED_ATTRIBUTE, False):
-            raise state.unsupported("disabled", f"{self.describe()} is excluded from compilation")
+        if is_disabled(self.real):
+            because = getattr(self.real, DISABLED_BECAUSE, None)
+            reason = f"{self.describe()} is excluded from compilation"
+            raise state.unsupported("disabled", f"{reason}: {because}" if because else reason)
         return state.inline(self, args, kwargs)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:

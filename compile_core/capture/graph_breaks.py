@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from compile_core.capture.base import NULL, CaptureState, Value
 from compile_core.capture.constants import SequenceIterator
 from compile_core.capture.containers import SequenceValue
+from compile_core.capture.directives import is_disabled
 from compile_core.capture.frame import Frame
-from compile_core.capture.functions import DISABLED_ATTRIBUTE, BoundMethodValue, FunctionValue
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.iterators import EnumerateIterator, ZipIterator
 from compile_core.capture.modules import ModuleValue
@@ -245,7 +246,7 @@ class BreakWriter:
         existing = (
             isinstance(function, FunctionValue) and function.real is not None and not function.is_library
         )
-        if isinstance(function, FunctionValue) and getattr(function.real, DISABLED_ATTRIBUTE, False):
+        if isinstance(function, FunctionValue) and is_disabled(function.real):
             existing = False
         if existing or isinstance(function, ModuleValue):
             return f"call_compiled({text}, "

@@ -21,6 +21,7 @@ from compile_core.capture.python_versions import (
     NO_EFFECT,
     NULL_IS_ABOVE_CALLABLE,
 )
+from compile_core.capture.tensors import TensorValue
 from compile_core.ir.sources import GlobalSource
 
 
@@ -73,6 +74,8 @@ def store_local(frame: Frame, name: str, value: Value) -> None:
         frame.cells[name] = value if isinstance(value, CellValue) else CellValue(None)
         return
     frame.locals[name] = value
+    if isinstance(value, TensorValue):
+        frame.state.graph.name_after(value.node, name)
 
 
 @opcode("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_CLOSURE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import warnings
@@ -50,6 +51,8 @@ class OutputGraph:
         self.input_nodes: list[fx.Node] = []
         self.input_versions: list[int] = []
         self._last_input: fx.Node | None = None
+        self._input_targets: set[str] = set()
+        self._named_after_variable: set[fx.Node] = set()
 
     def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
         """A placeholder for an existing tensor."""
@@ -64,7 +67,7 @@ class OutputGraph:
                     )
             else:
                 fake = self.fake_mode.from_tensor(real, static_shapes=True)
-        name = _input_name(source, kind)
+        name = self._unused_target(_input_name(source, kind))
         # Placeholders come first, in the order in which the tensors were read.
         with (
             self.graph.inserting_after(self._last_input)
@@ -79,6 +82,13 @@ class OutputGraph:
         self.input_nodes.append(node)
         self.input_versions.append(fake._version)
         return node
+
+    def _unused_target(self, wanted: str) -> str:
+        """Targets are the parameters of the generated ``forward``: ``x[0]`` and ``x_0`` must not share one."""
+        numbered = (f"{wanted.rstrip('_')}_{number}" for number in itertools.count(1))
+        chosen = next(name for name in itertools.chain([wanted], numbered) if name not in self._input_targets)
+        self._input_targets.add(chosen)
+        return chosen
 
     def call(
         self,
@@ -115,6 +125,12 @@ class OutputGraph:
         node.meta["stack_trace"] = stack_trace
         return node
 
+    def name_after(self, node: fx.Node, variable: str) -> None:
+        """Give an operation the name of the first of the user's variables that holds its result."""
+        if node.op != "placeholder" and node not in self._named_after_variable:
+            self._named_after_variable.add(node)
+            node._rename(variable)
+
     def item(self, node: fx.Node, index: int) -> fx.Node:
         """The node of one tensor out of a node with several."""
         item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
@@ -144,6 +160,7 @@ def is_fake(value: object) -> bool:
 
 
 def _input_name(source: Source, kind: InputKind) -> str:
+    """The placeholder's target: ``p_layer_weight``, ``L_x_``; fx makes the node's name of it, as ``l_x_``."""
     words = path_words(source)
     root = source
     while root.base is not None:
@@ -151,5 +168,8 @@ def _input_name(source: Source, kind: InputKind) -> str:
     of_self = isinstance(root, LocalSource) and root.name == "self"
     if of_self and isinstance(source, ModuleEntrySource) and len(words) > 1:
         words = words[1:]
-    prefix = {"parameter": "p", "buffer": "b", "argument": "l", "state": "g"}[kind]
-    return re.sub(r"\W+", "_", "_".join([prefix, *words]))
+    if kind == "argument":
+        words = ["L", *words, ""]
+    else:
+        words = [{"parameter": "p", "buffer": "b", "state": "g"}[kind], *words]
+    return re.sub(r"\W+", "_", "_".join(words))

@@ -208,7 +208,8 @@ for _function in (
     torch.overrides.has_torch_function_variadic,
 ):
     CALL_RULES[_function] = _answer(False)
-CALL_RULES[torch.compiler.is_compiling] = _answer(True)
+for _function in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling):
+    CALL_RULES[_function] = _answer(True)
 
 
 @call_rule(torch.is_tensor)

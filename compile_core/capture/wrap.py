@@ -15,8 +15,9 @@ from compile_core.capture.builtin_rules import method_of_builtin_type
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
+from compile_core.capture.directive_rules import directive_rule
+from compile_core.capture.directives import compiled_by_torch
 from compile_core.capture.functions import (
-    ALLOWED_ATTRIBUTE,
     BoundMethodValue,
     CellValue,
     FunctionValue,
@@ -34,7 +35,7 @@ from compile_core.capture.references import (
     find_call_rule,
 )
 from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
+from compile_core.capture.torch_rules import find_torch_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
@@ -60,6 +61,11 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
             state.guards.is_object(source, real)
             source = AttributeSource(source, "original")
         return wrap(state, original, source)
+    attribute = compiled_by_torch(real)
+    if attribute is not None:
+        if source is not None:
+            state.guards.is_object(source, real)
+        return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
     if is_literal(real):
         if source is not None:
             state.guards.constant(source, real)
@@ -205,9 +211,7 @@ def _input_kind(source: Source) -> InputKind:
 
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
-    rule = find_call_rule(real) or find_torch_rule(real)
-    if getattr(real, ALLOWED_ATTRIBUTE, False):
-        rule = tensor_function_rule(real)
+    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
     if rule is not None:
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)
@@ -303,7 +307,7 @@ def _wrap_method(state: CaptureState, real: types.MethodType, source: Source | N
 
 
 def _wrap_builtin(real: Any, source: Source | None) -> Value:
-    rule = find_call_rule(real) or find_torch_rule(real)
+    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
     if rule is None and isinstance(real, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         rule = method_of_builtin_type(real)
     return CallableReferenceValue(real, rule, source)

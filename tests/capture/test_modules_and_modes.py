@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from compile_core.capture.frame import OPCODES
-from compile_core.capture.functions import ALLOWED_ATTRIBUTE, DISABLED_ATTRIBUTE
 from compile_core.compiled_function import CompiledFunction
 from compile_core.errors import Unsupported
 
@@ -33,11 +32,11 @@ def test_print_of_a_graph():
     compiled = compile_eager(Small(), fullgraph=True)
     compiled(torch.ones(3, 2))
     assert str(compiled.entries[0].captured.graph) == (
-        "l_x: float32[3, 2] cpu = argument\n"
+        "l_x_: float32[3, 2] cpu = argument\n"
         "p_linear_weight: float32[2, 2] cpu = parameter\n"
         "p_linear_bias: float32[2] cpu = parameter\n"
         "b_scale: float32[2] cpu = buffer\n"
-        "linear: float32[3, 2] cpu = F.linear(l_x, p_linear_weight, p_linear_bias)\n"
+        "linear: float32[3, 2] cpu = F.linear(l_x_, p_linear_weight, p_linear_bias)\n"
         "relu: float32[3, 2] cpu = torch.relu(linear)\n"
         "mul: float32[3, 2] cpu = operator.mul(relu, b_scale)\n"
         "return (mul)"
@@ -124,34 +123,6 @@ def test_overlapping_inputs_that_are_written_to_run_plain():
     assert torch.equal(result, plain(expected_base[:2], expected_base[1:]))
     assert torch.equal(base, expected_base)
     assert compiled.break_reasons[0].reason_id == "overlapping-inputs"
-
-
-def test_a_disabled_function_is_called_plainly():
-    seen = []
-
-    def noisy(x):
-        seen.append(torch.compiler.is_compiling())
-        return x + 1
-
-    setattr(noisy, DISABLED_ATTRIBUTE, True)
-    compiled = compile_eager(lambda x: noisy(x * 2) * 3)
-    x = torch.ones(2)
-    for _ in range(2):
-        assert torch.equal(compiled(x), torch.full((2,), 9.0))
-    assert seen == [False, False]
-    assert compiled.break_reasons[0].reason_id == "disabled"
-
-
-def double(x):
-    return x * 2
-
-
-def test_an_allowed_function_is_one_node():
-    setattr(double, ALLOWED_ATTRIBUTE, True)
-    compiled = compile_eager(lambda x: double(x) + 1, fullgraph=True)
-    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
-    nodes = compiled.entries[0].captured.graph.module.graph.nodes
-    assert next(node.target for node in nodes if node.op == "call_function") is double
 
 
 def test_cache_limit_names_the_guard(caplog):

@@ -1,0 +1,125 @@
+"""Rules for the calls of functions that a program marked, and of the functions that mark; see ``directives``."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from compile_core.capture import directives
+from compile_core.capture.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.objects import InstanceValue
+from compile_core.capture.references import CallableReferenceValue, CallRule, ReferenceValue, call_rule
+from compile_core.capture.tensors import TensorValue
+from compile_core.capture.torch_rules import tensor_function_rule
+
+
+def directive_rule(function: Any) -> CallRule | None:
+    """The rule of a function that the program marked, None if it has no mark."""
+    if directives.is_disallowed(function):
+        return _asked_for_break(function)
+    if getattr(function, directives.CONSTANT_RESULT, False):
+        return _constant_result_rule(function)
+    if directives.is_allowed(function):
+        return tensor_function_rule(function)
+    if directives.is_torch_front_end_function(function, ("allow_in_graph",)):
+        return _allow
+    return None
+
+
+def _asked_for_break(function: Any) -> CallRule:
+    is_graph_break = function is directives.graph_break or directives.is_torch_front_end_function(
+        function, ("graph_break",)
+    )
+
+    def end_graph(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if not is_graph_break:
+            name = getattr(function, "__name__", type(function).__name__)
+            raise state.unsupported("disallowed", f"{name} is not allowed in graphs (disallow_in_graph)")
+        shown = [value.value for value in (*args, *kwargs.values()) if isinstance(value, ConstantValue)]
+        reason = f": {shown[0]}" if shown and shown[0] else ""
+        raise state.unsupported("graph-break", f"the program asks for a graph break{reason}")
+
+    return end_graph
+
+
+directives.disallow_in_graph(directives.graph_break)
+
+
+@call_rule(directives.is_compiling)
+def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(True)
+
+
+@call_rule(torch.compiler.disable)
+def _disable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    raise state.unsupported(
+        "disable-call", "disable() called in compiled code", "disable the function where it is defined"
+    )
+
+
+@call_rule(directives.allow_in_graph, torch.compiler.allow_in_graph)
+def _allow(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``allow_in_graph(function)`` in captured code: the function as a value whose calls are single nodes."""
+    (function,) = args
+    real = real_object(state, function)
+    return CallableReferenceValue(real, tensor_function_rule(real), function.source)
+
+
+def _constant_result_rule(function: Any) -> CallRule:
+    """Calls the function now; the compiled function holds on to what it returned."""
+
+    def call_now(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        real_args = [real_object(state, value) for value in args]
+        real_kwargs = {key: real_object(state, value) for key, value in kwargs.items()}
+        try:
+            result = function(*real_args, **real_kwargs)
+        except Exception as error:
+            raise PlainCall(f"{function.__name__} raises {type(error).__name__}: {error}") from error
+        return state.wrap(result, state.reference_source(function.__name__, result))
+
+    return call_now
+
+
+def real_object(state: CaptureState, value: Value | LazyValue) -> Any:
+    """The object that a value stands for, if it exists already and the captured code has not changed it.
+
+    A function that was made in the frame is made for real where all that it holds on to is known.
+    """
+    if isinstance(value, LazyValue):
+        return value.real
+    if isinstance(value, ReferenceValue):
+        return value.real
+    if isinstance(value, InstanceValue) and value.real is not None and not value.changes:
+        return value.real
+    if isinstance(value, TensorValue) and value.source is not None:
+        position = state.graph.input_nodes.index(value.node)
+        if value.fake._version == state.graph.input_versions[position]:
+            return state.graph.real_inputs[position]
+    if isinstance(value, BoundMethodValue):
+        return types.MethodType(real_object(state, value.function), real_object(state, value.owner))
+    if isinstance(value, FunctionValue):
+        return value.real if value.real is not None else _real_function(state, value)
+    try:
+        return value.as_constant()
+    except NotConstant:
+        raise state.unsupported(
+            "no-real-object", f"{value.describe()} does not exist before the call"
+        ) from None
+
+
+def _real_function(state: CaptureState, value: FunctionValue) -> types.FunctionType:
+    cells = []
+    for cell in value.closure:
+        if cell.content is None:
+            raise state.unsupported("no-real-object", f"{value.describe()} has an empty closure cell")
+        cells.append(cell.real or types.CellType(real_object(state, cell.content)))
+    defaults = tuple(real_object(state, item) for item in value.defaults)
+    made = types.FunctionType(value.code, value.scope, value.code.co_name, defaults, tuple(cells))
+    made.__kwdefaults__ = {
+        key: real_object(state, item) for key, item in value.keyword_defaults.items()
+    } or None
+    return made

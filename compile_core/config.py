@@ -1,0 +1,140 @@
+"""Settings of the process, by name: ``compile_core.config.cache_size_limit = 8``.
+
+They are what a program sets once for everything that it compiles; what belongs to one compilation is an argument or
+option of ``compile``. Every name is checked, and so is the type of every value. A setting is read when it matters, so a
+change holds from the next compilation on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _set_log_level(level: Any) -> None:
+    logging.getLogger("compile_core").setLevel(logging.NOTSET if level is None else level)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One name: its default, the test that a value must pass, that test in words, and what setting it does besides."""
+
+    default: Any
+    accepts: Callable[[Any], bool]
+    allowed: str
+    meaning: str
+    apply: Callable[[Any], None] | None = None
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "cache_size_limit": Setting(
+        64,
+        _is_number,
+        "a positive number",
+        "compiled entries that a function may have; calls that fit none of them then run as plain Python",
+    ),
+    "error_on_recompile": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "raise CompileError where a compiled function would be compiled again",
+    ),
+    "suppress_errors": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "where a backend raises, log it and run the graph with torch's own kernels",
+    ),
+    "log_level": Setting(
+        None,
+        lambda value: value is None or _is_number(value),
+        "a level of the logging module, or None",
+        "level of the logger 'compile_core': WARNING tells of graph breaks, INFO of recompilations and graphs too",
+        _set_log_level,
+    ),
+}
+
+
+class Config(types.ModuleType):
+    """The class of this module, which checks names and values."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+            return
+        setting = SETTINGS.get(name)
+        if setting is None:
+            raise AttributeError(_unknown(name))
+        if not setting.accepts(value):
+            raise TypeError(f"config.{name} takes {setting.allowed}, not {value!r}")
+        if setting.apply is not None:
+            setting.apply(value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"config.{name} cannot be deleted; assign its default instead")
+
+    def patch(
+        self, settings: Mapping[str, Any] | str | None = None, value: Any = None, /, **named: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Settings for the time of a ``with`` block, or of the calls of a decorated function.
+
+        ``patch(name=value)``, ``patch("name", value)`` and ``patch({"name": value})`` mean the same.
+
+        Raises:
+            AttributeError, TypeError: as an assignment does; nothing is changed then.
+        """
+        given = {settings: value} if isinstance(settings, str) else dict(settings or {})
+        changes = {**given, **named}
+        if not changes:
+            raise TypeError("patch takes at least one setting")
+        return _patched(changes)
+
+
+@contextlib.contextmanager
+def _patched(changes: Mapping[str, Any]) -> Iterator[None]:
+    module = sys.modules[__name__]
+    before = {name: getattr(module, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, SETTINGS, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return f"config has no setting {name!r}{guess} (there are: {', '.join(sorted(SETTINGS))})"
+
+
+# Declared for type checkers: the loop below gives the settings their values, the class has ``patch``.
+cache_size_limit: int
+error_on_recompile: bool
+suppress_errors: bool
+log_level: int | None
+patch: Callable[..., contextlib.AbstractContextManager[None]]
+
+for _name, _setting in SETTINGS.items():
+    globals()[_name] = _setting.default
+del _name, _setting
+sys.modules[__name__].__class__ = Config
