@@ -105,15 +105,22 @@ class CapturedFrame:
 
 def print_captured_graph(graph: CapturedGraph) -> str:
     """The graph as text with stable names: one line per node, with the spec of its value."""
+    return "\n".join(_print_nodes(graph.module, {entry.name: entry.kind for entry in graph.inputs}))
+
+
+def _print_nodes(module: fx.GraphModule, kinds: dict[str, InputKind]) -> list[str]:
     lines = []
-    kinds = {entry.name: entry.kind for entry in graph.inputs}
-    for node in graph.module.graph.nodes:
+    for node in module.graph.nodes:
         example = node.meta.get("example_value")
         shown = _show_example(example)
         if node.op == "placeholder":
             lines.append(f"{node.name}: {shown} = {kinds.get(node.name, 'input')}")
         elif node.op == "output":
             lines.append(f"return {_show_argument(node.args[0])}")
+        elif isinstance(example, fx.GraphModule):
+            lines += [f"{node.name}:", *(f"    {line}" for line in _print_nodes(example, {}))]
+        elif node.op == "get_attr":
+            lines.append(f"{node.name}: {type(example).__name__}")
         else:
             arguments = [_show_argument(argument) for argument in node.args]
             arguments += [f"{key}={_show_argument(value)}" for key, value in node.kwargs.items()]
@@ -122,7 +129,7 @@ def print_captured_graph(graph: CapturedGraph) -> str:
             else:
                 call = f"{_show_target(node.target)}({', '.join(arguments)})"
             lines.append(f"{node.name}: {shown} = {call}")
-    return "\n".join(lines)
+    return lines
 
 
 def verify_captured_graph(graph: CapturedGraph) -> None:
@@ -142,7 +149,7 @@ def verify_captured_graph(graph: CapturedGraph) -> None:
     for node in nodes:
         if node.op == "output":
             continue
-        if node.op not in ("placeholder", "call_function", "call_method"):
+        if node.op not in ("placeholder", "get_attr", "call_function", "call_method"):
             raise InternalError(f"node {node.name}: op {node.op} does not belong in a captured graph")
         if "example_value" not in node.meta:
             raise InternalError(f"node {node.name} has no example_value")
