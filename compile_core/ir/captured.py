@@ -16,6 +16,23 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 InputKind = Literal["parameter", "buffer", "argument", "state"]
 
+# What a guard's condition says, where it is one of the common ones; else "expression".
+GuardKind = Literal[
+    "expression",
+    "type",
+    "identity",
+    "same",
+    "distinct",
+    "length",
+    "keys",
+    "absent",
+    "present",
+    "equal",
+    "all_false",
+    "tensor",
+    "apart",
+]
+
 
 @dataclass(frozen=True)
 class GraphInput:
@@ -48,13 +65,14 @@ class Guard:
     """A condition over the sources, as a Python expression.
 
     ``{0}``, ``{1}`` … in the condition stand for the sources, ``{c0}``, ``{c1}`` … for the held constants.
-    ``text`` says in words what must hold.
+    ``text`` says in words what must hold. ``kind`` says the same as the condition, about the same constants.
     """
 
     sources: tuple[Source, ...]
     condition: str
     constants: tuple[Any, ...]
     text: str
+    kind: GuardKind = "expression"
 
 
 @dataclass(frozen=True)
