@@ -4,8 +4,7 @@ from compile_core.capture.base import PlainCall
 from compile_core.capture.capture_frame import argument_names, capture
 from compile_core.capture.global_state import must_run_plain, normal_tensors
 from compile_core.capture.graph_breaks import resume_function
-from compile_core.capture.guards import compile_check, explain_failure
-from compile_core.capture.source_writer import compile_function
+from compile_core.capture.guards import compile_check, compile_function, explain_failure
 
 __all__ = [
     "PlainCall",

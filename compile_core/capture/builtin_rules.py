@@ -27,9 +27,9 @@ from compile_core.capture.references import CALL_RULES, CallableReferenceValue, 
 from compile_core.capture.tensors import TensorValue
 
 _PURE = (
-    [abs, ascii, bin, bytes, chr, complex, divmod, format, hex, oct, ord, pow, repr, round, range]
+    [abs, ascii, bin, bytes, chr, complex, divmod, format, hex, oct, ord, pow, round, range]
     + [value for name, value in vars(math).items() if callable(value)]
-    + [str.format, str.join, str.split, str.startswith, str.endswith, str.lower, str.upper, int.from_bytes]
+    + [int.from_bytes]
 )
 
 
@@ -117,7 +117,23 @@ def _str(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
         return (
             _str(state, inner, {}) if len(inner) == 1 else fold(state, lambda *reals: str(reals), inner, {})
         )
-    return fold(state, str, args, kwargs)
+    return fold(state, str, _printed(args), kwargs)
+
+
+@call_rule(repr)
+def _repr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return fold(state, repr, _printed(args), kwargs)
+
+
+def _printed(args: list[Value]) -> list[Value]:
+    """Classes print by their names, which stay; other objects with identity print their address."""
+    plain = (type.__repr__, type.__str__)
+    return [
+        ConstantValue(value.real)
+        if isinstance(value, ClassValue) and (type(value.real).__repr__, type(value.real).__str__) == plain
+        else value
+        for value in args
+    ]
 
 
 @call_rule(isinstance)
@@ -175,36 +191,6 @@ def _callable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
     if isinstance(value, (ConstantValue, TensorValue, SequenceValue, DictValue, SetValue)):
         return ConstantValue(False)
     raise state.unsupported("call-of-builtin", f"callable() of {value.describe()}")
-
-
-@call_rule(hasattr)
-def _hasattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name = args
-    return ConstantValue(owner.has_attribute(state, name.as_constant()))
-
-
-@call_rule(getattr)
-def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, *default = args
-    if default and not owner.has_attribute(state, name.as_constant()):
-        return default[0]
-    return owner.get_attribute(state, name.as_constant())
-
-
-@call_rule(setattr)
-def _setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, value = args
-    owner.set_attribute(state, name.as_constant(), value)
-    return ConstantValue(None)
-
-
-@call_rule(object.__setattr__)
-def _object_setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, value = args
-    if not isinstance(owner, InstanceValue) or owner.real is not None:
-        raise state.unsupported("setattr", "object.__setattr__ of an existing object")
-    owner.store(state, name.as_constant(), value)
-    return ConstantValue(None)
 
 
 @call_rule(object.__init__, BaseException.__init__, Exception.__init__)
@@ -369,21 +355,6 @@ def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
 @call_rule(inspect.isfunction)
 def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return ConstantValue(args[0].python_type() is types.FunctionType)
-
-
-def method_of_builtin_type(descriptor: Any) -> CallRule | None:
-    """The rule of a method that is called through its type, as ``dict.get(d, k)``; None where there is
-    none."""
-    if descriptor.__objclass__ not in (dict, list, tuple, str, int, float, set, collections.OrderedDict):
-        return None
-
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        owner, *rest = args
-        if not issubclass(owner.python_type(), descriptor.__objclass__) or isinstance(owner, InstanceValue):
-            raise state.unsupported("call-of-builtin", f"{descriptor!r} of {owner.describe()}")
-        return owner.call_method(state, descriptor.__name__, rest, kwargs)
-
-    return call
 
 
 BUILTIN_NAMES = vars(builtins)

@@ -199,7 +199,9 @@ def _finish(
 
 def _guard_distinct(state: CaptureState) -> None:
     """Where an object was changed, other objects of its type must not turn out to be the same one."""
-    changed = list(state.effects.containers.values())
+    changed = [
+        getattr(container, "owner", None) or container for container in state.effects.containers.values()
+    ]
     changed += state.effects.cells.values()
     changed += {id(owner): owner for owner in state.effects.attributes.values()}.values()
     others = [value for _, value in state.known.values() if value.source is not None]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import abc
 import types
+from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.containers import SequenceValue
+from compile_core.capture.content import content_base, make_content
 from compile_core.capture.exceptions import make_exception
 from compile_core.capture.functions import BoundMethodValue
-from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup, wrap_class_entry
+from compile_core.capture.objects import (
+    InstanceValue,
+    bind_class_entry,
+    class_lookup,
+    guard_entry,
+    is_plain_layout,
+    wrap_class_entry,
+)
 from compile_core.capture.references import ReferenceValue, find_call_rule
 
 
@@ -28,13 +36,7 @@ class ClassValue(ReferenceValue):
             raise state.raise_exception(
                 AttributeError, f"type object {self.real.__name__!r} has no attribute {name!r}"
             )
-        if isinstance(entry, staticmethod):
-            return state.wrap_trusted_function(entry.__func__)
-        if isinstance(entry, classmethod):
-            return BoundMethodValue(state.wrap_trusted_function(entry.__func__), self)
-        if isinstance(entry, types.ClassMethodDescriptorType):
-            raise state.unsupported("class-attribute", f"{self.real.__qualname__}.{name}")
-        return wrap_class_entry(state, self.real, owner, name, entry)
+        return read_class_entry(state, self, owner, name, entry)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         cls = self.real
@@ -48,19 +50,24 @@ class ClassValue(ReferenceValue):
             return make_exception(state, cls, args, kwargs)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             return self._make_named_tuple(state, args, kwargs)
-        if type(cls) not in (type, abc.ABCMeta) or cls.__new__ is not object.__new__:
+        if type(cls).__call__ is not type.__call__ or state.is_module_class(cls):
             raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
-        if state.is_module_class(cls) or (cls.__setattr__ is not object.__setattr__ and not _is_frozen(cls)):
-            raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
-        if getattr(cls, "__abstractmethods__", None):
-            raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
-        made = InstanceValue(cls, None, None)
-        owner, init = class_lookup(cls, "__init__")
-        if owner is not None and owner is not object:
-            bind_class_entry(state, made, cls, owner, "__init__", init).call(state, args, kwargs)
-        elif args or kwargs:
-            raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
+        made = self._new(state, args, kwargs)
+        if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
+            owner, init = class_lookup(made.cls, "__init__")
+            if owner is not None and owner is not object:
+                bind_class_entry(state, made, made.cls, owner, "__init__", init).call(state, args, kwargs)
         return made
+
+    def _new(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """What ``__new__`` makes."""
+        cls = self.real
+        owner, entry = class_lookup(cls, "__new__")
+        if isinstance(entry, staticmethod):
+            return self.get_attribute(state, "__new__").call(state, [self, *args], kwargs)
+        if owner is object and (args or kwargs) and cls.__init__ is object.__init__:
+            raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
+        return new_instance(state, cls, args, kwargs)
 
     def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         cls = self.real
@@ -78,11 +85,26 @@ class ClassValue(ReferenceValue):
         return SequenceValue([items[name] for name in fields], cls)
 
 
-def _is_frozen(cls: type) -> bool:
-    """Whether a class is a frozen dataclass, whose generated ``__init__`` stores through
-    ``object.__setattr__``."""
-    params = getattr(cls, "__dataclass_params__", None)
-    return params is not None and params.frozen
+def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """What ``__new__`` of the built-in base makes: an object without attributes."""
+    base = content_base(cls)
+    if base is None and not is_plain_layout(cls):
+        raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
+    if getattr(cls, "__abstractmethods__", None):
+        raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
+    content = None if base is None else make_content(state, base, args, kwargs)
+    return InstanceValue(cls, None, None, content)
+
+
+def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: str, entry: Any) -> Value:
+    """What an entry of a class gives when it is read from the class itself."""
+    if isinstance(entry, (staticmethod, classmethod)):
+        guard_entry(state, owner, name, entry)
+        function = state.wrap_trusted_function(entry.__func__)
+        return function if isinstance(entry, staticmethod) else BoundMethodValue(function, cls)
+    if isinstance(entry, types.ClassMethodDescriptorType):
+        raise state.unsupported("class-attribute", f"{cls.real.__qualname__}.{name}")
+    return wrap_class_entry(state, cls.real, owner, name, entry)
 
 
 class SuperValue(Value):
@@ -101,5 +123,5 @@ class SuperValue(Value):
         if defining is None:
             raise state.raise_exception(AttributeError, f"'super' object has no attribute {name!r}")
         if isinstance(self.owner, ClassValue):
-            raise state.unsupported("super-of-class", "super() in a class method")
+            return read_class_entry(state, self.owner, defining, name, entry)
         return bind_class_entry(state, self.owner, cls, defining, name, entry)

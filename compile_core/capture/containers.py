@@ -14,12 +14,16 @@ Item = Value | LazyValue
 
 
 class ContainerValue(Value):
-    """What the containers share. ``trusted`` marks an existing container without a source, which is
-    read-only."""
+    """What the containers share.
+
+    ``trusted`` marks an existing container without a source, which is read-only. ``owner`` is the instance of a
+    user's subclass whose content the container is.
+    """
 
     methods: ClassVar[dict[str, Callable[..., Value]]] = {}
     cls: type
     trusted = False
+    owner: Value | None = None
 
     def python_type(self) -> type:
         return self.cls
@@ -97,7 +101,8 @@ class SequenceValue(ContainerValue):
         if isinstance(key, SliceValue):
             picked = list(range(len(self.items)))[key.as_constant()]
             cls = self.cls if self.cls in (list, torch.Size) else tuple
-            return SequenceValue([self.get(state, index) for index in picked], cls)
+            items: list[Item] = [self.get(state, index) for index in picked]
+            return ListValue(items) if cls is list else SequenceValue(items, cls)
         index = _index(state, key)
         if not -len(self.items) <= index < len(self.items):
             raise state.raise_exception(IndexError, f"{self.cls.__name__} index out of range")

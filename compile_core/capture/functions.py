@@ -36,7 +36,8 @@ class CellValue(Value):
         self.content = value
         if self.real is not None and self.source is None:
             raise state.unsupported("library-state", "a store to a closure variable of a library")
-        state.effects.cell_changed(self)
+        if self.real is not None:
+            state.effects.cell_changed(self)
 
 
 class FunctionValue(Value):
@@ -94,7 +95,9 @@ class FunctionValue(Value):
                 return state.from_constant(getattr(self.real, name))
             if name in ("__name__", "__qualname__"):
                 return ConstantValue(self.name)
-        if self.real is not None and not name.startswith("__"):
+        if name == "__code__":
+            return ConstantValue(self.code)
+        if self.real is not None:
             if name in self.real.__dict__:
                 owner = self.source
                 found = None if owner is None else ItemSource(AttributeSource(owner, "__dict__"), name)

@@ -144,10 +144,10 @@ class DictValue(ContainerValue):
         return found
 
     def update(self, state: CaptureState, other: Value | None = None, **kwargs: Value) -> Value:
-        if isinstance(other, DictValue):
-            other.guard_keys(state)
-            for key, (key_value, _) in list(other.entries.items()):
-                self.set_item(state, key_value, other.get(state, key))
+        pairs = None if other is None else mapping_pairs(state, other)
+        if pairs is not None:
+            for key_value, item in pairs:
+                self.set_item(state, key_value, item)
         elif other is not None:
             for pair in state.items_of(other):
                 key_value, item = state.items_of(pair)
@@ -189,6 +189,20 @@ def new_dict(pairs: list[tuple[Value, Value]], state: CaptureState, cls: type = 
         kept = made.entries[real][0] if real in made.entries else key
         made.entries[real] = (kept, value)
     return made
+
+
+def mapping_pairs(state: CaptureState, value: Value) -> list[tuple[Value, Value]] | None:
+    """Keys and items of a mapping as ``dict.update`` reads them; None of what has no method ``keys``."""
+    content = getattr(value, "content", None)
+    if isinstance(content, DictValue) and value.python_type().__iter__ is dict.__iter__:
+        value = content  # then not even the methods of a subclass are asked
+    if isinstance(value, DictValue):
+        value.guard_keys(state)
+        return [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
+    if not hasattr(value.python_type(), "keys"):
+        return None
+    keys = state.items_of(value.get_attribute(state, "keys").call(state, [], {}))
+    return [(key, value.get_item(state, key)) for key in keys]
 
 
 def _prints(key: Any) -> bool:

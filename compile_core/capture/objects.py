@@ -8,11 +8,12 @@ from typing import Any
 
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import ContainerValue
+from compile_core.capture.content import overrides
 from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.libraries import is_library_object
-from compile_core.ir.sources import AttributeSource, ItemSource, Source, instance_attribute
-
-MISSING: Any = object()
+from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
 
 
 def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type | None, Any]:
@@ -41,13 +42,19 @@ def wrap_class_entry(state: CaptureState, cls: type, owner: type, name: str, ent
     return state.wrap(entry, AttributeSource(source, name))
 
 
+def guard_entry(state: CaptureState, owner: type, name: str, entry: Any) -> None:
+    """The class holds this very descriptor."""
+    if not is_library_object(owner):
+        names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
+        state.guards.is_object(ItemSource(names, name), entry)
+
+
 def bind_class_entry(
     state: CaptureState, owner_value: Value, cls: type, owner: type, name: str, entry: Any
 ) -> Value:
     """What an entry of the class gives when it is read from an instance (or through ``super()``)."""
-    if isinstance(entry, (property, staticmethod, classmethod)) and not is_library_object(owner):
-        names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
-        state.guards.is_object(ItemSource(names, name), entry)
+    if isinstance(entry, (property, staticmethod, classmethod)):
+        guard_entry(state, owner, name, entry)
     if isinstance(entry, types.FunctionType):
         return BoundMethodValue(wrap_class_entry(state, cls, owner, name, entry), owner_value)
     if isinstance(entry, property):
@@ -72,15 +79,28 @@ def bind_class_entry(
     return wrap_class_entry(state, cls, owner, name, entry)
 
 
-class InstanceValue(Value):
-    """An object of a plain class. ``changes`` holds attributes that were stored (MISSING: deleted) in the
-    frame."""
+def is_plain_layout(cls: type) -> bool:
+    """Whether attributes are all that an object consists of: its layout is that of ``object`` or of slots."""
+    return all(entry.__flags__ & (1 << 9) or entry is object for entry in cls.__mro__)
 
-    def __init__(self, cls: type, real: Any, source: Source | None) -> None:
+
+class InstanceValue(Value):
+    """An object of a plain class, or of a subclass of a built-in type, which then has a content.
+
+    ``changes`` holds attributes that were stored (MISSING: deleted) in the frame, ``deleted`` the existing ones that
+    were deleted, even if they were stored again.
+    """
+
+    def __init__(self, cls: type, real: Any, source: Source | None, content: Value | None = None) -> None:
         self.cls = cls
+        self.content = content
+        if isinstance(content, ContainerValue):
+            content.owner = self
         self.real = real
         self.source = source
         self.changes: dict[str, Value] = {}
+        self.deleted: set[str] = set()
+        self._dict: InstanceDict | None = None
 
     def python_type(self) -> type:
         return self.cls
@@ -96,12 +116,35 @@ class InstanceValue(Value):
     def hash_key(self, state: CaptureState) -> Any:
         if self.cls.__hash__ is object.__hash__ and self.cls.__eq__ is object.__eq__:
             return self.real if self.real is not None else self
+        if self.content is not None and not overrides(
+            self.cls, self.content.python_type(), "__hash__", "__eq__"
+        ):
+            return self.content.hash_key(state)
         return super().hash_key(state)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if type(self.cls.__getattribute__) is types.FunctionType:
+            found = self._call_getattribute(state, name)
+        else:
+            found = self.plain_attribute(state, name)
+        return self.missing_attribute(state, name) if found is None else found
+
+    def _call_getattribute(self, state: CaptureState, name: str) -> Value | None:
+        """The user's own ``__getattribute__``; None where it raises AttributeError and ``__getattr__`` follows."""
+        owner, entry = class_lookup(self.cls, "__getattribute__")
+        assert owner is not None
+        bound = bind_class_entry(state, self, self.cls, owner, "__getattribute__", entry)
+        try:
+            return bound.call(state, [ConstantValue(name)], {})
+        except SymbolicRaise as raised:
+            follows = class_lookup(self.cls, "__getattr__")[0] is not None
+            if follows and issubclass(raised.value.python_type(), AttributeError):
+                return None
+            raise
+
+    def plain_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """What ``object.__getattribute__`` finds, None where it raises AttributeError."""
         cls = self.cls
-        if cls.__getattribute__ is not object.__getattribute__ and not issubclass(cls, BaseException):
-            raise state.unsupported("getattribute", f"{cls.__qualname__} defines __getattribute__")
         if name == "__class__":
             return state.wrap(cls, None)
         if name == "__dict__":
@@ -114,23 +157,33 @@ class InstanceValue(Value):
         found = self.own_attribute(state, name)
         if found is not None:
             return found
-        if owner is not None:
-            if self.real is not None and self.source is not None and hasattr(self.real, "__dict__"):
-                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
-            return bind_class_entry(state, self, cls, owner, name, entry)
-        return self.missing_attribute(state, name)
+        self.guard_absent(state, name)
+        return None if owner is None else bind_class_entry(state, self, cls, owner, name, entry)
+
+    def dict_source(self) -> Source | None:
+        """Where the object's own ``__dict__`` is found without running any code of its class."""
+        if self.source is None or self.real is None or not self.cls.__dictoffset__:
+            return None
+        if type(self.cls.__getattribute__) is types.FunctionType:
+            return OwnDictSource(self.source)
+        return AttributeSource(self.source, "__dict__")
+
+    def real_dict(self) -> dict[str, Any]:
+        """The ``__dict__`` of the real object before the call; empty for an object made in the frame."""
+        if self.real is None or not self.cls.__dictoffset__:
+            return {}
+        return object.__getattribute__(self.real, "__dict__")
 
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
         """An attribute of the instance itself, None where there is none."""
         if name in self.changes:
             changed = self.changes[name]
             return None if changed is MISSING else changed
-        if self.real is None:
-            return None
-        own = getattr(self.real, "__dict__", {})
+        own = self.real_dict()
         if name not in own:
             return None
-        return state.wrap(own[name], None if self.source is None else instance_attribute(self.source, name))
+        place = self.dict_source()
+        return state.wrap(own[name], None if place is None else ItemSource(place, name))
 
     def _slot(self, state: CaptureState, name: str) -> Value:
         if name in self.changes and self.changes[name] is not MISSING:
@@ -146,27 +199,31 @@ class InstanceValue(Value):
         raise state.raise_exception(AttributeError, name)
 
     def instance_dict(self, state: CaptureState) -> Value:
-        raise state.unsupported("instance-dict", f"the __dict__ of {self.describe()}")
+        if not self.cls.__dictoffset__:
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute '__dict__'"
+            )
+        self._dict = self._dict or InstanceDict(self)
+        return self._dict
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
         """``__getattr__``, or AttributeError."""
         owner, entry = class_lookup(self.cls, "__getattr__")
-        self.guard_absent(state, name)
         if owner is not None:
             bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
             return bound.call(state, [ConstantValue(name)], {})
         raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
 
     def guard_absent(self, state: CaptureState, name: str) -> None:
-        known = self.real is not None and self.source is not None and name not in self.changes
-        if known and self.source is not None and hasattr(self.real, "__dict__"):
-            state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+        place = self.dict_source()
+        if place is not None and name not in self.changes:
+            state.guards.absent(place, name)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        owner, _ = class_lookup(self.cls, "__setattr__")
-        if owner is not object:
-            raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
-        self.store(state, name, value)
+        if type(self.cls.__setattr__) is types.FunctionType:
+            self._special(state, "__setattr__", [ConstantValue(name), value])
+        else:
+            self.store(state, name, value)
 
     def store(self, state: CaptureState, name: str, value: Value) -> None:
         """What ``object.__setattr__`` does."""
@@ -195,9 +252,34 @@ class InstanceValue(Value):
         state.effects.attribute_changed(self, name)
 
     def delete_attribute(self, state: CaptureState, name: str) -> None:
-        if self.cls.__delattr__ is not object.__delattr__ or self.own_attribute(state, name) is None:
-            raise state.unsupported("attribute-delete", f"the deletion of {name!r} of {self.describe()}")
-        self.change(state, name, MISSING)
+        if type(self.cls.__delattr__) is types.FunctionType:
+            self._special(state, "__delattr__", [ConstantValue(name)])
+        else:
+            self.remove(state, name)
+
+    def remove(self, state: CaptureState, name: str) -> None:
+        """What ``object.__delattr__`` does."""
+        _, entry = class_lookup(self.cls, name)
+        if _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
+            raise state.unsupported(
+                "descriptor", f"a deletion of the descriptor {self.cls.__qualname__}.{name}"
+            )
+        if isinstance(entry, types.MemberDescriptorType):
+            self._slot(state, name)
+        elif self.own_attribute(state, name) is None:
+            self.guard_absent(state, name)
+            shown = f"{self.cls.__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, shown)
+        self.forget(state, name)
+
+    def forget(self, state: CaptureState, name: str) -> None:
+        """Delete an attribute that is there."""
+        if name in self.real_dict() or name not in self.changes:
+            self.change(state, name, MISSING)
+            self.deleted.add(name)
+        else:
+            del self.changes[name]
+            state.effects.attributes.pop((id(self), name), None)
 
     def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
         owner, entry = class_lookup(self.cls, name)
@@ -210,6 +292,9 @@ class InstanceValue(Value):
         if owner is None:
             raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
         return bind_class_entry(state, self, self.cls, owner, "__call__", entry).call(state, args, kwargs)
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return super().graph_argument(state) if self.content is None else self.content.graph_argument(state)
 
     def iterate(self, state: CaptureState) -> Value:
         result = self._special(state, "__iter__", [])
@@ -237,6 +322,10 @@ class InstanceValue(Value):
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         if self._special(state, "__setitem__", [key, value]) is None:
             super().set_item(state, key, value)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        if self._special(state, "__delitem__", [key]) is None:
+            super().delete_item(state, key)
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         result = self._special(state, "__contains__", [item])

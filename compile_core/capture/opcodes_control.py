@@ -12,7 +12,7 @@ from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue, FunctionValue
 from compile_core.capture.instructions import Instruction
-from compile_core.capture.mappings import DictValue
+from compile_core.capture.mappings import DictValue, mapping_pairs
 from compile_core.capture.opcodes_data import push_callable
 from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR, SEND_POPS_ITERATOR
 
@@ -171,11 +171,9 @@ def _call_with_names(frame: Frame, instruction: Instruction) -> None:
 def _call_function_ex(frame: Frame, instruction: Instruction) -> None:
     named: dict[str, Value] = {}
     if instruction.arg & 1:
-        mapping = frame.pop()
-        if not isinstance(mapping, DictValue):
-            raise frame.state.unsupported("call", f"** of {mapping.describe()}")
-        mapping.guard_keys(frame.state)
-        named = {key: mapping.get(frame.state, key) for key in list(mapping.entries)}
+        pairs = mapping_pairs(frame.state, frame.pop())
+        assert pairs is not None  # the instruction before it made a dictionary
+        named = {key.hash_key(frame.state): item for key, item in pairs}
     args = frame.state.items_of(frame.pop())
     first, second = frame.pop_many(2)
     function = first if second is NULL else second

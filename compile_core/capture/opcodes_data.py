@@ -14,7 +14,7 @@ from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.libraries import is_library_name
-from compile_core.capture.mappings import DictValue, SetValue, new_dict
+from compile_core.capture.mappings import DictValue, SetValue, mapping_pairs, new_dict
 from compile_core.capture.python_versions import (
     INTRINSICS_1,
     LOAD_ATTR_HAS_METHOD_BIT,
@@ -372,14 +372,17 @@ def _map_add(frame: Frame, instruction: Instruction) -> None:
 def _dict_update(frame: Frame, instruction: Instruction) -> None:
     source = frame.pop()
     target = frame.stack[-instruction.arg]
-    if not isinstance(source, DictValue) or not isinstance(target, DictValue):
-        raise frame.state.unsupported("dict-update", f"a dictionary display with {source.describe()}")
-    if instruction.name == "DICT_MERGE":
-        source.guard_keys(frame.state)
-        repeated = set(source.entries) & set(target.entries)
-        if repeated:
-            raise frame.state.raise_exception(TypeError, f"multiple values for keyword argument {repeated}")
-    target.update(frame.state, source)
+    pairs = mapping_pairs(frame.state, source)
+    if pairs is None:
+        raise frame.state.raise_exception(
+            TypeError, f"{source.python_type().__name__!r} object is not a mapping"
+        )
+    assert isinstance(target, DictValue)
+    for key, item in pairs:
+        if instruction.name == "DICT_MERGE" and key.hash_key(frame.state) in target.entries:
+            shown = f"multiple values for keyword argument {key.hash_key(frame.state)!r}"
+            raise frame.state.raise_exception(TypeError, shown)
+        target.set_item(frame.state, key, item)
 
 
 @opcode("LIST_TO_TUPLE")

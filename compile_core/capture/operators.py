@@ -179,6 +179,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
         if left is right:
             return True  # containers compare by identity first
+        if any(isinstance(side, ConstantValue) and side.value is None for side in (left, right)):
+            return False
         raise state.unsupported("tensor-equality", "a comparison of containers whose items are tensors")
     if isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
         kinds = [tuple if issubclass(side.cls, tuple) else list for side in (left, right)]

@@ -10,11 +10,13 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
-from compile_core.capture.containers import SequenceValue, SliceValue
+from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
+from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import MISSING, InstanceValue
+from compile_core.capture.modules import ModuleValue
+from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter
@@ -62,6 +64,9 @@ class RunnerWriter(SourceWriter):
             return f"out[{self.outputs.index(value.node)}]"
         if isinstance(value, SequenceValue):
             return self._build_sequence(value)
+        if isinstance(value, InstanceDict):
+            assert isinstance(value.instance, InstanceValue)
+            return self.bind(f"object.__getattribute__({self.emit(value.instance)}, '__dict__')")
         if isinstance(value, DictValue):
             return self._build_dict(value)
         if isinstance(value, SetValue):
@@ -85,15 +90,49 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, ReferenceValue):
             return self.constant(value.real)
         if isinstance(value, InstanceValue) and not isinstance(value, ExceptionValue):
-            if value.real is not None:
-                return self.constant(value.real)
-            name = self._name(value, f"{self.constant(object.__new__)}({self.constant(value.cls)})")
-            for attribute, item in value.changes.items():
-                if item is not MISSING:
-                    setter = self.constant(object.__setattr__)
-                    self.lines.append(f"{setter}({name}, {attribute!r}, {self.emit(item)})")
-            return name
+            return self.constant(value.real) if value.real is not None else self._build_instance(value)
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
+
+    def _build_instance(self, value: InstanceValue) -> str:
+        """An object made in the frame: what its constructors did is its content and its attributes."""
+        content, cls = value.content, self.constant(value.cls)
+        if content is None or isinstance(content, (DictValue, ListValue)) or content.python_type() is set:
+            maker = self.constant(object if content is None else content.python_type())
+            name = self._name(value, f"{maker}.__new__({cls})")
+        else:
+            name = self._name(
+                value, f"{self.constant(content.python_type())}.__new__({cls}, {self.emit(content)})"
+            )
+        if isinstance(content, ContainerValue):
+            self.lines += self._content_lines(content, name)
+        for attribute, item in value.changes.items():
+            if item is not MISSING:
+                self.lines.append(f"object.__setattr__({name}, {attribute!r}, {self.emit(item)})")
+        return name
+
+    def _content_lines(self, content: ContainerValue, name: str) -> list[str]:
+        """Statements that give a mutable container at ``name`` its content, by methods of its built-in class."""
+        cls = "" if content.owner is None else self.constant(content.cls)
+        if isinstance(content, ListValue):
+            items = ", ".join(self.emit(item) for item in content.items)
+            return [f"{cls}.__setitem__({name}, slice(None), [{items}])" if cls else f"{name}[:] = [{items}]"]
+        if isinstance(content, DictValue):
+            pairs = [(self.emit(key), self.emit(item)) for key, item in content.entries.values()]
+            if cls:
+                return [
+                    f"{cls}.clear({name})",
+                    *(f"{cls}.__setitem__({name}, {key}, {item})" for key, item in pairs),
+                ]
+            return [
+                f"{name}.clear()",
+                f"{name}.update({{{', '.join(f'{key}: {item}' for key, item in pairs)}}})",
+            ]
+        if isinstance(content, SetValue) and content.cls is set:
+            members = "".join(f"{self.emit(member)}, " for member in content.members.values())
+            start = f"set.{{}}({name}" if cls else f"{name}.{{}}("
+            comma = ", " if cls else ""
+            return [f"{start.format('clear')})", f"{start.format('update')}{comma}({members}))"]
+        return []
 
     def _build_sequence(self, value: SequenceValue) -> str:
         if value.cls is list:
@@ -139,24 +178,11 @@ class RunnerWriter(SourceWriter):
     def replay(self, effects: SideEffects) -> None:
         """Store the final state of everything that the captured call changed."""
         for container in effects.containers.values():
-            name = self.emit(container)
-            if isinstance(container, SequenceValue):
-                self._effects.append(
-                    f"{name}[:] = [{', '.join(self.emit(item) for item in container.items)}]"
-                )
-            elif isinstance(container, DictValue):
-                items = [f"{self.emit(key)}: {self.emit(item)}" for key, item in container.entries.values()]
-                self._effects += [f"{name}.clear()", f"{name}.update({{{', '.join(items)}}})"]
-            elif isinstance(container, SetValue):
-                members = "".join(f"{self.emit(member)}, " for member in container.members.values())
-                self._effects += [f"{name}.clear()", f"{name}.update(({members}))"]
+            assert isinstance(container, ContainerValue)
+            self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
             assert isinstance(owner, InstanceValue)
-            name, value = self.emit(owner), owner.changes[attribute]
-            if value is MISSING:
-                self._effects.append(f"delattr({name}, {attribute!r})")
-            else:
-                self._effects.append(f"setattr({name}, {attribute!r}, {self.emit(value)})")
+            self._replay_attribute(owner, attribute)
         for cell in effects.cells.values():
             assert isinstance(cell, CellValue)
             place = f"{self.emit(cell)}.cell_contents"
@@ -165,6 +191,16 @@ class RunnerWriter(SourceWriter):
             )
         for (_, variable), (scope, value) in effects.globals.items():
             self._effects.append(f"{self.constant(scope)}[{variable!r}] = {self.emit(value)}")
+
+    def _replay_attribute(self, owner: InstanceValue, attribute: str) -> None:
+        """Store or delete; what the class itself does at a store was run by the capture."""
+        name, value = self.emit(owner), owner.changes[attribute]
+        prefix = "" if isinstance(owner, ModuleValue) else "object.__"
+        suffix = "" if isinstance(owner, ModuleValue) else "__"
+        if attribute in owner.deleted:
+            self._effects.append(f"{prefix}delattr{suffix}({name}, {attribute!r})")
+        if value is not MISSING:
+            self._effects.append(f"{prefix}setattr{suffix}({name}, {attribute!r}, {self.emit(value)})")
 
     def finish(self, arguments: tuple[str, ...], has_graph: bool, last_lines: list[str]) -> RunnerCode:
         """The whole runner; ``last_lines`` return or go on after the effects."""

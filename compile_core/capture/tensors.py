@@ -10,7 +10,7 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator
-from compile_core.ir.sources import Source
+from compile_core.ir.sources import AttributeSource, Source
 
 # Methods that answer from metadata alone, which the guards pin down.
 _METADATA_METHODS = frozenset(
@@ -109,8 +109,16 @@ class TensorValue(Value):
     """A tensor: ``node`` in the graph, ``fake`` for its metadata. An input that was not rebound has a
     source."""
 
-    def __init__(self, node: fx.Node, fake: torch.Tensor, cls: type, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        node: fx.Node,
+        fake: torch.Tensor,
+        cls: type,
+        source: Source | None = None,
+        real: torch.Tensor | None = None,
+    ) -> None:
         self.node = node
+        self.real = real
         self.fake = fake
         self.cls = cls
         self.source = source
@@ -145,8 +153,11 @@ class TensorValue(Value):
             return state.wrap(self.cls, None)
         static = getattr(torch.Tensor, name, None)
         if static is None:
-            if self.source is not None or name.startswith("__"):
+            own = {} if self.real is None else self.real.__dict__
+            if name in own or name.startswith("__"):
                 raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
+            if self.source is not None:
+                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
             raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
         if callable(static) and not isinstance(static, property):
             return BuiltinMethod(self, name)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.builtin_rules import method_of_builtin_type
+from compile_core.capture.builtin_methods import method_of_builtin_type
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
+from compile_core.capture.content import content_base
 from compile_core.capture.directive_rules import directive_rule
 from compile_core.capture.directives import compiled_by_torch
 from compile_core.capture.functions import (
@@ -26,7 +27,7 @@ from compile_core.capture.functions import (
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
-from compile_core.capture.objects import InstanceValue
+from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.references import (
     CallableReferenceValue,
     PythonModuleValue,
@@ -39,10 +40,12 @@ from compile_core.capture.torch_rules import find_torch_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
+    ContentSource,
     ItemSource,
     LocalSource,
     ModuleEntrySource,
     Source,
+    container_item,
 )
 
 _BUILTIN_CALLABLES = (
@@ -70,7 +73,9 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
         if source is not None:
             state.guards.constant(source, real)
         return ConstantValue(real)
-    if isinstance(real, (tuple, frozenset)) and not isinstance(real, torch.Tensor):
+    if type(real) in (tuple, frozenset, torch.Size) or (
+        isinstance(real, tuple) and sequence_fields(type(real))
+    ):
         return _wrap_immutable(state, real, source)
     found = state.known.get(id(real))
     if found is not None:
@@ -91,8 +96,6 @@ def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Va
         state.guards.type_is(source, cls)
     if cls is frozenset:
         return _wrap_set(state, real, source)
-    if cls is not tuple and cls is not torch.Size and not sequence_fields(cls):
-        raise state.unsupported("tuple-subclass", f"a tuple of type {cls.__qualname__}")
     if source is not None:
         state.guards.length(source, len(real))
     return SequenceValue(_lazy_items(real, source), cls, source)
@@ -100,18 +103,20 @@ def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Va
 
 def _lazy_items(real: Any, source: Source | None) -> list[Any]:
     return [
-        LazyValue(item, None if source is None else ItemSource(source, index))
+        LazyValue(item, None if source is None else container_item(source, index))
         for index, item in enumerate(real)
     ]
 
 
 def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
-    if not all(is_literal(item) for item in real):
+    cls: Any = set if isinstance(real, set) else frozenset
+    members = list(cls.__iter__(real))
+    if not all(is_literal(item) for item in members):
         raise state.unsupported("set", "an existing set of other things than literals")
     if source is not None:
-        held = frozenset(real)
-        state.guards.add([source], "{0} == {c0}", [held], f"{source} == {set(held)!r}")
-    value = SetValue({item: ConstantValue(item) for item in real}, type(real), source)
+        held = frozenset(members)
+        state.guards.add([source], "{c0}.__eq__({0}, {c1})", [cls, held], f"{source} == {set(held)!r}")
+    value = SetValue({item: ConstantValue(item) for item in members}, cls, source)
     value.trusted = source is None
     return value
 
@@ -159,10 +164,9 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if isinstance(real, torch._ops.OpOverloadPacket):
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, find_torch_rule(real), source)
-    if _is_plain_object(real):
-        if source is not None:
-            state.guards.type_is(source, type(real))
-        return InstanceValue(type(real), real, source)
+    instance = _wrap_instance(state, real, source)
+    if instance is not None:
+        return instance
     _guard_identity(state, real, source)
     return ReferenceValue(real, source)
 
@@ -177,11 +181,6 @@ def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> No
         state.guards.is_object(source, real)
 
 
-def _is_plain_object(real: Any) -> bool:
-    """Whether attributes are all that an object consists of: its layout is that of ``object`` or of slots."""
-    return all(entry.__flags__ & (1 << 9) or entry is object for entry in type(real).__mro__)
-
-
 def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None) -> Value:
     if type(real) not in (torch.Tensor, torch.nn.Parameter):
         raise state.unsupported("tensor-subclass", f"a tensor of the subclass {type(real).__qualname__}")
@@ -189,10 +188,11 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
     if real.layout != torch.strided or real.is_quantized:
         raise state.unsupported("tensor-layout", f"{source} has the layout {real.layout}")
-    state.guards.tensor(source, real)
+    entry = isinstance(source, ModuleEntrySource)
+    state.guards.tensor(source, real, entry)
     node = state.graph.add_input(real, source, _input_kind(source))
     fake = node.meta["example_value"]
-    value = TensorValue(node, fake, type(real), source)
+    value = TensorValue(node, fake, type(real), source, real)
     state.tensor_of_fake[id(fake)] = value
     return value
 
@@ -314,29 +314,35 @@ def _wrap_builtin(real: Any, source: Source | None) -> Value:
 
 def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Value | None:
     cls = type(real)
-    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set, slice):
-        return None
-    if source is not None:
-        state.guards.type_is(source, cls)
     if cls is slice:
         names = ("start", "stop", "step")
         parts = [None if source is None else AttributeSource(source, name) for name in names]
         return SliceValue(
             [state.wrap(getattr(real, name), part) for name, part in zip(names, parts, strict=True)]
         )
+    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set):
+        return None
+    if source is not None:
+        state.guards.type_is(source, cls)
+    return _container(state, real, cls, source)
+
+
+def _container(state: CaptureState, real: Any, cls: type, source: Source | None) -> Value:
+    """A list, set or dictionary, read by the methods of ``cls``, which may be a base of the object's class."""
     if cls is set:
         return _wrap_set(state, real, source)
     if cls is list:
+        items = list(list.__iter__(real))
         if source is not None:
-            state.guards.length(source, len(real))
-        made: Any = ListValue(_lazy_items(real, source), source)
+            state.guards.length(source, len(items))
+        made: Any = ListValue(_lazy_items(items, source), source)
     else:
         entries: dict[Any, tuple[Value, Any]] = {
             key: (
                 _key_value(key),
-                LazyValue(item, None if source is None else ItemSource(source, key)),
+                LazyValue(item, None if source is None else container_item(source, key)),
             )
-            for key, item in real.items()
+            for key, item in cls.items(real)
         }
         made = DictValue(entries, cls, source)
         if cls is collections.defaultdict:
@@ -346,6 +352,34 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
                 made.default_factory = state.wrap(real.default_factory, factory)
     made.trusted = source is None
     return made
+
+
+def _wrap_instance(state: CaptureState, real: Any, source: Source | None) -> Value | None:
+    """An object of a class of the program, None for an opaque object."""
+    cls = type(real)
+    base = content_base(cls)
+    if base is None and not is_plain_layout(cls):
+        return None
+    if source is not None:
+        state.guards.type_is(source, cls)
+    if base is None:
+        return InstanceValue(cls, real, source)
+    place = None if source is None else ContentSource(source, base)
+    if base in (str, bytes, int, float, complex):
+        held = getattr(base, f"__{base.__name__}__")(real)
+        if place is not None:
+            state.guards.add([place], "{c0}.__eq__({0}, {c1})", [base, held], f"{source} == {held!r}")
+        content: Value = ConstantValue(held)
+    elif base is tuple:
+        items = list(tuple.__iter__(real))
+        if place is not None:
+            state.guards.length(place, len(items))
+        content = SequenceValue(_lazy_items(items, place), tuple, place)
+    elif base is frozenset:
+        content = _wrap_set(state, real, place)
+    else:
+        content = _container(state, real, base, place)
+    return InstanceValue(cls, real, source, content)
 
 
 def _key_value(key: Any) -> Value:

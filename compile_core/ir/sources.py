@@ -94,6 +94,17 @@ class AttributeSource(_Step):
 
 
 @dataclass(frozen=True)
+class OwnDictSource(_Step):
+    """The ``__dict__`` of an object whose class defines ``__getattribute__``, which must not run here."""
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"object.__getattribute__({base}, '__dict__')"
+
+    def __str__(self) -> str:
+        return f"{self.parent}.__dict__"
+
+
+@dataclass(frozen=True)
 class ItemSource(_Step):
     """``parent[key]`` for a key that is a literal."""
 
@@ -101,6 +112,34 @@ class ItemSource(_Step):
 
     def expression(self, base: str, name_of: NameOf) -> str:
         return f"{base}[{self.key!r}]"
+
+
+@dataclass(frozen=True)
+class ContentSource(_Step):
+    """What an instance of a user's subclass of a container holds: the same object, read by the methods of ``cls``,
+    the built-in base, so that no method of the user's class runs."""
+
+    cls: type
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return base
+
+    def __str__(self) -> str:
+        return str(self.parent)
+
+
+@dataclass(frozen=True)
+class ContentItemSource(_Step):
+    """``cls.__getitem__(parent, key)`` for one of the built-in containers that subclasses may have as base."""
+
+    base_name: str
+    key: Any
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{self.base_name}.__getitem__({base}, {self.key!r})"
+
+    def __str__(self) -> str:
+        return f"{self.parent}[{self.key!r}]"
 
 
 @dataclass(frozen=True)
@@ -129,9 +168,12 @@ class ModuleEntrySource(_Step):
         return f"{self.parent}.{self.key}"
 
 
-def instance_attribute(owner: Source, name: str) -> Source:
-    """An attribute that lies in the object's own ``__dict__``, read without running descriptors."""
-    return ItemSource(AttributeSource(owner, "__dict__"), name)
+def container_item(container: Source, key: Any) -> Source:
+    """An item of a list, tuple or dictionary that lies at a source."""
+    if isinstance(container, ContentSource):
+        name = next(base.__name__ for base in (dict, list, tuple) if issubclass(container.cls, base))
+        return ContentItemSource(container.parent, name, key)
+    return ItemSource(container, key)
 
 
 def path_words(source: Source) -> list[str]:
@@ -146,9 +188,9 @@ def path_words(source: Source) -> list[str]:
         return [*path_words(source.parent), source.key]
     assert isinstance(source, _Step)
     before = path_words(source.parent)
-    if isinstance(source, CallSource):
+    if isinstance(source, (CallSource, OwnDictSource, ContentSource)):
         return before
     if isinstance(source, AttributeSource):
         return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]
-    assert isinstance(source, ItemSource)
+    assert isinstance(source, (ItemSource, ContentItemSource))
     return before if source.key in ("_parameters", "_buffers", "_modules") else [*before, str(source.key)]

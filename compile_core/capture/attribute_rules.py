@@ -1,0 +1,103 @@
+"""Rules for the built-in functions that read, store and delete attributes by name, and for those of ``object``."""
+
+from __future__ import annotations
+
+from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.classes import ClassValue, new_instance
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.content import CONTENT_BASES, content_base
+from compile_core.capture.modules import ModuleValue
+from compile_core.capture.objects import InstanceValue
+from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+
+
+def _name(state: CaptureState, value: Value) -> str:
+    name = value.as_constant() if isinstance(value, ConstantValue) else None
+    if not isinstance(name, str):
+        raise state.unsupported("attribute-name", f"{value.describe()} as the name of an attribute")
+    return name
+
+
+@call_rule(hasattr)
+def _hasattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    return ConstantValue(owner.has_attribute(state, _name(state, name)))
+
+
+@call_rule(getattr)
+def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, *default = args
+    try:
+        return owner.get_attribute(state, _name(state, name))
+    except SymbolicRaise as raised:
+        if default and issubclass(raised.value.python_type(), AttributeError):
+            return default[0]
+        raise
+
+
+@call_rule(setattr)
+def _setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, value = args
+    owner.set_attribute(state, _name(state, name), value)
+    return ConstantValue(None)
+
+
+@call_rule(delattr)
+def _delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    owner.delete_attribute(state, _name(state, name))
+    return ConstantValue(None)
+
+
+@call_rule(vars)
+def _vars(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (owner,) = args
+    return owner.get_attribute(state, "__dict__")
+
+
+def _plain_instance(state: CaptureState, owner: Value, method: str) -> InstanceValue:
+    """The owner of a call of one of ``object``'s own methods; modules keep attributes in tables too."""
+    if isinstance(owner, InstanceValue) and not isinstance(owner, ModuleValue):
+        return owner
+    raise state.unsupported("object-method", f"object.{method} of {owner.describe()}")
+
+
+@call_rule(object.__getattribute__)
+def _object_getattribute(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    instance = _plain_instance(state, owner, "__getattribute__")
+    found = instance.plain_attribute(state, _name(state, name))
+    if found is None:
+        shown = f"{instance.cls.__name__!r} object has no attribute {_name(state, name)!r}"
+        raise state.raise_exception(AttributeError, shown)
+    return found
+
+
+@call_rule(object.__setattr__)
+def _object_setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, value = args
+    _plain_instance(state, owner, "__setattr__").store(state, _name(state, name), value)
+    return ConstantValue(None)
+
+
+@call_rule(object.__delattr__)
+def _object_delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    _plain_instance(state, owner, "__delattr__").remove(state, _name(state, name))
+    return ConstantValue(None)
+
+
+def _new_rule(base: type) -> CallRule:
+    def new(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls, *rest = args
+        if not isinstance(cls, ClassValue):
+            raise TypeError(f"{base.__name__}.__new__ of {cls.describe()}")
+        if content_base(cls.real) is None and base is not object:
+            return cls.call(state, rest, kwargs)
+        return new_instance(state, cls.real, rest, kwargs)
+
+    return new
+
+
+for _base in (object, *CONTENT_BASES):
+    CALL_RULES[_base.__new__] = _new_rule(_base)
