@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from compile_core.backends.registry import DEFAULT_BACKEND, resolve_backend
+from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
+from compile_core.capture.directives import compiled_by_torch
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
+from compile_core.observe.compile_profiler import CompileProfiler
+from compile_core.observe.observer import Observer
 from compile_core.options import parse_options
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest, claim
@@ -60,6 +63,9 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
         return model
     if isinstance(model, CompiledModule):
         model = model._orig_mod
+    attribute = compiled_by_torch(model)
+    if attribute is not None:
+        model = getattr(model, attribute)
     if not isinstance(model, torch.nn.Module):
         return _compile_plain(model, request)
     plugin = claim(model)
@@ -68,9 +74,19 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
 
 
 def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> CompiledFunction:
+    backend, cache_limit = request.backend, request.options.cache_size_limit
+    # A backend that also observes is told of what leads to the graphs that it compiles.
+    observer = (
+        backend.compile
+        if isinstance(backend, GraphBackend) and isinstance(backend.compile, Observer)
+        else None
+    )
+    if isinstance(observer, CompileProfiler) and cache_limit is None:
+        cache_limit = observer.cache_limit
     return CompiledFunction(
         model,
-        functools.partial(compile_graph, backend=request.backend, options=request.options),
+        functools.partial(compile_graph, backend=backend, options=request.options),
         fullgraph=request.fullgraph,
-        cache_limit=request.options.cache_size_limit,
+        cache_limit=cache_limit,
+        observer=observer,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ from compile_core.capture import (
 )
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from compile_core.observe.observer import Observer
+from compile_core.observe.stage_times import timed
 
 logger = logging.getLogger("compile_core.capture")
 
@@ -74,6 +78,7 @@ class CompiledFunction:
         target: what to capture, if it is not what ``fn`` itself says.
         callees: the compiled forms of functions called at graph breaks, if they are shared with another
         function.
+        observer: who is told of captures and misses, also of those of continuations and callees.
 
     Attributes:
         original: ``fn``.
@@ -91,11 +96,13 @@ class CompiledFunction:
         cache_limit: int | None = None,
         target: Target | None = None,
         callees: dict[types.FunctionType, CompiledFunction] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if isinstance(fn, CompiledFunction):
             fn = fn.original
         self.original = fn
         self.compile_graph = compile_graph
+        self.observer = observer
         self.fullgraph = fullgraph
         self.cache_limit = cache_limit
         self.entries: list[Entry] = []
@@ -115,6 +122,7 @@ class CompiledFunction:
         self._call_plain = self._make_plain_call()
         self._dispatch = self._make_dispatch()
         functools.update_wrapper(self, self._target)
+        _living[next(_numbers)] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._dispatch(*args, **kwargs)
@@ -230,10 +238,14 @@ class CompiledFunction:
         return entry.run(entry.compiled, inputs, *arguments)
 
     def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
-        captured = self._capture(arguments)
+        with timed("capture"):
+            captured = self._capture(arguments)
         if captured.break_reason is not None:
             self._report_break(captured.break_reason)
-        check = compile_check(captured)
+        if self.observer is not None:
+            self.observer.frame_captured(self.name, self._target.__code__, captured)
+        with timed("guards"):
+            check = compile_check(captured)
         run = compiled = None
         if captured.runner is not None:
             constants = dict(captured.runner.constants)
@@ -285,6 +297,7 @@ class CompiledFunction:
                 cache_limit=self.cache_limit,
                 target=Target(function, _NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
+                observer=self.observer,
             )
         return found
 
@@ -305,6 +318,7 @@ class CompiledFunction:
                 name=target.function.__qualname__,
                 target=shared,
                 callees=self._callees,
+                observer=self.observer,
             )
         return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
 
@@ -318,9 +332,11 @@ class CompiledFunction:
             logger.warning("%s is not captured in full: %s", self.name, reason)
 
     def _report_recompilation(self, arguments: tuple[Any, ...]) -> None:
-        if not config.error_on_recompile and not logger.isEnabledFor(logging.INFO):
+        if not config.error_on_recompile and not logger.isEnabledFor(logging.INFO) and self.observer is None:
             return
         reason = explain_failure(self.entries[0].captured, arguments)
+        if self.observer is not None:
+            self.observer.frame_missed(self.name, self._target.__code__, reason)
         if config.error_on_recompile:
             raise CompileError(
                 f"{self.name} would be compiled again (config.error_on_recompile) because {reason}"
@@ -338,6 +354,23 @@ class CompiledFunction:
                 len(self.entries),
                 reason,
             )
+
+
+# Every compiled function that is in use, by its age.
+_living: weakref.WeakValueDictionary[int, CompiledFunction] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def living_functions() -> list[CompiledFunction]:
+    """All compiled functions, those behind graph breaks included, oldest first."""
+    return [function for _, function in sorted(_living.items())]
+
+
+def reset() -> None:
+    """Forget everything that was compiled: the next call of every compiled function captures anew."""
+    for function in living_functions():
+        function.reset()
+    _logged_locations.clear()
 
 
 _NO_OWNER: Any = object()

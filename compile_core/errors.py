@@ -7,6 +7,7 @@ and what to do next. ``InternalError`` means that one of our own invariants brok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,21 +40,27 @@ class Unsupported(CompileError):
         explanation: one sentence: what happened.
         hint: one sentence: what the user can do.
         location: the user's line, if known.
+        stack: the lines of all calls that lead there, outermost first; just ``location`` by default.
     """
 
     def __init__(
-        self, reason_id: str, explanation: str, hint: str = "", location: CodeLocation | None = None
+        self,
+        reason_id: str,
+        explanation: str,
+        hint: str = "",
+        location: CodeLocation | None = None,
+        stack: Sequence[CodeLocation] = (),
     ) -> None:
         self.reason_id = reason_id
         self.explanation = explanation
         self.hint = hint
         self.location = location
+        self.stack = tuple(stack) or (() if location is None else (location,))
         super().__init__(str(self))
 
     def __str__(self) -> str:
         lines = [f"[{self.reason_id}] {self.explanation}"]
-        if self.location is not None:
-            lines.append(f"  {self.location}")
+        lines += [f"  {place}" for place in self.stack]
         if self.hint:
             lines.append(f"Hint: {self.hint}")
         return "\n".join(lines)

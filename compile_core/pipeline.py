@@ -26,6 +26,7 @@ from compile_core.ir.regions import whole_schedule
 from compile_core.ir.schedule import Schedule
 from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from compile_core.observe.dump import StageDump
+from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.communicator import Communicator
 from compile_core.runtime.executable import Executable, Region, link
@@ -68,27 +69,45 @@ def compile_graph(
     options: CompileOptions,
     planner: SchedulePlanner | None = None,
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Stages 2 to 8: a captured graph becomes a callable of its input tensors.
+    """Stages 2 to 8: a captured graph becomes a callable of its input tensors; see ``compile_module``."""
+    examples = [entry.example for entry in captured.inputs]
+    return compile_module(
+        captured.module, examples, inputs, backend=backend, options=options, planner=planner
+    )
+
+
+def compile_module(
+    module: torch.fx.GraphModule,
+    examples: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    backend: Backend,
+    options: CompileOptions,
+    planner: SchedulePlanner | None = None,
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Stages 2 to 8 for a graph of torch-level operations that returns a flat tuple of tensors.
 
     A graph that a stage has no rule for runs with torch's own kernels, with the reason logged; under a ``planner``,
     which someone must follow, the reason is raised instead.
+
+    Args:
+        examples: a fake tensor for each placeholder.
+        inputs: the real tensors of the first call.
 
     Raises:
         Unsupported: under a planner only.
         Exception: what the backend raises, unless ``config.suppress_errors``.
     """
-    examples = [entry.example for entry in captured.inputs]
     try:
         if isinstance(backend, GraphBackend):
-            return backend.compile(captured.module, examples)
-        return compile_stages(
-            captured.module, examples, inputs, backend=backend, options=options, planner=planner
-        )
+            with timed("backend"):
+                return backend.compile(module, list(examples))
+        return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except Unsupported as reason:
         if planner is not None:
             raise
         logger.warning("a graph runs with torch's own kernels: %s", reason)
-        return captured.module
+        return module
     except Exception as error:
         if planner is not None or not config.suppress_errors:
             error.add_note(f"raised while the backend {backend.name!r} compiled a graph")
@@ -96,7 +115,7 @@ def compile_graph(
         logger.warning(
             "a graph runs with torch's own kernels: the backend %r failed", backend.name, exc_info=True
         )
-        return captured.module
+        return module
 
 
 def compile_stages(
@@ -108,12 +127,14 @@ def compile_stages(
     options: CompileOptions,
     planner: SchedulePlanner | None,
 ) -> CompiledGraph:
-    """The stages proper; see ``compile_graph``."""
+    """The stages proper; see ``compile_module``."""
     dump = StageDump(options.trace_folder)
     dump("captured", print_graph(module))
-    joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
+    with timed("trace_joint"):
+        joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
     dump("joint", print_graph(joint.module))
-    graph = partition(joint)
+    with timed("partition"):
+        graph = partition(joint)
     if options.verify:
         verify_joint(joint)
         verify_partition(joint, graph)
@@ -133,7 +154,8 @@ def _plan_backward(
     assert graph.backward is not None
     if planner is None:
         return whole_schedule("backward", graph.backward), None
-    return planner.plan_backward(graph, inputs)
+    with timed("plan_backward"):
+        return planner.plan_backward(graph, inputs)
 
 
 def _compile_regions(

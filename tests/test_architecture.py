@@ -41,12 +41,15 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "backends": (*BASE, "autograd", "lowering", "runtime", "observe"),
     "pipeline": (*BASE, *STAGES),
     "planners": (*BASE, "backends"),
-    "compiled_function": (*BASE, "capture"),
+    "compiled_function": (*BASE, "capture", "observe"),
     "compiled_module": (),
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
+    "run": (*BASE, "capture", "compiled_function", "compiled_module"),
+    "explain": (*BASE, "observe", "compiled_function", "compiled_module"),
+    "graph_compiler": (*BASE, "backends", "pipeline"),
     "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
-    "testing": (*BASE, *STAGES, "pipeline", "api"),
-    "compile_core": (*BASE, *STAGES, "pipeline", "api", "disable", "testing"),
+    "testing": (*BASE, "backends", "graph_compiler"),
+    "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),
 }
 
 # The compilers inside torch, which this project does without, and the one file that may use them.

@@ -14,6 +14,7 @@ from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
 from compile_core.lowering.tiling_split import split_reductions
 from compile_core.observe.dump import StageDump
+from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.link_program import LinkedProgram, link_program
 
@@ -22,16 +23,22 @@ decompositions = decomposition_table
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
     """Stages 5 to 7 for one region: loops, fusion, kernels, and the function that calls them."""
-    program = lower(compute)
-    program = choose_gemm(program, gemm_speed(options.cache_folder))
-    program = fuse(program)
-    program = split_reductions(program)
+    with timed("lower"):
+        program = lower(compute)
+    with timed("choose_gemm"):
+        program = choose_gemm(program, gemm_speed(options.cache_folder))
+    with timed("fuse"):
+        program = split_reductions(fuse(program))
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))
     nests = [step for step in program.steps if isinstance(step, LoopNest)]
-    sources = [generate(nest, program.buffers) for nest in nests]
-    linked = link_program(program, sources, build(sources, options.cache_folder))
+    with timed("generate"):
+        sources = [generate(nest, program.buffers) for nest in nests]
+    with timed("build"):
+        kernels = build(sources, options.cache_folder)
+    with timed("link"):
+        linked = link_program(program, sources, kernels)
     dump(f"{compute.name}.program", linked.text)
     dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
     return linked

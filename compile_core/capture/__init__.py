@@ -5,6 +5,7 @@ from compile_core.capture.capture_frame import argument_names, capture
 from compile_core.capture.global_state import must_run_plain, normal_tensors
 from compile_core.capture.graph_breaks import resume_function
 from compile_core.capture.guards import compile_check, compile_function, explain_failure
+from compile_core.capture.run_only import run_only
 
 __all__ = [
     "PlainCall",
@@ -16,4 +17,5 @@ __all__ = [
     "must_run_plain",
     "normal_tensors",
     "resume_function",
+    "run_only",
 ]

@@ -167,7 +167,8 @@ class CaptureState:
 
     def unsupported(self, reason_id: str, explanation: str, hint: str = "") -> Unsupported:
         """An Unsupported that points at the user's line."""
-        return Unsupported(reason_id, explanation, hint, self.location())
+        stack = [frame.location() for frame in self.frames]
+        return Unsupported(reason_id, explanation, hint, self.location(), stack)
 
     def reference(self, label: str, value: Any) -> Reference:
         """The one reference to an object that the compiled function holds."""

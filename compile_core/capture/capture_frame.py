@@ -81,7 +81,7 @@ def capture(
         explanation = (
             f"{reason.explanation} (the frame runs as plain Python: {shorter.break_reason.explanation})"
         )
-        both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location)
+        both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location, reason.stack)
         return replace(captured, break_reason=both)
     return captured
 

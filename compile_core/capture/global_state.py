@@ -10,6 +10,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from compile_core.capture.modules import GLOBAL_HOOK_TABLES
+from compile_core.capture.run_only import is_run_only
 
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -52,5 +53,8 @@ def normal_tensors() -> Iterator[None]:
 
 
 def must_run_plain() -> bool:
-    """Whether a mode is active under which torch calls mean something else: tracing, fake tensors, vmap."""
+    """Whether nothing may be captured: under ``run_only``, or where a mode is active under which torch calls mean
+    something else (tracing, fake tensors, vmap)."""
+    if is_run_only():
+        return True
     return bool(_function_modes() or _dispatch_modes() or _functorch_stack() is not None or _is_tracing())

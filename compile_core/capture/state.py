@@ -131,7 +131,7 @@ class Capture(CaptureState):
         try:
             node = self.graph.call(op, target, graph_args, graph_kwargs, self.stack_trace())
         except Unsupported as error:
-            raise Unsupported(error.reason_id, error.explanation, error.hint, self.location()) from error
+            raise self.unsupported(error.reason_id, error.explanation, error.hint) from error
         return self._wrap_result(node, node.meta["example_value"], target)
 
     def _wrap_result(self, node: fx.Node, example: Any, target: Any) -> Value:

@@ -1,0 +1,71 @@
+"""``explain``: what a call of a function is compiled to, and where and why its graphs end."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compile_core.compiled_function import CompiledFunction
+from compile_core.compiled_module import CompiledModule
+from compile_core.ir.captured import CapturedFrame
+from compile_core.observe.explanation import BreakReason, ExplainedGuard, ExplainOutput
+from compile_core.observe.observer import Observer
+from compile_core.observe.stage_times import Stopwatch, print_times
+
+
+def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any:
+    """Runs a function once, compiled with the backend "eager", and reports its graphs and graph breaks.
+
+    ``explain(f)(*args)`` calls ``f`` with the arguments and returns an ``ExplainOutput``; what ``f`` does besides
+    computing, it does. Compiled entries that ``f`` may have are neither used nor changed. ``explain(f, *args)`` is an
+    older form of the same.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> ExplainOutput:
+        seen = _SeenFrames()
+        stopwatch = Stopwatch()
+        compiled = CompiledFunction(
+            f._orig_mod if isinstance(f, CompiledModule) else f,
+            lambda graph, inputs: graph.module,
+            observer=seen,
+        )
+        compiled(*args, **kwargs)
+        return seen.explanation(print_times(stopwatch.seconds()))
+
+    return run(*extra_args, **extra_kwargs) if extra_args or extra_kwargs else run
+
+
+class _SeenFrames(Observer):
+    """Notes every captured frame in order."""
+
+    def __init__(self) -> None:
+        self.frames: list[CapturedFrame] = []
+
+    def frame_captured(self, name: str, code: types.CodeType, frame: CapturedFrame) -> None:
+        self.frames.append(frame)
+
+    def explanation(self, compile_times: str) -> ExplainOutput:
+        graphs: list[torch.fx.GraphModule] = [
+            frame.graph.module for frame in self.frames if frame.graph is not None
+        ]
+        ops = [[node.target for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
+        # A break before which there was nothing to compute ends no graph; a frame that is not captured at all has none
+        # because of it.
+        reasons = [
+            BreakReason.of(frame.break_reason)
+            for frame in self.frames
+            if frame.break_reason is not None and (frame.graph is not None or frame.runner is None)
+        ]
+        return ExplainOutput(
+            graphs=graphs,
+            graph_count=len(graphs),
+            graph_break_count=max(len(graphs) - 1, 0),
+            break_reasons=reasons,
+            op_count=sum(map(len, ops)),
+            ops_per_graph=ops,
+            out_guards=[ExplainedGuard.of(guard) for frame in self.frames for guard in frame.guards],
+            compile_times=compile_times,
+        )

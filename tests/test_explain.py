@@ -1,0 +1,135 @@
+"""``explain``, ``CompileProfiler`` and ``compile_times``: what a compilation tells of itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.observe.stage_times import timed
+
+
+def toy_example(a, b):
+    x = a / (torch.abs(a) + 1)
+    print("woo")
+    if b.sum() < 0:
+        b = b * -1
+    return x * b
+
+
+def test_explain_counts_graphs_breaks_and_operations(capsys):
+    explanation = compile_core.explain(toy_example)(torch.ones(10), torch.ones(10))
+    assert capsys.readouterr().out == "woo\n"
+    assert (explanation.graph_count, explanation.graph_break_count, explanation.op_count) == (3, 2, 5)
+    assert [len(ops) for ops in explanation.ops_per_graph] == [3, 1, 1]
+    assert explanation.ops_per_graph[0][0] is torch.abs
+    assert len(explanation.graphs) == 3
+    lines = [reason.user_stack[-1] for reason in explanation.break_reasons]
+    assert [line.line for line in lines] == ['print("woo")', "if b.sum() < 0:"]
+    assert lines[0].name == "toy_example" and lines[0].filename == __file__
+    assert "data-dependent-branch" in explanation.break_reasons[1].reason
+
+
+def test_explain_prints_as_a_report():
+    text = str(compile_core.explain(toy_example)(torch.ones(10), torch.ones(10)))
+    assert text.startswith(
+        "Graph Count: 3\nGraph Break Count: 2\nOp Count: 5\nBreak Reasons:\n  Break Reason 1:\n"
+    )
+    assert re.search(
+        r"User Stack:\n      <FrameSummary file .*test_explain.py, line \d+ in toy_example>", text
+    )
+    assert "Ops per Graph:\n  Ops 1:\n    <built-in method abs" in text
+    assert "Out Guards:\n  Guard 1:\n    Name: " in text
+    assert re.search(r"Name: 'a'\n    Source: local\n    Code List: .*float32\[10\]", text)
+    assert re.search(r"Compile Times: (.|\n)*capture +\d", text)
+
+
+def test_explain_of_a_break_in_a_called_function_shows_both_lines():
+    def inner(x):
+        compile_core.graph_break()
+        return x + 1
+
+    def outer(x):
+        return inner(x * 2)
+
+    (reason,) = compile_core.explain(outer)(torch.ones(2)).break_reasons
+    assert [line.name for line in reason.user_stack] == ["outer", "inner"]
+
+
+def test_the_older_form_of_explain():
+    explanation, out_guards, graphs, ops_per_graph = compile_core.explain(
+        toy_example, torch.ones(10), torch.ones(10)
+    )
+    assert "3 graphs, with 2 graph breaks and 5 ops" in explanation
+    assert 'print("woo")' in explanation
+    assert len(graphs) == len(ops_per_graph) == 3 and out_guards
+
+
+def test_explain_uses_and_changes_no_entries():
+    compiled = compile_core.compile(toy_example, backend="eager")
+    explanation = compile_core.explain(compiled)(torch.ones(10), torch.ones(10))
+    assert explanation.graph_count == 3
+    assert compiled.entries == []
+
+
+def test_explain_of_a_module():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    for module in (model, compile_core.compile(model)):
+        explanation = compile_core.explain(module)(torch.ones(1, 2))
+        assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+
+
+def test_the_profiler_reports_breaks_and_the_guards_that_fail(capsys):
+    def repeats(x, n):
+        print(n)
+        return x * n
+
+    with compile_core.CompileProfiler() as profiler:
+        compiled = compile_core.compile(repeats, backend=profiler)
+        for n in range(4):
+            compiled(torch.ones(2), n)
+    assert profiler.frame_count == 4 and profiler.op_count == 4
+    report = profiler.report()
+    assert "Graph Breaks\n------------\n" in report and "print(n)" in report
+    assert re.search(
+        r"'repeats' \(.*test_explain.py:\d+\)\n  recompiled 3 times:\n    not: n == 0\n    not: n == 1\n",
+        report,
+    )
+    assert "Set compile_core.config.cache_size_limit to 4" in report
+    (failures, *_) = profiler.get_metrics()["guard_failures"].values()
+    assert len(failures) == 3
+    capsys.readouterr()
+
+
+def test_a_profile_without_events():
+    profiler = compile_core.CompileProfiler()
+    compile_core.compile(lambda x: x + 1, backend=profiler)(torch.ones(2))
+    assert "No graph breaks detected." in profiler.report()
+    assert "No recompilation detected." in profiler.report()
+
+
+def test_compile_times_name_the_stages():
+    compile_core.compile(lambda x: (x.sin() * 2).sum())(torch.ones(2, requires_grad=True))
+    stages, times = compile_core.compile_times(repr="csv", aggregate=True)
+    wanted = {"capture", "guards", "trace_joint", "partition", "lower", "fuse", "generate", "build", "link"}
+    assert wanted <= set(stages)
+    assert all(float(value) >= 0 for value in times)
+    assert re.search(r"trace_joint +\d+\.\d{4}", compile_core.compile_times())
+    with pytest.raises(ValueError, match="repr='json'"):
+        compile_core.compile_times("json")
+
+
+def test_a_stage_that_raises_is_timed_too():
+    with pytest.raises(KeyError), timed("stage of this test"):
+        raise KeyError
+    assert "stage of this test" in compile_core.compile_times()
+
+
+def test_a_hit_is_not_timed():
+    compiled = compile_core.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+    before = compile_core.compile_times("csv")
+    compiled(torch.ones(2))
+    assert compile_core.compile_times("csv") == before

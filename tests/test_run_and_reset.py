@@ -1,0 +1,174 @@
+"""``run`` uses what is compiled, ``reset`` forgets it, ``testing`` counts it, ``disable`` leaves code alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.testing import CompileCounter, CompileCounterWithBackend
+
+
+def scale(x, n):
+    return x * n
+
+
+def test_run_uses_entries_and_makes_none():
+    counter = CompileCounter()
+    compiled = compile_core.compile(scale, backend=counter)
+    compiled(torch.ones(2), 2)
+    for frozen in (compile_core.run(compiled), compile_core.run(scale)):
+        assert torch.equal(frozen(torch.ones(2), 2), torch.full((2,), 2.0))
+        assert torch.equal(frozen(torch.ones(2), 3), torch.full((2,), 3.0))
+        assert torch.equal(frozen(torch.ones(5), 2), torch.full((5,), 2.0))
+    assert counter.frame_count == 1 and len(compiled.entries) == 1
+    assert torch.equal(compiled(torch.ones(2), 3), torch.full((2,), 3.0))
+    assert counter.frame_count == 2
+
+
+def test_run_calls_the_compiled_entry():
+    calls = []
+
+    def backend(module, examples):
+        def run(*inputs):
+            calls.append(len(inputs))
+            return module(*inputs)
+
+        return run
+
+    compiled = compile_core.compile(scale, backend=backend)
+    compiled(torch.ones(2), 2)
+    frozen = compile_core.run(compiled)
+    frozen(torch.ones(2), 2)
+    assert calls == [1, 1]
+    frozen(torch.ones(3), 2)
+    assert calls == [1, 1]
+
+
+def test_run_holds_behind_graph_breaks_too():
+    def parts(x, n):
+        compile_core.graph_break()
+        return helper(x) * n
+
+    def helper(x):
+        compile_core.graph_break()
+        return x + 1
+
+    counter = CompileCounter()
+    compiled = compile_core.compile(parts, backend=counter)
+    compiled(torch.ones(2), 2)
+    before = counter.frame_count
+    assert torch.equal(compile_core.run(compiled)(torch.ones(3), 5), torch.full((3,), 10.0))
+    assert counter.frame_count == before
+
+
+def test_run_of_what_was_never_compiled_and_of_a_module():
+    assert torch.equal(compile_core.run(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
+    model = torch.nn.Linear(2, 2)
+    frozen = compile_core.run(compile_core.compile(model, backend="eager"))
+    assert isinstance(frozen, torch.nn.Linear) and frozen.weight is model.weight
+    assert torch.equal(frozen(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    with pytest.raises(TypeError, match="callable"):
+        compile_core.run(3)
+
+
+def test_compilation_goes_on_after_run_raises():
+    @compile_core.run
+    def fails(x):
+        raise KeyError(x)
+
+    with pytest.raises(KeyError):
+        fails(1)
+    counter = CompileCounter()
+    compile_core.compile(scale, backend=counter)(torch.ones(2), 2)
+    assert counter.frame_count == 1
+
+
+def test_reset_forgets_every_entry():
+    def with_break(x):
+        y = x + 1
+        compile_core.graph_break()
+        return y * 2
+
+    counter = CompileCounter()
+    compiled = compile_core.compile(with_break, backend=counter)
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    assert counter.frame_count == 2
+    compile_core.reset()
+    assert compiled.entries == []
+    compiled(torch.ones(2))
+    assert counter.frame_count == 4
+    counter.clear()
+    assert (counter.frame_count, counter.op_count) == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "triton"])
+def test_a_counter_hands_graphs_on(backend):
+    counter = CompileCounterWithBackend(backend)
+    compiled = compile_core.compile(lambda x: (x * 2).sin(), backend=counter)
+    x = torch.randn(3, requires_grad=True)
+    result = compiled(x)
+    assert torch.allclose(result, (x * 2).sin())
+    result.sum().backward()
+    assert torch.allclose(x.grad, 2 * (x * 2).cos())
+    assert (counter.frame_count, counter.op_count, len(counter.graphs)) == (1, 2, 1)
+
+
+def test_disable_forms():
+    @compile_core.disable()
+    def decorated(x):
+        """Adds one."""
+        return x + 1
+
+    assert decorated.__name__ == "decorated" and decorated.__doc__ == "Adds one."
+    counter = CompileCounter()
+    compiled = compile_core.compile(scale, backend=counter)
+    assert torch.equal(compile_core.disable(compiled)(torch.ones(2), 2), torch.full((2,), 2.0))
+    assert counter.frame_count == 0
+    model = compile_core.disable(torch.nn.Linear(2, 2))
+    outer = compile_core.compile(lambda x: model(x * 2) + 1, backend=counter)
+    assert torch.equal(outer(torch.ones(1, 2)), model(torch.full((1, 2), 2.0)) + 1)
+    assert counter.frame_count == 2 and counter.op_count == 2
+    with pytest.raises(TypeError, match="callable"):
+        compile_core.disable(3)
+
+
+def test_a_disabled_class_is_made_and_called_plainly():
+    seen = []
+
+    @compile_core.disable
+    class Scaler:
+        def __init__(self, factor):
+            seen.append(compile_core.is_compiling())
+            self.factor = factor
+
+        def __call__(self, x):
+            seen.append(compile_core.is_compiling())
+            return x * self.factor
+
+    def uses(x):
+        return Scaler(3)(x + 1) - 1
+
+    compiled = compile_core.compile(uses, backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 5.0))
+    assert seen == [False, False]
+
+
+def test_methods_are_compiled_in_a_class_body():
+    class Model:
+        def __init__(self):
+            self.factor = 3
+
+        @compile_core.compile(backend="eager", fullgraph=True)
+        def scaled(self, x):
+            return x * self.factor
+
+        @compile_core.compile(backend="eager")
+        def shifted(self, x, by=1):
+            return x + by
+
+    model = Model()
+    assert torch.equal(model.scaled(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(model.shifted(torch.ones(2), by=2), torch.full((2,), 3.0))
+    assert torch.equal(Model.shifted(model, torch.ones(2)), torch.full((2,), 2.0))
