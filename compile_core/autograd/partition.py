@@ -6,7 +6,9 @@ whatever only the backward can compute is the sink. Values cut are saved; values
 backward are computed again there. Values that may not be recomputed hang on the source with infinite
 capacity.
 
-Limits: no memory budget, no user checkpoint tags.
+What a checkpoint of the program marks is never saved, whatever it costs (see ``recompute_regions``).
+
+Limits: no memory budget.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
 
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
+from compile_core.autograd.recompute_regions import is_recomputed
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
 from compile_core.ir.random_operators import is_random
@@ -98,8 +101,12 @@ def _choose_saved(
     for node in graph.nodes:
         if node in only_backward or node.op == "output" or node not in needed:
             continue
-        network.add_edge((node, "in"), (node, "out"), capacity=_capacity(node, free, distances.get(node, 0)))
-        if node in sources or _must_not_recompute(node, in_forward, only_backward, needed):
+        recomputed = is_recomputed(node, in_forward)
+        capacity = math.inf if recomputed else _capacity(node, free, distances.get(node, 0))
+        network.add_edge((node, "in"), (node, "out"), capacity=capacity)
+        if node in sources or (
+            not recomputed and _must_not_recompute(node, in_forward, only_backward, needed)
+        ):
             network.add_edge("source", (node, "in"), capacity=math.inf)
         for user in node.users:
             if user in only_backward:

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from compile_core.autograd import random_order
 from compile_core.autograd.calling_convention import (
@@ -31,6 +32,7 @@ from compile_core.autograd.calling_convention import (
     find_calling_convention,
 )
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
+from compile_core.autograd.recompute_regions import mark_regions
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
@@ -63,6 +65,7 @@ def trace_joint(
         Unsupported: one of the limits above.
     """
     fake_mode = _fake_mode_of(examples)
+    module = mark_regions(module)
     convention = find_calling_convention(module, examples, fake_mode)
     num_results = len(convention.picks)
     # Results that take gradients, then inputs that got a history by being changed.
@@ -106,7 +109,7 @@ def trace_joint(
         specs = [dense_spec(spec) for spec in specs] if trainable else []
         seeds = [empty_like_spec(spec) for spec in specs]
         leaves = [as_leaf(example) for example in examples]
-    with preserved_modes(), fake_mode, failures_explained():
+    with preserved_modes(), preserve_node_meta(), fake_mode, failures_explained():
         traced = make_fx(
             joint,
             decomposition_table={**random_order.DECOMPOSITIONS, **decompositions},

@@ -7,8 +7,10 @@ ever guessed.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from compile_core.capture.guards import GuardSet
 from compile_core.errors import CodeLocation, Unsupported
@@ -28,11 +30,20 @@ class SymbolicRaise(Exception):
         self.value = value
 
 
+_serials = itertools.count()
+
+
 class Value:
     """A symbolic Python object. ``source`` says where the object was before the call, None if it did not
-    exist."""
+    exist. ``serial`` numbers the values of a process in the order in which they were made."""
 
     source: Source | None = None
+    serial: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = object.__new__(cls)
+        made.serial = next(_serials)
+        return made
 
     def python_type(self) -> type:
         """The type of the object."""
@@ -160,6 +171,8 @@ class CaptureState:
         self.known: dict[int, tuple[Any, Value]] = {}
         # In-place operations return their operand: the same fake tensor means the same tensor.
         self.tensor_of_fake: dict[int, Any] = {}
+        # Context managers of torch that the capture has entered and not left.
+        self.open_modes: list[Any] = []
         self._references: dict[int, Reference] = {}
 
     def location(self) -> CodeLocation | None:
@@ -230,6 +243,12 @@ class CaptureState:
 
     def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """Record an operation on tensors; ``op`` is call_function or call_method."""
+        raise NotImplementedError
+
+    def call_tensor_nodes(
+        self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
+    ) -> Value:
+        """Record a call whose arguments are nodes already; ``example_by`` computes its example in its stead."""
         raise NotImplementedError
 
     def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:

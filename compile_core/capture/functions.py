@@ -36,8 +36,7 @@ class CellValue(Value):
         self.content = value
         if self.real is not None and self.source is None:
             raise state.unsupported("library-state", "a store to a closure variable of a library")
-        if self.real is not None:
-            state.effects.cell_changed(self)
+        state.effects.cell_changed(self)
 
 
 class FunctionValue(Value):

@@ -1,9 +1,9 @@
-"""Guards: what was read during capture, and the generated function that checks it again.
+"""Guards: what was read during capture, and the check that it still holds.
 
-The check is one straight function. Each source is evaluated once, at its first use, and every failed
-condition
-returns the number of its guard; success returns the list of the graph's input tensors, which the check
-passed on its way. Nothing is allocated but what the conditions themselves need.
+The check is one straight program, run by the interpreter in C where there is a compiler, else as generated Python. Each
+source is evaluated once, at its first use, and a failed condition ends it with the number of its guard; success returns
+the list of the graph's input tensors, which the check passed on its way. A guard's condition is a Python expression;
+its kind says which instruction of the interpreter means the same, with the guard's constants as operands.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.source_writer import SourceWriter
-from compile_core.ir.captured import CapturedFrame, GraphInput, Guard
+from compile_core.capture.guard_interpreter import guard_interpreter
+from compile_core.capture.guard_program import compile_program
+from compile_core.capture.source_writer import SourceWriter, compile_function
+from compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
 from compile_core.ir.sources import ContentSource, Source
 
 _IDENTITY_TYPES = (
@@ -43,13 +45,6 @@ def _label(value: Any) -> str:
     return type(value).__name__
 
 
-def _contains(source: Source, key: Any) -> str:
-    """The condition that a dictionary has a key."""
-    if isinstance(source, ContentSource):
-        return f"dict.__contains__({{0}}, {key!r})"
-    return f"({key!r} in {{0}})"
-
-
 class GuardSet:
     """Guards in the order in which they were found, without repeats."""
 
@@ -59,74 +54,100 @@ class GuardSet:
     def __iter__(self):
         return iter(self._guards.values())
 
-    def add(self, sources: Sequence[Source], condition: str, constants: Sequence[Any], text: str) -> None:
+    def add(
+        self,
+        sources: Sequence[Source],
+        condition: str,
+        constants: Sequence[Any],
+        text: str,
+        kind: GuardKind = "expression",
+    ) -> None:
         key = (tuple(sources), condition, tuple(id(constant) for constant in constants))
         if key not in self._guards:
-            self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text)
+            self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text, kind)
 
     def type_is(self, source: Source, cls: type) -> None:
-        self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}")
+        self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}", "type")
 
     def is_object(self, source: Source, value: Any) -> None:
-        self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}")
+        self.add([source], "{0} is {c0}", [value], f"{source} is the same {_label(value)}", "identity")
 
     def same(self, one: Source, other: Source) -> None:
-        self.add([one, other], "{0} is {1}", [], f"{one} is {other}")
+        self.add([one, other], "{0} is {1}", [], f"{one} is {other}", "same")
 
     def distinct(self, one: Source, other: Source) -> None:
-        self.add([one, other], "{0} is not {1}", [], f"{one} is not {other}")
+        self.add([one, other], "{0} is not {1}", [], f"{one} is not {other}", "distinct")
 
     def length(self, source: Source, length: int) -> None:
         text = f"len({source}) == {length}"
         if isinstance(source, ContentSource):
-            self.add([source], f"{{c0}}.__len__({{0}}) == {length}", [source.cls], text)
+            self.add([source], "{c1}.__len__({0}) == {c0}", [length, source.cls], text)
         else:
-            self.add([source], f"len({{0}}) == {length}", [], text)
+            self.add([source], "len({0}) == {c0}", [length], text, "length")
 
     def keys(self, source: Source, keys: tuple[Any, ...]) -> None:
-        iterable, constants = "{0}", []
+        text, kinds_text = f"the keys of {source} are {keys!r}", f"the key types of {source}"
+        kinds = tuple(type(key) for key in keys)
         if isinstance(source, ContentSource):
-            iterable, constants = "{c0}.__iter__({0})", [source.cls]
-        self.add([source], f"tuple({iterable}) == {keys!r}", constants, f"the keys of {source} are {keys!r}")
-        if any(type(key) is not str for key in keys):
-            kinds = tuple(type(key) for key in keys)
-            condition = f"tuple(map(type, {iterable})) == {{c{len(constants)}}}"
-            self.add([source], condition, [*constants, kinds], f"the key types of {source}")
+            condition = "tuple({c1}.__iter__({0})) == {c0} and tuple(map(type, {c1}.__iter__({0}))) == {c2}"
+            self.add([source], condition, [keys, source.cls, kinds], text)
+            return
+        self.add([source], "tuple({0}) == {c0}", [keys], text, "keys")
+        if any(kind is not str for kind in kinds):
+            self.add([source], "tuple(map(type, {0})) == {c0}", [kinds], kinds_text)
 
     def absent(self, source: Source, key: Any) -> None:
-        self.add([source], f"not {_contains(source, key)}", [], f"{key!r} not in {source}")
+        text = f"{key!r} not in {source}"
+        if isinstance(source, ContentSource):
+            self.add([source], "not dict.__contains__({0}, {c0})", [key], text)
+        else:
+            self.add([source], "{c0} not in {0}", [key], text, "absent")
 
     def present(self, source: Source, key: Any) -> None:
-        self.add([source], _contains(source, key), [], f"{key!r} in {source}")
+        text = f"{key!r} in {source}"
+        if isinstance(source, ContentSource):
+            self.add([source], "dict.__contains__({0}, {c0})", [key], text)
+        else:
+            self.add([source], "{c0} in {0}", [key], text, "present")
+
+    def all_false(self, source: Source, keys: tuple[str, ...], text: str) -> None:
+        """What a mapping holds under each of these keys is empty, or false."""
+        items = " or ".join(f"{{0}}[{key!r}]" for key in keys)
+        self.add([source], f"not ({items})", [keys], text, "all_false")
 
     def constant(self, source: Source, value: Any) -> None:
         """The value is the same literal: type and equality, with 0.0 and -0.0, and nan, told apart."""
         if isinstance(value, _IDENTITY_TYPES):
-            self.add([source], "{0} is {c0}", [value], f"{source} is {value!r}")
+            self.add([source], "{0} is {c0}", [value], f"{source} is {value!r}", "identity")
             return
-        exact = "repr({0}) == repr({c1})" if _has_hidden_parts(value) else "{0} == {c1}"
+        hidden = _has_hidden_parts(value)
+        exact = "repr({0}) == repr({c1})" if hidden else "{0} == {c1}"
         self.add(
-            [source], f"type({{0}}) is {{c0}} and {exact}", [type(value), value], f"{source} == {value!r}"
+            [source],
+            f"({{0}} is {{c1}} or type({{0}}) is {{c0}} and {exact})",
+            [type(value), value],
+            f"{source} == {value!r}",
+            "expression" if hidden else "equal",
         )
 
-    def tensor(self, source: Source, tensor: torch.Tensor, is_module_entry: bool) -> None:
+    def tensor(self, source: Source, tensor: torch.Tensor) -> None:
         """Everything that a graph takes for granted about an input tensor."""
         cls = type(tensor)
         shape, stride = tuple(tensor.shape), tensor.stride()
         requires = "" if tensor.requires_grad else "not "
         device = "{0}.is_cpu" if tensor.device.type == "cpu" else "{0}.device == {c2}"
-        # A parameter or buffer is never a lazily negated or conjugated view; testing every one would cost
-        # more than all the rest, so only arguments are tested.
-        lazy = "" if is_module_entry else " and not {0}.is_neg() and not {0}.is_conj()"
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+        views = f"{{0}}.is_conj() is {is_conj} and {{0}}.is_neg() is {is_neg}"
         self.add(
             [source],
             "type({0}) is {c0} and {0}.dtype is {c1} and "
             f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r} and {requires}{{0}}.requires_grad "
-            f"and {device}{lazy}",
-            [cls, tensor.dtype, tensor.device],
+            f"and {device} and {views}",
+            [cls, tensor.dtype, tensor.device, shape, stride, tensor.requires_grad, is_conj, is_neg],
             f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{list(shape)}, "
             f"strides {list(stride)}, on {tensor.device}, "
             + ("requiring grad" if tensor.requires_grad else "not requiring grad"),
+            "tensor",
         )
 
     # Note [Overlapping inputs]: a graph that writes to an input is wrong when another input shares that
@@ -150,6 +171,7 @@ class GuardSet:
                     "{c0}({0}, {1})",
                     [_apart],
                     f"{written.source} and {entry.source} share no memory",
+                    "apart",
                 )
 
 
@@ -165,6 +187,13 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def compile_check(frame: CapturedFrame) -> Callable[..., Any]:
     """The guard check of a frame: called with the frame's arguments, it returns the list of input tensors,
     or the index of the guard that failed, or -1 where following a source raised."""
+    interpreter = guard_interpreter()
+    check = None if interpreter is None else compile_program(frame, interpreter)
+    return compile_python_check(frame) if check is None else check
+
+
+def compile_python_check(frame: CapturedFrame) -> Callable[..., Any]:
+    """The check as generated Python."""
     writer = _CheckWriter()
     for index, guard in enumerate(frame.guards):
         names = [writer.read(source) for source in guard.sources]
@@ -202,13 +231,3 @@ class _CheckWriter(SourceWriter):
         # Global names cost a dictionary look-up per use, as cheap as a local that would have to be bound
         # first.
         return guard.condition.format(*names, **constants)
-
-
-def compile_function(text: str, name: str, constants: dict[str, Any]) -> Callable[..., Any]:
-    """Compile generated source and return the function of this name."""
-    code = compile(text, f"<generated {name}>", "exec")
-    namespace = dict(constants)
-    exec(code, namespace)
-    function = namespace[name]
-    assert isinstance(function, types.FunctionType)
-    return function

@@ -16,7 +16,6 @@ from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySour
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-_NO_HOOKS = "not (" + " or ".join(f"{{0}}[{table!r}]" for table in _HOOK_TABLES) + ")"
 
 GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
     getattr(module_registry, name)
@@ -159,4 +158,4 @@ def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:
         )
     if module.source is not None:
         owner = AttributeSource(module.source, "__dict__")
-        state.guards.add([owner], _NO_HOOKS, [], f"{module.source} has no hooks")
+        state.guards.all_false(owner, _HOOK_TABLES, f"{module.source} has no hooks")

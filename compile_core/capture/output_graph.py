@@ -43,13 +43,14 @@ def make_fake_mode() -> FakeTensorMode:
 class OutputGraph:
     """Builds one fx graph. Node arguments are nodes and literals; fakes live in ``meta["example_value"]``."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.graph = fx.Graph()
-        self.fake_mode = make_fake_mode()
+        self.fake_mode = fake_mode
         self.inputs: list[GraphInput] = []
         self.real_inputs: list[torch.Tensor] = []
         self.input_nodes: list[fx.Node] = []
         self.input_versions: list[int] = []
+        self.held: dict[str, Any] = {}
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
         self._named_after_variable: set[fx.Node] = set()
@@ -67,20 +68,39 @@ class OutputGraph:
                     )
             else:
                 fake = self.fake_mode.from_tensor(real, static_shapes=True)
-        name = self._unused_target(_input_name(source, kind))
-        # Placeholders come first, in the order in which the tensors were read.
+        node = self.add_placeholder(_input_name(source, kind), fake)
+        self.inputs.append(GraphInput(node.name, source, fake, kind))
+        self.real_inputs.append(real)
+        self.input_nodes.append(node)
+        self.input_versions.append(fake._version)
+        return node
+
+    def add_placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
+        """Placeholders come first, in the order in which they are added."""
         with (
             self.graph.inserting_after(self._last_input)
             if self._last_input
             else self.graph.inserting_before(next(iter(self.graph.nodes), None))
         ):
-            node = self.graph.placeholder(name)
+            node = self.graph.placeholder(self._unused_target(name))
         self._last_input = node
         node.meta["example_value"] = fake
-        self.inputs.append(GraphInput(node.name, source, fake, kind))
-        self.real_inputs.append(real)
-        self.input_nodes.append(node)
-        self.input_versions.append(fake._version)
+        return node
+
+    def hold(self, name: str, value: Any) -> fx.Node:
+        """The node of an object that is no tensor, such as the graph of a body; the graph module holds it."""
+        used = sum(key.rpartition("_")[0] == name for key in self.held)
+        key = f"{name}_{used}"
+        self.held[key] = value
+        # The graph has no module yet that could tell whether the attribute exists.
+        node = self.graph.create_node("get_attr", key)
+        node.meta["example_value"] = value
+        return node
+
+    def own_node(self, node: fx.Node) -> fx.Node:
+        """The node of this graph for a node that an operation reads."""
+        if node.graph is not self.graph:
+            raise Unsupported("escaped-tensor", f"a tensor ({node.name}) leaves the body that computes it")
         return node
 
     def _unused_target(self, wanted: str) -> str:
@@ -97,20 +117,24 @@ class OutputGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         stack_trace: str,
+        example_by: Callable[..., Any] | None = None,
     ) -> fx.Node:
-        """Append an operation and run it on the fakes.
+        """Append an operation and run it on the fakes; ``example_by`` is run there in the target's stead.
 
         Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall
         where the operation raises: plain Python will then raise the same for the user.
         """
+        args = map_arg(args, self.own_node)
+        kwargs = map_arg(kwargs, self.own_node)
         fake_args = map_arg(args, _fake_of)
         fake_kwargs = map_arg(kwargs, _fake_of)
+        run = example_by or target
         try:
             with self.fake_mode:
-                if isinstance(target, str):
-                    example = getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+                if isinstance(run, str):
+                    example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
                 else:
-                    example = target(*fake_args, **fake_kwargs)
+                    example = run(*fake_args, **fake_kwargs)
         except _NO_FAKE_RULE as error:
             shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
             raise Unsupported(
@@ -141,14 +165,18 @@ class OutputGraph:
 
     def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
         """Close the graph; unused items of multi-output nodes and unused inputs are dropped."""
-        self.graph.output(tuple(outputs))
+        self.graph.output(tuple(self.own_node(node) for node in outputs))
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and (node.op == "placeholder" or "is_item" in node.meta):
+            if not node.users and (node.op in ("placeholder", "get_attr") or "is_item" in node.meta):
                 self.graph.erase_node(node)
         kept = [index for index, node in enumerate(self.input_nodes) if node.users]
-        module = fx.GraphModule(torch.nn.Module(), self.graph, "CapturedGraph")
+        module = self.make_module("CapturedGraph")
         inputs = tuple(self.inputs[index] for index in kept)
         return CapturedGraph(module, inputs)
+
+    def make_module(self, name: str) -> fx.GraphModule:
+        """The graph as a module that has the objects it holds as attributes."""
+        return fx.GraphModule(self.held, self.graph, name)
 
 
 def _fake_of(node: fx.Node) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 from compile_core.ir.sources import Reference, Source
@@ -43,3 +45,17 @@ class SourceWriter:
 
     def _reference(self, reference: Reference) -> str:
         return self.constant(reference.value)
+
+
+def evaluate(text: str, name: str, constants: dict[str, Any]) -> Any:
+    """Run generated source and return what it binds to this name."""
+    namespace = dict(constants)
+    exec(compile(text, f"<generated {name}>", "exec"), namespace)
+    return namespace[name]
+
+
+def compile_function(text: str, name: str, constants: dict[str, Any]) -> Callable[..., Any]:
+    """Compile generated source and return the function of this name."""
+    function = evaluate(text, name, constants)
+    assert isinstance(function, types.FunctionType)
+    return function

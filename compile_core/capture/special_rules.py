@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture import attribute_rules, builtin_rules, modes
+from compile_core.capture import attribute_rules, autograd_functions, builtin_rules, checkpoints, modes
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.frame import Frame
@@ -31,4 +31,11 @@ def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
 
 
 # Named by the state, so that importing it registers these rules and those of the files.
-SPECIAL_RULES: tuple[Any, ...] = (attribute_rules, builtin_rules, modes, _super)
+SPECIAL_RULES: tuple[Any, ...] = (
+    attribute_rules,
+    autograd_functions,
+    builtin_rules,
+    checkpoints,
+    modes,
+    _super,
+)

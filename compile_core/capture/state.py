@@ -6,7 +6,7 @@ import enum
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from compile_core.capture.functions import FunctionValue
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import bind_class_entry, class_lookup
-from compile_core.capture.output_graph import OutputGraph, is_fake
+from compile_core.capture.output_graph import OutputGraph, is_fake, make_fake_mode
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.special_rules import SPECIAL_RULES
 from compile_core.capture.tensors import TensorValue
@@ -60,9 +60,8 @@ class Capture(CaptureState):
     """See CaptureState."""
 
     def __init__(self, original_of: Callable[[Any], Any]) -> None:
-        super().__init__(OutputGraph(), SideEffects())
+        super().__init__(OutputGraph(make_fake_mode()), SideEffects())
         self._original_of = original_of
-        self.open_modes: list[Any] = []
 
     def wrap(self, real: Any, source: Source | None) -> Value:
         return wrap(self, real, source)
@@ -128,8 +127,23 @@ class Capture(CaptureState):
     def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
         graph_args = tuple(argument.graph_argument(self) for argument in args)
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
+        return self._record(op, target, graph_args, graph_kwargs)
+
+    def call_tensor_nodes(
+        self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
+    ) -> Value:
+        return self._record("call_function", target, tuple(nodes), {}, example_by)
+
+    def _record(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        example_by: Callable[..., Any] | None = None,
+    ) -> Value:
         try:
-            node = self.graph.call(op, target, graph_args, graph_kwargs, self.stack_trace())
+            node = self.graph.call(op, target, args, kwargs, self.stack_trace(), example_by)
         except Unsupported as error:
             raise self.unsupported(error.reason_id, error.explanation, error.hint) from error
         return self._wrap_result(node, node.meta["example_value"], target)

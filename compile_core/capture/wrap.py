@@ -188,8 +188,7 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
     if real.layout != torch.strided or real.is_quantized:
         raise state.unsupported("tensor-layout", f"{source} has the layout {real.layout}")
-    entry = isinstance(source, ModuleEntrySource)
-    state.guards.tensor(source, real, entry)
+    state.guards.tensor(source, real)
     node = state.graph.add_input(real, source, _input_kind(source))
     fake = node.meta["example_value"]
     value = TensorValue(node, fake, type(real), source, real)

@@ -16,6 +16,23 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 InputKind = Literal["parameter", "buffer", "argument", "state"]
 
+# What a guard's condition says, where it is one of the common ones; else "expression".
+GuardKind = Literal[
+    "expression",
+    "type",
+    "identity",
+    "same",
+    "distinct",
+    "length",
+    "keys",
+    "absent",
+    "present",
+    "equal",
+    "all_false",
+    "tensor",
+    "apart",
+]
+
 
 @dataclass(frozen=True)
 class GraphInput:
@@ -48,13 +65,14 @@ class Guard:
     """A condition over the sources, as a Python expression.
 
     ``{0}``, ``{1}`` … in the condition stand for the sources, ``{c0}``, ``{c1}`` … for the held constants.
-    ``text`` says in words what must hold.
+    ``text`` says in words what must hold. ``kind`` says the same as the condition, about the same constants.
     """
 
     sources: tuple[Source, ...]
     condition: str
     constants: tuple[Any, ...]
     text: str
+    kind: GuardKind = "expression"
 
 
 @dataclass(frozen=True)
@@ -105,15 +123,22 @@ class CapturedFrame:
 
 def print_captured_graph(graph: CapturedGraph) -> str:
     """The graph as text with stable names: one line per node, with the spec of its value."""
+    return "\n".join(_print_nodes(graph.module, {entry.name: entry.kind for entry in graph.inputs}))
+
+
+def _print_nodes(module: fx.GraphModule, kinds: dict[str, InputKind]) -> list[str]:
     lines = []
-    kinds = {entry.name: entry.kind for entry in graph.inputs}
-    for node in graph.module.graph.nodes:
+    for node in module.graph.nodes:
         example = node.meta.get("example_value")
         shown = _show_example(example)
         if node.op == "placeholder":
             lines.append(f"{node.name}: {shown} = {kinds.get(node.name, 'input')}")
         elif node.op == "output":
             lines.append(f"return {_show_argument(node.args[0])}")
+        elif isinstance(example, fx.GraphModule):
+            lines += [f"{node.name}:", *(f"    {line}" for line in _print_nodes(example, {}))]
+        elif node.op == "get_attr":
+            lines.append(f"{node.name}: {type(example).__name__}")
         else:
             arguments = [_show_argument(argument) for argument in node.args]
             arguments += [f"{key}={_show_argument(value)}" for key, value in node.kwargs.items()]
@@ -122,7 +147,7 @@ def print_captured_graph(graph: CapturedGraph) -> str:
             else:
                 call = f"{_show_target(node.target)}({', '.join(arguments)})"
             lines.append(f"{node.name}: {shown} = {call}")
-    return "\n".join(lines)
+    return lines
 
 
 def verify_captured_graph(graph: CapturedGraph) -> None:
@@ -142,7 +167,7 @@ def verify_captured_graph(graph: CapturedGraph) -> None:
     for node in nodes:
         if node.op == "output":
             continue
-        if node.op not in ("placeholder", "call_function", "call_method"):
+        if node.op not in ("placeholder", "get_attr", "call_function", "call_method"):
             raise InternalError(f"node {node.name}: op {node.op} does not belong in a captured graph")
         if "example_value" not in node.meta:
             raise InternalError(f"node {node.name} has no example_value")

@@ -1,0 +1,320 @@
+// Runs a guard program: the steps that find what was read, and the conditions on it, in one call from Python.
+//
+// The program is an array of 64-bit words, made by guard_program.py, which describes each instruction. An operand that
+// is not negative is a register; a negative one is the constant of index ~operand. Registers hold first the arguments,
+// then what each reading instruction found, in order. A condition that fails ends the run with the number of its guard.
+//
+// No header of Python or torch is used, since a user's machine may lack them and those of torch take long to compile:
+// what is needed of CPython is declared here, torch's functions are C symbols whose addresses the loader fills in, and
+// the loader checks the places of the few fields that are read directly.
+
+#include <alloca.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+extern "C" {
+
+struct PyObject {
+    intptr_t references;
+    PyObject* type;
+};
+struct PyTupleObject {
+    PyObject head;
+    intptr_t size;
+    PyObject* items[1];
+};
+typedef PyObject* (*FastFunction)(PyObject*, PyObject* const*, intptr_t);
+struct MethodDefinition {
+    const char* name;
+    FastFunction function;
+    int flags;
+    const char* documentation;
+};
+
+extern PyObject PyDict_Type;
+extern PyObject* PyExc_Exception;
+void Py_IncRef(PyObject*);
+void Py_DecRef(PyObject*);
+char* PyBytes_AsString(PyObject*);
+int PyDict_Contains(PyObject*, PyObject*);
+PyObject* PyDict_GetItemWithError(PyObject*, PyObject*);
+int PyDict_Next(PyObject*, intptr_t*, PyObject**, PyObject**);
+intptr_t PyDict_Size(PyObject*);
+void PyErr_Clear(void);
+PyObject* PyErr_Occurred(void);
+int PyErr_ExceptionMatches(PyObject*);
+PyObject* PyList_New(intptr_t);
+int PyList_SetItem(PyObject*, intptr_t, PyObject*);
+PyObject* PyLong_FromLongLong(long long);
+PyObject* PyObject_GetAttr(PyObject*, PyObject*);
+PyObject* PyObject_GetItem(PyObject*, PyObject*);
+int PyObject_IsTrue(PyObject*);
+int PyObject_RichCompareBool(PyObject*, PyObject*, int);
+intptr_t PyObject_Size(PyObject*);
+PyObject* PyObject_Vectorcall(PyObject*, PyObject* const*, size_t, PyObject*);
+int PySequence_Contains(PyObject*, PyObject*);
+PyObject* PySequence_Tuple(PyObject*);
+
+// Filled in by the loader. A tensor's handle is the address of a pointer to its implementation.
+int (*gs_get_dtype)(void*, int32_t*);
+int (*gs_get_layout)(void*, int32_t*);
+int (*gs_get_device_type)(void*, int32_t*);
+int (*gs_get_device_index)(void*, int32_t*);
+int (*gs_get_dim)(void*, int64_t*);
+int (*gs_get_sizes)(void*, int64_t**);
+int (*gs_get_strides)(void*, int64_t**);
+int (*gs_get_numel)(void*, int64_t*);
+int (*gs_get_storage_offset)(void*, int64_t*);
+int (*gs_get_data_ptr)(void*, void**);
+size_t (*gs_dtype_size)(int32_t);
+bool (*gs_requires_grad)(const void*);
+int64_t gs_implementation_offset;  // in the Python object
+int64_t gs_keys_offset;            // of the dispatch keys in the implementation
+uint64_t gs_lazy_keys;             // the keys of lazily conjugated and negated tensors
+}
+
+namespace {
+
+enum Instruction : int64_t {
+    ATTRIBUTE, ITEM, CALL,
+    EXPRESSION, TYPE, IDENTITY, DISTINCT, EQUAL, LENGTH, KEYS, PRESENT, ABSENT, ALL_FALSE, TENSOR, APART,
+    RETURN,
+};
+
+enum Outcome { FAILS = 0, HOLDS = 1, RAISED = -1 };
+
+constexpr int IS_EQUAL = 2;  // Py_EQ
+constexpr int MAXIMUM_ARGUMENTS = 16;
+
+void* implementation(PyObject* tensor) {
+    return *reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + gs_implementation_offset);
+}
+
+uint64_t lazy_keys(void* impl) {
+    return *reinterpret_cast<uint64_t*>(static_cast<char*>(impl) + gs_keys_offset) & gs_lazy_keys;
+}
+
+PyObject* read_item(PyObject* container, PyObject* key) {
+    if (container->type != &PyDict_Type) return PyObject_GetItem(container, key);
+    PyObject* found = PyDict_GetItemWithError(container, key);
+    if (found) Py_IncRef(found);
+    return found;  // no KeyError is made where there is none: the run ends all the same
+}
+
+int has_keys(PyObject* mapping, PyTupleObject* keys) {
+    if (mapping->type != &PyDict_Type) {  // another order may rule
+        PyObject* found = PySequence_Tuple(mapping);
+        if (!found) return RAISED;
+        const int equal = PyObject_RichCompareBool(found, &keys->head, IS_EQUAL);
+        Py_DecRef(found);
+        return equal;
+    }
+    if (PyDict_Size(mapping) != keys->size) return FAILS;
+    intptr_t position = 0;
+    PyObject *key, *value;
+    for (intptr_t index = 0; PyDict_Next(mapping, &position, &key, &value); ++index) {
+        if (key == keys->items[index]) continue;
+        Py_IncRef(key);
+        int equal = PyObject_RichCompareBool(key, keys->items[index], IS_EQUAL);
+        Py_DecRef(key);
+        if (equal != 1) return equal;
+        if (PyDict_Size(mapping) != keys->size) return FAILS;  // the comparison ran Python
+    }
+    return HOLDS;
+}
+
+int contains(PyObject* container, PyObject* key) {
+    return container->type == &PyDict_Type ? PyDict_Contains(container, key) : PySequence_Contains(container, key);
+}
+
+int all_false(PyObject* mapping, PyTupleObject* keys) {
+    for (intptr_t index = 0; index < keys->size; ++index) {
+        PyObject* value = read_item(mapping, keys->items[index]);
+        if (!value) return RAISED;
+        int truth = PyObject_IsTrue(value);
+        Py_DecRef(value);
+        if (truth) return truth < 0 ? RAISED : FAILS;
+    }
+    return HOLDS;
+}
+
+// words: lazy keys, requires_grad, dtype, layout, device type, device index (-1: any), dimensions, sizes, strides
+bool matches(PyObject* tensor, const int64_t* words) {
+    void* impl = implementation(tensor);
+    int32_t number;
+    int64_t dimensions, *extent;
+    if (lazy_keys(impl) != uint64_t(words[0]) || gs_requires_grad(impl) != bool(words[1])) return false;
+    if (gs_get_dtype(&impl, &number) || number != words[2]) return false;
+    if (gs_get_layout(&impl, &number) || number != words[3]) return false;
+    if (gs_get_device_type(&impl, &number) || number != words[4]) return false;
+    if (words[5] >= 0 && (gs_get_device_index(&impl, &number) || number != words[5])) return false;
+    if (gs_get_dim(&impl, &dimensions) || dimensions != words[6]) return false;
+    const size_t bytes = dimensions * sizeof(int64_t);
+    if (gs_get_sizes(&impl, &extent) || memcmp(extent, words + 7, bytes)) return false;
+    return !gs_get_strides(&impl, &extent) && !memcmp(extent, words + 7 + dimensions, bytes);
+}
+
+// The address of the storage; null where there is nothing to share.
+bool storage_of(PyObject* tensor, char** storage) {
+    void* impl = implementation(tensor);
+    int64_t count, offset;
+    int32_t dtype;
+    void* data;
+    if (gs_get_numel(&impl, &count)) return false;
+    *storage = nullptr;
+    if (count == 0) return true;
+    if (gs_get_data_ptr(&impl, &data) || gs_get_storage_offset(&impl, &offset) || gs_get_dtype(&impl, &dtype))
+        return false;
+    *storage = static_cast<char*>(data) - offset * int64_t(gs_dtype_size(dtype));
+    return true;
+}
+
+bool apart(PyObject* one, PyObject* other) {
+    char *first, *second;
+    return one != other && storage_of(one, &first) && storage_of(other, &second) && (first != second || !first);
+}
+
+// The number of the guard that fails, -1 where a step raises, -2 if all hold; then ``next`` is what RETURN returns.
+long long run(const int64_t*& next, PyObject** constants, PyObject** registers, int64_t& filled) {
+    const int64_t* word = next;
+    auto operand = [&](int64_t which) { return which >= 0 ? registers[which] : constants[~which]; };
+    for (;;) {
+        const int64_t guard = word[1];  // of conditions
+        int holds = HOLDS;
+        PyObject* found = nullptr;
+        switch (word[0]) {
+        case ATTRIBUTE:
+            if (!(found = PyObject_GetAttr(operand(word[1]), operand(word[2])))) return -1;
+            registers[filled++] = found;
+            word += 3;
+            continue;
+        case ITEM:
+            if (!(found = read_item(operand(word[1]), operand(word[2])))) return -1;
+            registers[filled++] = found;
+            word += 3;
+            continue;
+        case CALL:
+        case EXPRESSION: {
+            const int64_t count = word[3];
+            PyObject* arguments[MAXIMUM_ARGUMENTS];
+            for (int64_t index = 0; index < count; ++index) arguments[index] = operand(word[4 + index]);
+            if (!(found = PyObject_Vectorcall(operand(word[2]), arguments, count, nullptr))) return -1;
+            if (word[0] == CALL) {
+                registers[filled++] = found;
+            } else {
+                holds = PyObject_IsTrue(found);
+                Py_DecRef(found);
+            }
+            word += 4 + count;
+            break;
+        }
+        case TYPE:
+            holds = operand(word[2])->type == operand(word[3]);
+            word += 4;
+            break;
+        case IDENTITY:
+            holds = operand(word[2]) == operand(word[3]);
+            word += 4;
+            break;
+        case DISTINCT:
+            holds = operand(word[2]) != operand(word[3]);
+            word += 4;
+            break;
+        case EQUAL: {
+            PyObject *value = operand(word[2]), *expected = operand(word[3]);
+            if (value != expected)
+                holds = value->type == expected->type ? PyObject_RichCompareBool(value, expected, IS_EQUAL) : FAILS;
+            word += 4;
+            break;
+        }
+        case LENGTH: {
+            const intptr_t length = PyObject_Size(operand(word[2]));
+            holds = length < 0 ? RAISED : length == word[3];
+            word += 4;
+            break;
+        }
+        case KEYS:
+            holds = has_keys(operand(word[2]), reinterpret_cast<PyTupleObject*>(operand(word[3])));
+            word += 4;
+            break;
+        case PRESENT:
+            holds = contains(operand(word[2]), operand(word[3]));
+            word += 4;
+            break;
+        case ABSENT:
+            holds = contains(operand(word[2]), operand(word[3]));
+            if (holds >= 0) holds = !holds;
+            word += 4;
+            break;
+        case ALL_FALSE:
+            holds = all_false(operand(word[2]), reinterpret_cast<PyTupleObject*>(operand(word[3])));
+            word += 4;
+            break;
+        case TENSOR: {
+            PyObject* tensor = operand(word[2]);
+            holds = tensor->type == operand(word[3]) && matches(tensor, word + 4);
+            word += 11 + 2 * word[10];
+            break;
+        }
+        case APART:
+            holds = apart(operand(word[2]), operand(word[3]));
+            word += 4;
+            break;
+        case RETURN:
+            next = word + 1;
+            return -2;
+        default:
+            return -1;
+        }
+        if (holds != HOLDS) return holds == FAILS ? guard : -1;
+    }
+}
+
+// ``self`` is the tuple of the program's bytes and the tuple of its constants.
+PyObject* check(PyObject* self, PyObject* const* arguments, intptr_t count) {
+    PyTupleObject* parts = reinterpret_cast<PyTupleObject*>(self);
+    PyObject** constants = reinterpret_cast<PyTupleObject*>(parts->items[1])->items;
+    const int64_t* next = reinterpret_cast<const int64_t*>(PyBytes_AsString(parts->items[0]));
+    PyObject** registers = static_cast<PyObject**>(alloca((*next++ + count + 1) * sizeof(PyObject*)));
+    memcpy(registers, arguments, count * sizeof(PyObject*));
+    int64_t filled = count;
+    const long long failed = run(next, constants, registers, filled);
+    PyObject* result = nullptr;
+    if (failed == -2) {
+        const int64_t inputs = *next++;
+        result = PyList_New(inputs);
+        for (int64_t index = 0; result && index < inputs; ++index) {
+            PyObject* input = next[index] >= 0 ? registers[next[index]] : constants[~next[index]];
+            Py_IncRef(input);
+            PyList_SetItem(result, index, input);
+        }
+    } else {
+        const bool raised = PyErr_Occurred() != nullptr;
+        const bool passes_on = raised && !PyErr_ExceptionMatches(PyExc_Exception);  // KeyboardInterrupt, say
+        if (raised && !passes_on) PyErr_Clear();
+        result = passes_on ? nullptr : PyLong_FromLongLong(failed);
+    }
+    for (int64_t index = count; index < filled; ++index) Py_DecRef(registers[index]);
+    return result;
+}
+
+// What the loader needs to write the words of a tensor: dtype, layout, device type, device index.
+PyObject* describe(PyObject*, PyObject* const* arguments, intptr_t) {
+    void* impl = implementation(arguments[0]);
+    int32_t numbers[4];
+    if (gs_get_dtype(&impl, numbers) || gs_get_layout(&impl, numbers + 1) ||
+        gs_get_device_type(&impl, numbers + 2) || gs_get_device_index(&impl, numbers + 3))
+        return PyList_New(0);
+    PyObject* result = PyList_New(4);
+    for (int index = 0; result && index < 4; ++index)
+        PyList_SetItem(result, index, PyLong_FromLongLong(numbers[index]));
+    return result;
+}
+
+}  // namespace
+
+extern "C" {
+MethodDefinition gs_check = {"check", check, 0x80, nullptr};        // METH_FASTCALL
+MethodDefinition gs_describe = {"describe", describe, 0x80, nullptr};
+}
