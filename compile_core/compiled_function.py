@@ -9,7 +9,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from compile_core.capture import (
     normal_tensors,
     resume_function,
 )
+from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from compile_core.observe.observer import Observer
@@ -34,20 +35,12 @@ from compile_core.observe.stage_times import timed
 
 logger = logging.getLogger("compile_core.capture")
 
-CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
 
+# Captures of different functions wait for each other: they set warning filters, which all threads share.
+_capture_lock = threading.RLock()
+
 _logged_locations: set[tuple[str, CodeLocation | None]] = set()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row of the guard table. ``run`` is None for a frame that runs as plain Python."""
-
-    captured: CapturedFrame
-    compiled: CompiledGraph | None
-    check: Callable[..., Any]
-    run: Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,6 @@ class CompiledFunction:
 
     Attributes:
         original: ``fn``.
-        entries: the guard table, most recently used first.
         break_reasons: why captures ended early, in the order in which it was found.
     """
 
@@ -105,7 +97,7 @@ class CompiledFunction:
         self.observer = observer
         self.fullgraph = fullgraph
         self.cache_limit = cache_limit
-        self.entries: list[Entry] = []
+        self._table = EntryTable()
         self.break_reasons: list[Unsupported] = []
         target = target or _find_target(fn)
         self._target: Any = target.function
@@ -135,11 +127,16 @@ class CompiledFunction:
     def reset(self) -> None:
         """Forget every capture."""
         with self._lock:
-            self.entries = []
+            self._table.clear()
             self.break_reasons = []
             self._limit_reported = False
             self._continuations.clear()
             self._callees.clear()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The guard table, most recently used first."""
+        return self._table.entries
 
     @property
     def continuations(self) -> tuple[CompiledFunction, ...]:
@@ -160,20 +157,20 @@ class CompiledFunction:
         # The parameters keep the user's names, so everything else has a name that no program uses.
         text = (
             f"def dispatch({signature}):\n"
-            "    for _gs_entry in _gs_owner.entries:\n"
+            "    for _gs_entry in _gs_table.entries:\n"
             f"        _gs_inputs = _gs_entry.check({passed})\n"
             "        if type(_gs_inputs) is list:\n"
             "            if _gs_entry.run is None:\n"
             f"                return _gs_plain({passed})\n"
-            f"            if _gs_entry is not _gs_owner.entries[0]:\n"
+            "            if _gs_entry is not _gs_table.entries[0]:\n"
             "                _gs_move_to_front(_gs_entry)\n"
             f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
             f"    return _gs_miss(({passed}{',' if passed else ''}))\n"
         ).replace("_gs_inputs, )", "_gs_inputs)")
         constants = {
-            "_gs_owner": self,
+            "_gs_table": self._table,
             "_gs_plain": self._call_plain,
-            "_gs_move_to_front": self._move_to_front,
+            "_gs_move_to_front": self._table.move_to_front,
             "_gs_miss": self._miss,
             "_gs_default": _UNUSED_DEFAULT,
             "_gs_first": self._owner,
@@ -210,32 +207,35 @@ class CompiledFunction:
         function = self._target
         return types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
 
-    def _move_to_front(self, entry: Entry) -> None:
-        self.entries = [entry, *(other for other in self.entries if other is not entry)]
-
     def _miss(self, arguments: tuple[Any, ...]) -> Any:
         """No entry fits: capture, compile and run."""
-        if must_run_plain():
+        if must_run_plain() or self._limit_reported:
             return self._call_plain(*arguments)
         with self._lock:
-            if len(self.entries) >= (self.cache_limit or config.cache_size_limit):
-                self._report_limit(arguments)
-                return self._call_plain(*arguments)
-            if self.entries:
-                self._report_recompilation(arguments)
-            try:
-                entry = self._make_entry(arguments)
-            except PlainCall as reason:
-                logger.info("%s: this call runs as plain Python: %s", self.name, reason)
-                entry = None
+            # Another thread may have captured the same while this one waited.
+            entry = self._table.find(arguments) or self._make_entry_if_allowed(arguments)
         if entry is None or entry.run is None:
             return self._call_plain(*arguments)
         inputs = entry.check(*arguments)
         if type(inputs) is not list:
-            raise InternalError(
-                f"{self.name}: fresh guards fail: {explain_failure(entry.captured, arguments)}"
-            )
+            raise InternalError(f"{self.name}: fresh guards fail: {entry.explain(arguments)}")
         return entry.run(entry.compiled, inputs, *arguments)
+
+    def _make_entry_if_allowed(self, arguments: tuple[Any, ...]) -> Entry | None:
+        """A new entry; None where this call must run as plain Python."""
+        reason = self._table.note_miss(arguments)
+        limit = self.cache_limit or config.cache_size_limit
+        if len(self._table.entries) >= limit:
+            if not self._limit_reported:
+                self._report_limit(limit)
+            return None
+        if reason is not None:
+            self._report_recompilation(reason)
+        try:
+            return self._make_entry(arguments)
+        except PlainCall as plain:
+            logger.info("%s: this call runs as plain Python: %s", self.name, plain)
+            return None
 
     def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
         with timed("capture"):
@@ -262,20 +262,21 @@ class CompiledFunction:
                 with normal_tensors():
                     compiled = self.compile_graph(captured.graph, inputs)
         entry = Entry(captured, compiled, check, run)
-        self.entries = [entry, *self.entries]
+        self._table.add(entry)
         return entry
 
     def _capture(self, arguments: tuple[Any, ...]) -> CapturedFrame:
         """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
         try:
-            return capture(
-                self._target,
-                arguments,
-                is_module_call=self._is_module_call,
-                cells_argument=self._cells_argument,
-                allow_breaks=not self.fullgraph,
-                original_of=_original_of,
-            )
+            with _capture_lock:
+                return capture(
+                    self._target,
+                    arguments,
+                    is_module_call=self._is_module_call,
+                    cells_argument=self._cells_argument,
+                    allow_breaks=not self.fullgraph,
+                    original_of=_original_of,
+                )
         except (CompileError, PlainCall):
             raise
         except Exception as error:
@@ -331,10 +332,7 @@ class CompiledFunction:
             _logged_locations.add(key)
             logger.warning("%s is not captured in full: %s", self.name, reason)
 
-    def _report_recompilation(self, arguments: tuple[Any, ...]) -> None:
-        if not config.error_on_recompile and not logger.isEnabledFor(logging.INFO) and self.observer is None:
-            return
-        reason = explain_failure(self.entries[0].captured, arguments)
+    def _report_recompilation(self, reason: str) -> None:
         if self.observer is not None:
             self.observer.frame_missed(self.name, self._target.__code__, reason)
         if config.error_on_recompile:
@@ -343,17 +341,17 @@ class CompiledFunction:
             )
         logger.info("%s: recompiled because %s", self.name, reason)
 
-    def _report_limit(self, arguments: tuple[Any, ...]) -> None:
-        if not self._limit_reported:
-            self._limit_reported = True
-            reason = explain_failure(self.entries[0].captured, arguments)
-            logger.warning(
-                "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
-                "The last capture does not fit because %s",
-                self.name,
-                len(self.entries),
-                reason,
-            )
+    def _report_limit(self, limit: int) -> None:
+        self._limit_reported = True
+        reason, count = self._table.most_frequent_reason()
+        logger.warning(
+            "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
+            "The guard that failed most often, %d times: %s",
+            self.name,
+            limit,
+            count,
+            reason,
+        )
 
 
 # Every compiled function that is in use, by its age.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import pytest
@@ -123,16 +122,6 @@ def test_overlapping_inputs_that_are_written_to_run_plain():
     assert torch.equal(result, plain(expected_base[:2], expected_base[1:]))
     assert torch.equal(base, expected_base)
     assert compiled.break_reasons[0].reason_id == "overlapping-inputs"
-
-
-def test_cache_limit_names_the_guard(caplog):
-    compiled = compile_eager(lambda x, n: x + n, cache_limit=3)
-    with caplog.at_level(logging.WARNING, logger="compile_core.capture"):
-        for n in range(6):
-            assert compiled(torch.zeros(1), n).item() == n
-    assert len(compiled.entries) == 3
-    (record,) = caplog.records
-    assert "n == 2" in record.getMessage()
 
 
 def test_compiled_function_inside_another_is_inlined():
