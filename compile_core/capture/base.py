@@ -152,6 +152,9 @@ class LazyValue:
 class FrameLike(Protocol):
     """What the state needs of a symbolic frame."""
 
+    # The exceptions whose handlers the frame is in, innermost last.
+    handled: list[Value]
+
     def location(self) -> CodeLocation: ...
 
 
@@ -225,8 +228,20 @@ class CaptureState:
         """An exception that the captured program raises here; the caller raises the result."""
         raise NotImplementedError
 
+    def handled_exception(self) -> Value | None:
+        """The exception whose handler runs: of this frame, or of one that called it."""
+        return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
+
     def equal(self, one: Value, other: Value) -> bool:
         """``one == other`` where the answer is known."""
+        raise NotImplementedError
+
+    def text_of(self, value: Value) -> Value:
+        """``str(value)``."""
+        raise NotImplementedError
+
+    def representation_of(self, value: Value) -> Value:
+        """``repr(value)``."""
         raise NotImplementedError
 
     def items_of(self, value: Value) -> list[Value]:

@@ -19,9 +19,9 @@ from torch import fx
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.functions import PartialValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.output_graph import OutputGraph
+from compile_core.capture.partials import PartialValue
 from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import InputKind
@@ -160,8 +160,8 @@ def call_with_bodies(
 def real_object(state: CaptureState, value: Value) -> Any:
     """The very object behind a value, guarded to be the same at every call; raises NotConstant for others."""
     if isinstance(value, PartialValue):
-        args = [real_object(state, item) for item in value.args]
-        kwargs = {key: real_object(state, item) for key, item in value.kwargs.items()}
+        args = [real_object(state, item) for item in value.args.all(state)]
+        kwargs = {key: real_object(state, item) for key, item in value.named(state).items()}
         return functools.partial(real_object(state, value.function), *args, **kwargs)
     if isinstance(value, SequenceValue) and value.cls in (list, tuple):
         return value.cls(real_object(state, item) for item in value.all(state))

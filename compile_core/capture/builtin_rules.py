@@ -12,22 +12,21 @@ import types
 import typing
 from typing import Any
 
-import torch
-
-from compile_core.capture import operators
-from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture import operators, texts
+from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sorted_values
+from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
-from compile_core.capture.functions import BoundMethodValue, FunctionValue, PartialValue
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, SetValue, new_dict
 from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.tensors import TensorValue
 
 _PURE = (
-    [abs, ascii, bin, bytes, chr, complex, divmod, format, hex, oct, ord, pow, round, range]
+    [abs, bin, bytes, chr, complex, divmod, hex, oct, ord, pow, round, range]
     + [value for name, value in vars(math).items() if callable(value)]
     + [int.from_bytes]
 )
@@ -112,66 +111,27 @@ CALL_RULES[float] = _number_rule(float)
 
 @call_rule(str)
 def _str(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if args and isinstance(args[0], ExceptionValue) and args[0].cls.__str__ is BaseException.__str__:
-        inner = args[0].args
-        return (
-            _str(state, inner, {}) if len(inner) == 1 else fold(state, lambda *reals: str(reals), inner, {})
-        )
-    return fold(state, str, _printed(args), kwargs)
+    if len(args) == 1 and not kwargs:
+        return texts.text(state, args[0])
+    return fold(state, str, args, kwargs)
 
 
 @call_rule(repr)
 def _repr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return fold(state, repr, _printed(args), kwargs)
+    (value,) = args
+    return texts.representation(state, value)
 
 
-def _printed(args: list[Value]) -> list[Value]:
-    """Classes print by their names, which stay; other objects with identity print their address."""
-    plain = (type.__repr__, type.__str__)
-    return [
-        ConstantValue(value.real)
-        if isinstance(value, ClassValue) and (type(value.real).__repr__, type(value.real).__str__) == plain
-        else value
-        for value in args
-    ]
+@call_rule(ascii)
+def _ascii(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return texts.converted(state, value, ascii)
 
 
-@call_rule(isinstance)
-def _isinstance(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    value, classes = args
-    cls = value.python_type()
-    for wanted in _classes(state, classes):
-        if type(wanted) is types.UnionType:
-            raise state.unsupported("isinstance", "isinstance with a union of types")
-        if wanted is torch.nn.Parameter or wanted is torch.nn.parameter.Buffer:
-            found = issubclass(cls, wanted) and wanted is torch.nn.Parameter
-        elif (
-            isinstance(value, TensorValue)
-            and wanted.__module__ in ("torch", "torch.cuda")
-            and not (issubclass(torch.Tensor, wanted) or wanted in (torch.Size, torch.device, torch.dtype))
-        ):
-            raise state.unsupported("isinstance", f"isinstance of a tensor and {wanted.__qualname__}")
-        else:
-            found = issubclass(cls, wanted)
-        if found:
-            return ConstantValue(True)
-    return ConstantValue(False)
-
-
-@call_rule(issubclass)
-def _issubclass(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    value, classes = args
-    if not isinstance(value, ClassValue):
-        raise state.raise_exception(TypeError, "issubclass() arg 1 must be a class")
-    return ConstantValue(any(issubclass(value.real, wanted) for wanted in _classes(state, classes)))
-
-
-def _classes(state: CaptureState, value: Value) -> list[type]:
-    if isinstance(value, SequenceValue):
-        return [cls for item in value.all(state) for cls in _classes(state, item)]
-    if isinstance(value, ClassValue):
-        return [value.real]
-    raise state.unsupported("isinstance", f"isinstance with {value.describe()}")
+@call_rule(format)
+def _format(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    value, spec = [*args, ConstantValue("")][:2]
+    return texts.formatted(state, value, spec)
 
 
 @call_rule(type)
@@ -252,87 +212,6 @@ def _slice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     if len(args) == 1:
         return SliceValue([none, args[0], none])
     return SliceValue([*args, none][:3])
-
-
-@call_rule(sorted)
-def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    if isinstance(iterable, SetValue):
-        items = list(iterable.members.values())
-        if "key" in kwargs:
-            raise state.unsupported("set-order", "sorted() of a set with a key")
-    else:
-        items = state.items_of(iterable)
-    return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
-
-
-@call_rule(sum)
-def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def total(iterable: Value, start: Value | None = None) -> Value:
-        result = ConstantValue(0) if start is None else start
-        for item in state.items_of(iterable):
-            result = operators.binary(state, "+", result, item)
-        return result
-
-    items = state.items_of(args[0])
-    try:
-        # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
-        constants = [item.as_constant() for item in items]
-        if len(args) == 1 and not kwargs:
-            return fold(state, lambda: sum(constants), [], {})
-    except NotConstant:
-        pass
-    return total(ListValue(list(items)), *args[1:], **kwargs)
-
-
-def _extremum_rule(function: Any, symbol: str) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if set(kwargs) - {"key", "default"}:
-            raise TypeError("unknown keyword argument")
-        items = state.items_of(args[0]) if len(args) == 1 else args
-        if not items:
-            if "default" in kwargs:
-                return kwargs["default"]
-            raise state.raise_exception(ValueError, f"{function.__name__}() arg is an empty sequence")
-        key = kwargs.get("key")
-        keys = items if key is None else [key.call(state, [item], {}) for item in items]
-        best = 0
-        for index in range(1, len(items)):
-            if operators.compare(state, symbol, keys[index], keys[best]).truth(state):
-                best = index
-        return items[best]
-
-    return call
-
-
-CALL_RULES[min] = _extremum_rule(min, "<")
-CALL_RULES[max] = _extremum_rule(max, ">")
-
-
-@call_rule(any)
-def _any(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    iterator = iterable.iterate(state)
-    while (item := iterator.advance(state)) is not None:
-        if item.truth(state):
-            return ConstantValue(True)
-    return ConstantValue(False)
-
-
-@call_rule(all)
-def _all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    iterator = iterable.iterate(state)
-    while (item := iterator.advance(state)) is not None:
-        if not item.truth(state):
-            return ConstantValue(False)
-    return ConstantValue(True)
-
-
-@call_rule(functools.partial)
-def _partial(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, *bound = args
-    return PartialValue(function, bound, kwargs)
 
 
 @call_rule(functools.reduce)

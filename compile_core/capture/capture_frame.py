@@ -150,9 +150,7 @@ def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
             wrap_cell(state, cell, state.reference_source(name, cell))
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         )
-    value = FunctionValue(
-        function.__code__, function.__globals__, cells, [], {}, function, None, function.__qualname__
-    )
+    value = FunctionValue(function.__code__, function.__globals__, cells, [], {}, function, None)
     lazy: dict[str, Any] = {name: LazyValue(real, LocalSource(name)) for name, real in arguments.items()}
     if function.__code__.co_flags & (
         inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -176,6 +174,8 @@ def _finish(
     if frame.result is None:
         ending = BreakWriter(state, frame, writer, cells_argument)
         ending.check()
+    if any(generator.has_unfinished_blocks for generator in state.generators):
+        raise state.unsupported("dropped-generator", "a generator is dropped inside a try or with block")
     if torch.is_grad_enabled() != grad_mode or state.open_modes:
         raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
     if ending is None:

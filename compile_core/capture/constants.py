@@ -82,7 +82,14 @@ class ConstantValue(Value):
             raise state.raise_exception(
                 AttributeError, f"{type(self.value).__name__!r} object has no {name!r}"
             )
+        if name == "join" and len(args) == 1:
+            return fold(state, lambda *items: method(items), state.items_of(args[0]), kwargs)
         return fold(state, method, args, kwargs)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if callable(self.value):
+            return super().call(state, args, kwargs)
+        raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not callable")
 
     def iterate(self, state: CaptureState) -> Value:
         if not isinstance(self.value, (str, bytes, range)):

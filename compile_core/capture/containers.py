@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -128,7 +129,11 @@ class SequenceValue(ContainerValue):
         for position, member in enumerate(self.all(state)):
             if state.equal(member, item):
                 return ConstantValue(position)
-        raise state.raise_exception(ValueError, "not in the sequence")
+        if issubclass(self.cls, tuple):
+            raise state.raise_exception(ValueError, "tuple.index(x): x not in tuple")
+        raise state.raise_exception(
+            ValueError, f"{state.representation_of(item).as_constant()} is not in list"
+        )
 
     def count(self, state: CaptureState, item: Value) -> Value:
         return ConstantValue(sum(state.equal(member, item) for member in self.all(state)))
@@ -181,6 +186,11 @@ class ListValue(SequenceValue):
         self._replace(state, [*self.items, *state.items_of(items)])
         return ConstantValue(None)
 
+    def repeat(self, state: CaptureState, times: Value) -> Value:
+        count = fold(state, operator.index, [times], {}).as_constant()
+        self._replace(state, self.items * count)
+        return self
+
     def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
         items = list(self.items)
         items.insert(_index(state, index), item)
@@ -190,16 +200,19 @@ class ListValue(SequenceValue):
     def pop(self, state: CaptureState, index: Value | None = None) -> Value:
         position = -1 if index is None else _index(state, index)
         if not -len(self.items) <= position < len(self.items):
-            raise state.raise_exception(IndexError, "pop index out of range")
+            text = "pop index out of range" if self.items else "pop from empty list"
+            raise state.raise_exception(IndexError, text)
         items = list(self.items)
         item = state.realize(items.pop(position))
         self._replace(state, items)
         return item
 
     def remove(self, state: CaptureState, item: Value) -> Value:
-        position = self.index(state, item).as_constant()
-        self.delete_item(state, ConstantValue(position))
-        return ConstantValue(None)
+        for position, member in enumerate(self.all(state)):
+            if state.equal(member, item):
+                self.delete_item(state, ConstantValue(position))
+                return ConstantValue(None)
+        raise state.raise_exception(ValueError, "list.remove(x): x not in list")
 
     def clear(self, state: CaptureState) -> Value:
         self._replace(state, [])

@@ -84,11 +84,16 @@ class Frame:
     def jump(self, instruction: Instruction) -> None:
         self.index = instruction.target
 
-    def run(self) -> None:
-        """Interpret until return, yield, or an exception that this frame does not handle."""
+    def run(self, raised: SymbolicRaise | None = None) -> None:
+        """Interpret until return, yield, or an exception that this frame does not handle.
+
+        ``raised`` is an exception that is thrown into the frame where it stands.
+        """
         self.state.frames.append(self)
         self.yielded = None
         try:
+            if raised is not None:
+                self.unwind(raised)
             while self.result is None and self.yielded is None:
                 self.step()
         finally:

@@ -1,13 +1,13 @@
-"""Python functions, their closure cells, bound methods and partial applications."""
+"""Python functions, their closure cells, and bound methods."""
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.containers import SequenceValue
 from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
 from compile_core.capture.libraries import is_library_name
 from compile_core.ir.sources import AttributeSource, ItemSource, Source
@@ -40,7 +40,7 @@ class CellValue(Value):
 
 
 class FunctionValue(Value):
-    """A Python function, existing or made in the frame."""
+    """A Python function, existing or made in the frame. ``changes`` holds the attributes that were stored."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class FunctionValue(Value):
         keyword_defaults: dict[str, Value],
         real: types.FunctionType | None = None,
         source: Source | None = None,
-        name: str = "",
     ) -> None:
         self.code = code
         self.scope = scope
@@ -60,14 +59,15 @@ class FunctionValue(Value):
         self.keyword_defaults = keyword_defaults
         self.real = real
         self.source = source
-        self.name = name or code.co_name
-        self.attributes: dict[str, Value] = {}
+        self.qualname: str = code.co_qualname if real is None else real.__qualname__
+        self.annotations: Value | None = None
+        self.changes: dict[str, Value] = {}
 
     def python_type(self) -> type:
         return types.FunctionType
 
     def describe(self) -> str:
-        return f"the function {self.name}"
+        return f"the function {self.qualname}"
 
     @property
     def is_library(self) -> bool:
@@ -87,39 +87,82 @@ class FunctionValue(Value):
         return state.inline(self, args, kwargs)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in self.attributes:
-            return self.attributes[name]
-        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            if self.real is not None:
-                return state.from_constant(getattr(self.real, name))
-            if name in ("__name__", "__qualname__"):
-                return ConstantValue(self.name)
-        if name == "__code__":
-            return ConstantValue(self.code)
-        if self.real is not None:
-            if name in self.real.__dict__:
-                owner = self.source
-                found = None if owner is None else ItemSource(AttributeSource(owner, "__dict__"), name)
-                if owner is not None or self.is_library:
-                    return state.wrap(self.real.__dict__[name], found)
-            elif not hasattr(types.FunctionType, name):
-                if self.source is not None:
-                    state.guards.absent(AttributeSource(self.source, "__dict__"), name)
-                raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        if name in self.changes:
+            return self.changes[name]
+        if name in ("__name__", "__qualname__", "__module__", "__doc__", "__code__"):
+            return state.from_constant(getattr(self.real or self._bare_function(), name))
+        if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
+            return self._part(state, name)
+        if name in ("__call__", "__get__"):
+            return BuiltinMethod(self, name)
+        if not hasattr(types.FunctionType, name):
+            found = self._own_attribute(state, name)
+            if found is not None:
+                return found
+            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
         return super().get_attribute(state, name)
 
+    def _own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute that was stored before the frame."""
+        if self.real is None:
+            return None
+        place = None if self.source is None else AttributeSource(self.source, "__dict__")
+        if name in self.real.__dict__:
+            return state.wrap(self.real.__dict__[name], None if place is None else ItemSource(place, name))
+        if place is not None:
+            state.guards.absent(place, name)
+        return None
+
+    def _bare_function(self) -> types.FunctionType:
+        """A real function of the same code, to ask for what follows from the code alone."""
+        cells = tuple(types.CellType() for _ in self.code.co_freevars)
+        return types.FunctionType(self.code, {"__name__": self.scope.get("__name__")}, None, None, cells)
+
+    def _part(self, state: CaptureState, name: str) -> Value:
+        if name == "__defaults__" and self.defaults:
+            return SequenceValue(list(self.defaults), tuple)
+        if name == "__closure__" and self.closure:
+            return SequenceValue(list(self.closure), tuple)
+        if name == "__annotations__":
+            if self.real is not None:
+                place = None if self.source is None else AttributeSource(self.source, name)
+                return state.wrap(self.real.__annotations__, place)
+            if self.annotations is not None:
+                return self.annotations
+            raise state.unsupported("function-attribute", "__annotations__ of a function made here")
+        if name == "__kwdefaults__" and self.keyword_defaults:
+            raise state.unsupported("function-attribute", f"{name} of {self.describe()}")
+        return ConstantValue(None)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__call__":
+            return self.call(state, args, kwargs)
+        if name == "__get__":
+            owner = args[0]
+            is_none = isinstance(owner, ConstantValue) and owner.value is None
+            return self if is_none else BoundMethodValue(self, owner)
+        return super().call_method(state, name, args, kwargs)
+
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        if self.real is not None:
-            raise state.unsupported("function-attribute", f"a store to {name!r} of an existing function")
-        self.attributes[name] = value
+        if name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__", "__globals__", "__closure__"):
+            raise state.unsupported("function-attribute", f"a store to {name!r} of a function")
+        if self.real is not None and self.source is None:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()}, which belongs to a library"
+            )
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
 
 
 class BoundMethodValue(Value):
     """A function bound to its first argument."""
 
-    def __init__(self, function: Value, owner: Value) -> None:
+    def __init__(self, function: Value, owner: Value, source: Source | None = None) -> None:
         self.function = function
         self.owner = owner
+        self.source = source
 
     def python_type(self) -> type:
         return types.MethodType
@@ -138,22 +181,13 @@ class BoundMethodValue(Value):
             return self.owner
         if name == "__func__":
             return self.function
+        if name in ("__call__", "__get__"):
+            return BuiltinMethod(self, name)
         return self.function.get_attribute(state, name)
 
-
-class PartialValue(Value):
-    """``functools.partial``."""
-
-    def __init__(self, function: Value, args: list[Value], kwargs: dict[str, Value]) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-
-    def python_type(self) -> type:
-        return functools.partial
-
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
-    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return self.function.call(state, [*self.args, *args], {**self.kwargs, **kwargs})
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__call__":
+            return self.call(state, args, kwargs)
+        return self if name == "__get__" else super().call_method(state, name, args, kwargs)

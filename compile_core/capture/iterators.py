@@ -215,14 +215,3 @@ def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
 def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (iterable,) = args
     return iterable.iterate(state)
-
-
-@call_rule(next)
-def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterator, *default = args
-    item = iterator.advance(state)
-    if item is not None:
-        return item
-    if default:
-        return default[0]
-    raise state.raise_exception(StopIteration)

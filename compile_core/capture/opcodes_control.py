@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 
 from compile_core.capture.base import NULL, SymbolicRaise, Value
 from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.exceptions import ExceptionValue
+from compile_core.capture.exceptions import (
+    ExceptionValue,
+    exception_to_raise,
+    make_exception,
+    reraise_rest,
+    split_group,
+)
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue, FunctionValue
+from compile_core.capture.generators import GeneratorValue
 from compile_core.capture.instructions import Instruction
-from compile_core.capture.mappings import DictValue, mapping_pairs
+from compile_core.capture.mappings import DictValue, mapping_pairs, new_dict
 from compile_core.capture.opcodes_data import push_callable
-from compile_core.capture.python_versions import END_FOR_POPS, FOR_ITER_POPS_ITERATOR, SEND_POPS_ITERATOR
+from compile_core.capture.python_versions import (
+    END_FOR_POPS,
+    FOR_ITER_POPS_ITERATOR,
+    INTRINSICS_2,
+    SEND_POPS_ITERATOR,
+)
 
 
 @opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
@@ -100,7 +113,7 @@ def _return_generator(frame: Frame, instruction: Instruction) -> None:
 @opcode("YIELD_VALUE")
 def _yield_value(frame: Frame, instruction: Instruction) -> None:
     frame.yielded = frame.pop()
-    # What the expression ``yield`` gives; only plain iteration is supported, so nothing is ever sent.
+    # What the expression ``yield`` gives, unless something is sent.
     frame.push(ConstantValue(None))
 
 
@@ -111,9 +124,14 @@ def _get_yield_from_iter(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("SEND")
 def _send(frame: Frame, instruction: Instruction) -> None:
-    frame.pop()  # what is sent, always None here
+    sent = frame.pop()
     iterator = frame.stack[-1]
-    item = iterator.advance(frame.state)
+    if isinstance(iterator, GeneratorValue):
+        item = iterator.resume(frame.state, None if _is_none(sent) else sent)
+    elif _is_none(sent):
+        item = iterator.advance(frame.state)
+    else:
+        item = iterator.call_method(frame.state, "send", [sent], {})
     if item is not None:
         frame.push(item)
         return
@@ -130,10 +148,8 @@ def _end_send(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("CLEANUP_THROW")
 def _cleanup_throw(frame: Frame, instruction: Instruction) -> None:
-    value = frame.pop()
-    if issubclass(value.python_type(), StopIteration):
-        raise frame.state.unsupported("generator", "StopIteration out of an inner generator")
-    raise SymbolicRaise(value)
+    # Comes when something was thrown into a ``yield from``; what the inner iterator returned arrives elsewhere.
+    raise SymbolicRaise(frame.pop())
 
 
 @opcode("KW_NAMES")
@@ -210,7 +226,11 @@ def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value
     elif flag == 8:
         cells = frame.state.items_of(part)
         made.closure = tuple(cell for cell in cells if isinstance(cell, CellValue))
-    # Flag 4, the annotations, has no influence on what the function does.
+    else:
+        made.annotations = part  # names and types in turn, or a dictionary where they were stored as one
+        if isinstance(part, SequenceValue):
+            items = part.all(frame.state)
+            made.annotations = new_dict(list(zip(items[::2], items[1::2], strict=True)), frame.state)
 
 
 @opcode("LOAD_SUPER_ATTR")
@@ -225,6 +245,12 @@ def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
         frame.push(value)
 
 
+@opcode("LOAD_BUILD_CLASS")
+def _load_build_class(frame: Frame, instruction: Instruction) -> None:
+    # Its call has no rule: a class that is made at each call is made by Python, behind a graph break.
+    frame.push(frame.state.wrap(builtins.__build_class__, None))
+
+
 @opcode("LOAD_ASSERTION_ERROR")
 def _load_assertion_error(frame: Frame, instruction: Instruction) -> None:
     frame.push(frame.state.wrap(AssertionError, None))
@@ -232,20 +258,21 @@ def _load_assertion_error(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("RAISE_VARARGS")
 def _raise(frame: Frame, instruction: Instruction) -> None:
+    state = frame.state
     if instruction.arg == 0:
-        if not frame.handled:
-            raise frame.state.unsupported(
-                "raise", "a bare raise outside an except block of the same function"
-            )
-        raise SymbolicRaise(frame.handled[-1])
-    if instruction.arg == 2:
-        frame.pop()  # the cause, which only a traceback shows
-    value = frame.pop()
-    if isinstance(value, ClassValue):
-        value = value.call(frame.state, [], {})
-    if not isinstance(value, ExceptionValue):
-        raise frame.state.unsupported("raise", f"raising {value.describe()}")
-    raise SymbolicRaise(value)
+        handled = state.handled_exception()
+        if handled is None:
+            raise state.raise_exception(RuntimeError, "No active exception to reraise")
+        raise SymbolicRaise(handled)
+    cause = frame.pop() if instruction.arg == 2 else None
+    raised = exception_to_raise(state, frame.pop())
+    if cause is not None and isinstance(raised.value, ExceptionValue):
+        if isinstance(cause, ClassValue):
+            cause = cause.call(state, [], {})
+        if not _is_none(cause) and not isinstance(cause, ExceptionValue):
+            raise state.raise_exception(TypeError, "exception causes must derive from BaseException")
+        raised.value.cause, raised.value.suppresses_context = cause, True
+    raise raised
 
 
 @opcode("PUSH_EXC_INFO")
@@ -264,15 +291,48 @@ def _pop_except(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("CHECK_EXC_MATCH")
 def _check_exc_match(frame: Frame, instruction: Instruction) -> None:
-    wanted = frame.pop()
+    wanted = _exception_classes(frame, frame.pop())
+    frame.push(ConstantValue(issubclass(frame.stack[-1].python_type(), wanted)))
+
+
+def _exception_classes(frame: Frame, wanted: Value) -> tuple[type, ...]:
+    """The classes of an except clause; the tuple may not be nested."""
     classes = frame.state.items_of(wanted) if isinstance(wanted, SequenceValue) else [wanted]
-    cls = frame.stack[-1].python_type()
+    found = []
     for entry in classes:
-        if not isinstance(entry, ClassValue):
-            raise frame.state.unsupported("except", f"an except clause with {entry.describe()}")
-    frame.push(
-        ConstantValue(any(issubclass(cls, entry.real) for entry in classes if isinstance(entry, ClassValue)))
-    )
+        if not isinstance(entry, ClassValue) or not issubclass(entry.real, BaseException):
+            message = "catching classes that do not inherit from BaseException is not allowed"
+            raise frame.state.raise_exception(TypeError, message)
+        found.append(entry.real)
+    return tuple(found)
+
+
+@opcode("CHECK_EG_MATCH")
+def _check_group_match(frame: Frame, instruction: Instruction) -> None:
+    state = frame.state
+    wanted = _exception_classes(frame, frame.pop())
+    value = frame.pop()
+    matched, rest = split_group(state, value, lambda cls: issubclass(cls, wanted))
+    if matched is value and not issubclass(value.python_type(), BaseExceptionGroup):
+        parts: list[Value] = [ConstantValue(""), SequenceValue([value], tuple)]
+        matched = make_exception(state, BaseExceptionGroup, parts, {})
+    frame.push(rest or ConstantValue(None))
+    frame.push(matched or ConstantValue(None))
+    if matched is not None:
+        frame.handled[-1] = matched
+
+
+@opcode("PREP_RERAISE_STAR")
+def prepare_reraise(frame: Frame, instruction: Instruction) -> None:
+    original, parts = frame.pop_many(2)
+    frame.push(reraise_rest(frame.state, original, frame.state.items_of(parts)))
+
+
+@opcode("CALL_INTRINSIC_2")
+def _call_intrinsic_2(frame: Frame, instruction: Instruction) -> None:
+    if INTRINSICS_2.get(instruction.arg) != "prepare_reraise_star":
+        raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
+    prepare_reraise(frame, instruction)
 
 
 @opcode("RERAISE")
@@ -311,13 +371,3 @@ def _import_from(frame: Frame, instruction: Instruction) -> None:
 @opcode("GET_LEN")
 def _get_len(frame: Frame, instruction: Instruction) -> None:
     frame.push(ConstantValue(frame.stack[-1].length(frame.state)))
-
-
-@opcode("MATCH_SEQUENCE")
-def _match_sequence(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ConstantValue(isinstance(frame.stack[-1], SequenceValue)))
-
-
-@opcode("MATCH_MAPPING")
-def _match_mapping(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ConstantValue(isinstance(frame.stack[-1], DictValue)))

@@ -1,22 +1,19 @@
-"""Opcodes that move, build and take apart data."""
+"""Opcodes that move data, and of attributes, subscripts and operators."""
 
 from __future__ import annotations
 
-import collections
-from typing import Any
+import builtins as builtins_module
 
 from compile_core.capture import operators
-from compile_core.capture.base import NULL, Value
-from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
-from compile_core.capture.exceptions import ExceptionValue
+from compile_core.capture.base import NULL, SymbolicRaise, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import SliceValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue
+from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.instructions import Instruction
 from compile_core.capture.libraries import is_library_name
-from compile_core.capture.mappings import DictValue, SetValue, mapping_pairs, new_dict
 from compile_core.capture.python_versions import (
-    INTRINSICS_1,
     LOAD_ATTR_HAS_METHOD_BIT,
     NO_EFFECT,
     NULL_IS_ABOVE_CALLABLE,
@@ -62,7 +59,8 @@ def load_local(frame: Frame, name: str) -> Value:
         return frame.cells[name]
     value = frame.locals.get(name)
     if value is None or value is NULL:
-        raise frame.state.raise_exception(UnboundLocalError, f"local variable {name!r} is not set")
+        message = f"cannot access local variable {name!r} where it is not associated with a value"
+        raise frame.state.raise_exception(UnboundLocalError, message)
     realized = frame.locals[name] = frame.state.realize(value)
     return realized
 
@@ -134,7 +132,7 @@ def _delete_fast(frame: Frame, instruction: Instruction) -> None:
 def _load_deref(frame: Frame, instruction: Instruction) -> None:
     cell = frame.cells[instruction.value]
     if cell.content is None:
-        raise frame.state.raise_exception(NameError, f"free variable {instruction.value!r} is not set")
+        raise _unset_cell(frame, instruction.value)
     cell.content = frame.state.realize(cell.content)
     frame.push(cell.content)
 
@@ -146,24 +144,36 @@ def _store_deref(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("DELETE_DEREF")
 def _delete_deref(frame: Frame, instruction: Instruction) -> None:
+    if frame.cells[instruction.value].content is None:
+        raise _unset_cell(frame, instruction.value)
     frame.cells[instruction.value].store(frame.state, None)
+
+
+def _unset_cell(frame: Frame, name: str) -> SymbolicRaise:
+    if name in frame.code.code.co_cellvars:
+        message = f"cannot access local variable {name!r} where it is not associated with a value"
+        return frame.state.raise_exception(UnboundLocalError, message)
+    message = (
+        f"cannot access free variable {name!r} where it is not associated with a value in enclosing scope"
+    )
+    return frame.state.raise_exception(NameError, message)
 
 
 def load_global(frame: Frame, name: str) -> Value:
     state, scope = frame.state, frame.function.scope
     library = is_library_name(scope.get("__name__"))
     stored = state.effects.stored_global(scope, name)
-    if stored is not None:
+    if stored is not None and stored is not MISSING:
         return stored
-    if name in scope:
+    if name in scope and stored is not MISSING:
         if library:
             return state.wrap(scope[name], None)
         return state.wrap(scope[name], GlobalSource(state.reference("globals", scope), name))
-    builtins = scope.get("__builtins__", {})
+    builtins = scope.get("__builtins__", vars(builtins_module))
     names = builtins if isinstance(builtins, dict) else vars(builtins)
     if name not in names:
         raise state.raise_exception(NameError, f"name {name!r} is not defined")
-    if not library:
+    if not library and name not in scope:
         state.guards.absent(state.reference_source("globals", scope), name)
     return state.wrap(names[name], None)
 
@@ -181,6 +191,17 @@ def _load_global(frame: Frame, instruction: Instruction) -> None:
 @opcode("STORE_GLOBAL")
 def _store_global(frame: Frame, instruction: Instruction) -> None:
     frame.state.effects.global_changed(frame.function.scope, instruction.value, frame.pop())
+
+
+@opcode("DELETE_GLOBAL")
+def _delete_global(frame: Frame, instruction: Instruction) -> None:
+    state, scope, name = frame.state, frame.function.scope, instruction.value
+    stored = state.effects.stored_global(scope, name)
+    present = stored is not MISSING if stored is not None else name in scope
+    if not present:
+        raise state.raise_exception(NameError, f"name {name!r} is not defined")
+    load_global(frame, name)  # guards that it is there
+    state.effects.global_changed(scope, name, MISSING)
 
 
 @opcode("LOAD_ATTR")
@@ -242,190 +263,6 @@ def _binary_slice(frame: Frame, instruction: Instruction) -> None:
 def _store_slice(frame: Frame, instruction: Instruction) -> None:
     value, owner, start, stop = frame.pop_many(4)
     owner.set_item(frame.state, SliceValue([start, stop, ConstantValue(None)]), value)
-
-
-@opcode("BUILD_SLICE")
-def _build_slice(frame: Frame, instruction: Instruction) -> None:
-    parts = frame.pop_many(instruction.arg)
-    frame.push(SliceValue([*parts, ConstantValue(None)][:3]))
-
-
-@opcode("BUILD_TUPLE")
-def _build_tuple(frame: Frame, instruction: Instruction) -> None:
-    frame.push(SequenceValue(list(frame.pop_many(instruction.arg)), tuple))
-
-
-@opcode("BUILD_LIST")
-def _build_list(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ListValue(list(frame.pop_many(instruction.arg))))
-
-
-@opcode("BUILD_SET")
-def _build_set(frame: Frame, instruction: Instruction) -> None:
-    made = SetValue({})
-    for item in frame.pop_many(instruction.arg):
-        made.add(frame.state, item)
-    frame.push(made)
-
-
-@opcode("BUILD_MAP")
-def _build_map(frame: Frame, instruction: Instruction) -> None:
-    items = frame.pop_many(2 * instruction.arg)
-    frame.push(new_dict(list(zip(items[::2], items[1::2], strict=True)), frame.state))
-
-
-@opcode("BUILD_CONST_KEY_MAP")
-def _build_const_key_map(frame: Frame, instruction: Instruction) -> None:
-    keys = frame.pop()
-    items = frame.pop_many(instruction.arg)
-    pairs = list(zip(frame.state.items_of(keys), items, strict=True))
-    frame.push(new_dict(pairs, frame.state))
-
-
-@opcode("BUILD_STRING")
-def _build_string(frame: Frame, instruction: Instruction) -> None:
-    frame.push(fold(frame.state, lambda *parts: "".join(parts), frame.pop_many(instruction.arg), {}))
-
-
-_CONVERSIONS: dict[Any, Any] = {str: str, repr: repr, ascii: ascii, 1: str, 2: repr, 3: ascii}
-
-
-def _format(frame: Frame, value: Value, conversion: Any, spec: Value | None) -> None:
-    arguments = [value] if spec is None else [value, spec]
-    if (
-        isinstance(value, ExceptionValue)
-        and len(value.args) == 1
-        and spec is None
-        and conversion in (None, str)
-    ):
-        arguments = [value.args[0]]
-
-    def render(real: Any, spec_text: str = "") -> str:
-        return format(conversion(real) if conversion is not None else real, spec_text)
-
-    frame.push(fold(frame.state, render, arguments, {}))
-
-
-@opcode("FORMAT_VALUE")
-def _format_value(frame: Frame, instruction: Instruction) -> None:
-    spec = frame.pop() if instruction.arg & 4 else None
-    _format(frame, frame.pop(), _CONVERSIONS.get(instruction.arg & 3), spec)
-
-
-@opcode("FORMAT_SIMPLE")
-def _format_simple(frame: Frame, instruction: Instruction) -> None:
-    _format(frame, frame.pop(), None, None)
-
-
-@opcode("FORMAT_WITH_SPEC")
-def _format_with_spec(frame: Frame, instruction: Instruction) -> None:
-    value, spec = frame.pop_many(2)
-    _format(frame, value, None, spec)
-
-
-@opcode("CONVERT_VALUE")
-def _convert_value(frame: Frame, instruction: Instruction) -> None:
-    _format(frame, frame.pop(), _CONVERSIONS[instruction.arg], None)
-
-
-@opcode("LIST_APPEND")
-def _list_append(frame: Frame, instruction: Instruction) -> None:
-    item = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, ListValue)
-    target.append(frame.state, item)
-
-
-@opcode("LIST_EXTEND")
-def _list_extend(frame: Frame, instruction: Instruction) -> None:
-    items = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, ListValue)
-    target.extend(frame.state, items)
-
-
-@opcode("SET_ADD")
-def _set_add(frame: Frame, instruction: Instruction) -> None:
-    item = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, SetValue)
-    target.add(frame.state, item)
-
-
-@opcode("SET_UPDATE")
-def _set_update(frame: Frame, instruction: Instruction) -> None:
-    items = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, SetValue)
-    members = list(items.members.values()) if isinstance(items, SetValue) else frame.state.items_of(items)
-    for item in members:
-        target.add(frame.state, item)
-
-
-@opcode("MAP_ADD")
-def _map_add(frame: Frame, instruction: Instruction) -> None:
-    key, value = frame.pop_many(2)
-    frame.stack[-instruction.arg].set_item(frame.state, key, value)
-
-
-@opcode("DICT_UPDATE", "DICT_MERGE")
-def _dict_update(frame: Frame, instruction: Instruction) -> None:
-    source = frame.pop()
-    target = frame.stack[-instruction.arg]
-    pairs = mapping_pairs(frame.state, source)
-    if pairs is None:
-        raise frame.state.raise_exception(
-            TypeError, f"{source.python_type().__name__!r} object is not a mapping"
-        )
-    assert isinstance(target, DictValue)
-    for key, item in pairs:
-        if instruction.name == "DICT_MERGE" and key.hash_key(frame.state) in target.entries:
-            shown = f"multiple values for keyword argument {key.hash_key(frame.state)!r}"
-            raise frame.state.raise_exception(TypeError, shown)
-        target.set_item(frame.state, key, item)
-
-
-@opcode("LIST_TO_TUPLE")
-def _list_to_tuple(frame: Frame, instruction: Instruction) -> None:
-    frame.push(SequenceValue(list(frame.state.items_of(frame.pop())), tuple))
-
-
-@opcode("CALL_INTRINSIC_1")
-def _call_intrinsic(frame: Frame, instruction: Instruction) -> None:
-    name = INTRINSICS_1.get(instruction.arg)
-    if name == "list_to_tuple":
-        _list_to_tuple(frame, instruction)
-    elif name == "unary_positive":
-        frame.push(operators.unary(frame.state, "+", frame.pop()))
-    elif name != "stopiteration_error":
-        raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
-
-
-@opcode("UNPACK_SEQUENCE")
-def _unpack_sequence(frame: Frame, instruction: Instruction) -> None:
-    items = _items_to_unpack(frame)
-    if len(items) != instruction.arg:
-        few = "not enough" if len(items) < instruction.arg else "too many"
-        raise frame.state.raise_exception(ValueError, f"{few} values to unpack (expected {instruction.arg})")
-    frame.stack.extend(reversed(items))
-
-
-@opcode("UNPACK_EX")
-def _unpack_ex(frame: Frame, instruction: Instruction) -> None:
-    before, after = instruction.arg & 0xFF, instruction.arg >> 8
-    items = _items_to_unpack(frame)
-    if len(items) < before + after:
-        raise frame.state.raise_exception(ValueError, "not enough values to unpack")
-    middle = items[before : len(items) - after]
-    parts: list[Value] = [*items[:before], ListValue(list(middle)), *items[len(items) - after :]]
-    frame.stack.extend(reversed(parts))
-
-
-def _items_to_unpack(frame: Frame) -> list[Value]:
-    value = frame.pop()
-    if isinstance(value, DictValue) and value.cls is collections.defaultdict:
-        value.guard_keys(frame.state)
-    return frame.state.items_of(value)
 
 
 @opcode("UNARY_NEGATIVE")

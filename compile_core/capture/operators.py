@@ -11,7 +11,7 @@ from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.tensors import TensorValue
 
@@ -63,22 +63,10 @@ UNARY: dict[str, tuple[Callable[..., Any], str]] = {
 
 def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of BINARY or IN_PLACE."""
-    in_place = IN_PLACE.get(symbol)
-    if in_place is not None:
-        if isinstance(left, TensorValue):
-            return state.call_tensor_op("call_function", in_place, [left, right], {})
-        if isinstance(left, ListValue) and symbol == "+=":
-            left.extend(state, right)
-            return left
-        if isinstance(left, (ListValue, DictValue, SetValue)) and not (
-            isinstance(left, ListValue) and isinstance(right, TensorValue)
-        ):
-            if isinstance(left, DictValue) and symbol == "|=":
-                left.update(state, right)
-                return left
-            raise state.unsupported("operator", f"{symbol} of {left.describe()}")
-        if isinstance(left, InstanceValue) and class_lookup(left.cls, f"__i{BINARY[symbol[:-1]][1][2:]}")[0]:
-            raise state.unsupported("operator", f"{symbol} of {left.describe()}")
+    if symbol in IN_PLACE:
+        changed = _in_place(state, symbol, left, right)
+        if changed is not None:
+            return changed
         symbol = symbol[:-1]
     function, method, reflected = BINARY[symbol]
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
@@ -121,6 +109,34 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
     if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
         return fold(state, function, [left, right], {})
     return fold(state, function, [left, right], {})
+
+
+def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
+    """``left symbol right`` where the left operand changes itself; None where it has no such operator."""
+    if isinstance(left, TensorValue):
+        return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
+    if isinstance(left, InstanceValue):
+        name = f"__i{BINARY[symbol[:-1]][1][2:]}"
+        owner, entry = class_lookup(left.cls, name)
+        if owner is None:
+            return None
+        result = bind_class_entry(state, left, left.cls, owner, name, entry).call(state, [right], {})
+        is_answer = not isinstance(result, ConstantValue) or result.value is not NotImplemented
+        return result if is_answer else None
+    if isinstance(left, ListValue):
+        if symbol == "+=" and not isinstance(right, (TensorValue, InstanceValue)):
+            left.extend(state, right)
+            return left
+        if symbol == "*=" and isinstance(right, ConstantValue):
+            return left.repeat(state, right)
+        if isinstance(right, (TensorValue, InstanceValue)):
+            raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
+    if isinstance(left, DictValue) and symbol == "|=":
+        left.update(state, right)
+        return left
+    if isinstance(left, SetValue) and left.cls is set:
+        raise state.unsupported("operator", f"{symbol} of {left.describe()}")
+    return None
 
 
 def _concatenate(state: CaptureState, left: SequenceValue, right: SequenceValue) -> Value:

@@ -27,6 +27,9 @@ NULL_IS_ABOVE_CALLABLE = VERSION >= (3, 13)
 # Names of CALL_INTRINSIC_1's numbers that functions (not modules or type parameters) use.
 INTRINSICS_1 = {3: "stopiteration_error", 5: "unary_positive", 6: "list_to_tuple"}
 
+# ... and of CALL_INTRINSIC_2's.
+INTRINSICS_2 = {1: "prepare_reraise_star"}
+
 # Loads a local variable that is known to be set.
 PLAIN_LOAD_FAST = "LOAD_FAST"
 

@@ -12,11 +12,12 @@ from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
 from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
-from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue, PartialValue
+from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
 from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue
+from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter
@@ -84,12 +85,15 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, BuiltinMethod):
             return self.bind(f"{self.emit(value.owner)}.{value.name}")
         if isinstance(value, PartialValue):
-            parts = [self.emit(value.function), *(self.emit(item) for item in value.args)]
-            parts += [f"{key}={self.emit(item)}" for key, item in value.kwargs.items()]
-            return self.bind(f"{self.constant(functools.partial)}({', '.join(parts)})")
+            named = [f"{key}={self.emit(item)}" for key, item in value.named(self.state).items()]
+            parts = [value.function, *value.args.all(self.state)]
+            shown = ", ".join([*(self.emit(part) for part in parts), *named])
+            return self.bind(f"{self.constant(functools.partial)}({shown})")
         if isinstance(value, ReferenceValue):
             return self.constant(value.real)
-        if isinstance(value, InstanceValue) and not isinstance(value, ExceptionValue):
+        if isinstance(value, ExceptionValue):
+            return self._build_exception(value)
+        if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
 
@@ -134,6 +138,24 @@ class RunnerWriter(SourceWriter):
             return [f"{start.format('clear')})", f"{start.format('update')}{comma}({members}))"]
         return []
 
+    def _build_exception(self, value: ExceptionValue) -> str:
+        if value.was_raised:
+            raise self.state.unsupported(
+                "exception-traceback", f"{value.describe()} is kept after it was raised"
+            )
+        args = ", ".join(self.emit(item) for item in value.args)
+        name = self._name(value, f"{self.constant(value.cls.__new__)}({self.constant(value.cls)}, {args})")
+        self.lines.append(f"{self.constant(value.builtin_class.__init__)}({name}, {args})")
+        for attribute, item in value.changes.items():
+            if item is not MISSING:
+                self.lines.append(
+                    f"{self.constant(object.__setattr__)}({name}, {attribute!r}, {self.emit(item)})"
+                )
+        links = [("__cause__", value.cause), ("__context__", value.context)]
+        self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in links if not _is_none(item)]
+        self.lines.append(f"{name}.__suppress_context__ = {value.suppresses_context}")
+        return name
+
     def _build_sequence(self, value: SequenceValue) -> str:
         if value.cls is list:
             name = self._name(value, "[]")
@@ -158,12 +180,14 @@ class RunnerWriter(SourceWriter):
         name = self._name(
             value,
             f"{self.constant(types.FunctionType)}({self.constant(value.code)}, {self.constant(value.scope)}, "
-            f"{value.name!r}, ({defaults}) or None, ({cells}))",
+            f"{value.code.co_name!r}, ({defaults}) or None, ({cells}))",
         )
         if value.keyword_defaults:
             items = ", ".join(f"{key!r}: {self.emit(item)}" for key, item in value.keyword_defaults.items())
             self.lines.append(f"{name}.__kwdefaults__ = {{{items}}}")
-        for attribute, item in value.attributes.items():
+        if value.annotations is not None:
+            self.lines.append(f"{name}.__annotations__ = {self.emit(value.annotations)}")
+        for attribute, item in value.changes.items():
             self.lines.append(f"{name}.{attribute} = {self.emit(item)}")
         return name
 
@@ -181,7 +205,7 @@ class RunnerWriter(SourceWriter):
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
-            assert isinstance(owner, InstanceValue)
+            assert isinstance(owner, (InstanceValue, FunctionValue))
             self._replay_attribute(owner, attribute)
         for cell in effects.cells.values():
             assert isinstance(cell, CellValue)
@@ -190,14 +214,16 @@ class RunnerWriter(SourceWriter):
                 f"del {place}" if cell.content is None else f"{place} = {self.emit(cell.content)}"
             )
         for (_, variable), (scope, value) in effects.globals.items():
-            self._effects.append(f"{self.constant(scope)}[{variable!r}] = {self.emit(value)}")
+            place = f"{self.constant(scope)}[{variable!r}]"
+            gone = f"{self.constant(scope)}.pop({variable!r}, None)"
+            self._effects.append(gone if value is MISSING else f"{place} = {self.emit(value)}")
 
-    def _replay_attribute(self, owner: InstanceValue, attribute: str) -> None:
+    def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""
         name, value = self.emit(owner), owner.changes[attribute]
-        prefix = "" if isinstance(owner, ModuleValue) else "object.__"
-        suffix = "" if isinstance(owner, ModuleValue) else "__"
-        if attribute in owner.deleted:
+        by_class = isinstance(owner, (ModuleValue, FunctionValue))
+        prefix, suffix = ("", "") if by_class else ("object.__", "__")
+        if isinstance(owner, InstanceValue) and attribute in owner.deleted:
             self._effects.append(f"{prefix}delattr{suffix}({name}, {attribute!r})")
         if value is not MISSING:
             self._effects.append(f"{prefix}setattr{suffix}({name}, {attribute!r}, {self.emit(value)})")
@@ -209,3 +235,7 @@ class RunnerWriter(SourceWriter):
         lines += [*self.lines, *self._effects, *last_lines]
         body = "\n".join(f"    {line}" for line in lines)
         return RunnerCode(f"def run({names}):\n{body}\n", self.constants)
+
+
+def _is_none(value: Value) -> bool:
+    return isinstance(value, ConstantValue) and value.value is None

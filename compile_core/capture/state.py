@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture import opcodes_control, opcodes_data, operators
+from compile_core.capture import opcodes_build, opcodes_control, opcodes_data, opcodes_match, operators, texts
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.binding import bind_arguments
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
-from compile_core.capture.exceptions import ExceptionValue
+from compile_core.capture.exceptions import ExceptionValue, raised_during
 from compile_core.capture.frame import OPCODES, Frame
 from compile_core.capture.functions import FunctionValue
-from compile_core.capture.iterators import IteratorValue
+from compile_core.capture.generators import GeneratorValue
+from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import bind_class_entry, class_lookup
 from compile_core.capture.output_graph import OutputGraph, is_fake, make_fake_mode
@@ -32,28 +33,10 @@ from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.sources import Source
 
 # Naming the families makes sure that their handlers are registered.
-FAMILIES = (opcodes_data, opcodes_control, SPECIAL_RULES)
+FAMILIES = (opcodes_build, opcodes_control, opcodes_data, opcodes_match, SPECIAL_RULES, LANGUAGE_RULES)
 assert OPCODES
 
 _DEPTH_LIMIT = 120
-
-
-class GeneratorValue(IteratorValue):
-    """A generator: a frame that runs on at each item."""
-
-    cls = types.GeneratorType
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-
-    def advance(self, state: CaptureState) -> Value | None:
-        if self.frame.result is not None:
-            return None
-        self.frame.run()
-        return self.frame.yielded
-
-    def returned(self) -> Value | None:
-        return self.frame.result
 
 
 class Capture(CaptureState):
@@ -62,6 +45,7 @@ class Capture(CaptureState):
     def __init__(self, original_of: Callable[[Any], Any]) -> None:
         super().__init__(OutputGraph(make_fake_mode()), SideEffects())
         self._original_of = original_of
+        self.generators: list[GeneratorValue] = []
 
     def wrap(self, real: Any, source: Source | None) -> Value:
         return wrap(self, real, source)
@@ -93,6 +77,12 @@ class Capture(CaptureState):
     def equal(self, one: Value, other: Value) -> bool:
         return operators.equal(self, one, other)
 
+    def text_of(self, value: Value) -> Value:
+        return texts.text(self, value)
+
+    def representation_of(self, value: Value) -> Value:
+        return texts.representation(self, value)
+
     def is_module_class(self, cls: type) -> bool:
         return issubclass(cls, torch.nn.Module)
 
@@ -101,7 +91,9 @@ class Capture(CaptureState):
         return None if module is None else self.wrap(module, None)
 
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
-        return SymbolicRaise(ExceptionValue(cls, [self.from_constant(argument) for argument in args]))
+        value = ExceptionValue(cls, [self.from_constant(argument) for argument in args])
+        raised_during(self, value, self.handled_exception())
+        return SymbolicRaise(value)
 
     def class_attribute(self, owner: Value, name: str) -> Value:
         cls = owner.python_type()
@@ -118,7 +110,9 @@ class Capture(CaptureState):
             raise self.unsupported("async", f"{function.describe()} is asynchronous")
         frame = Frame(self, function, bind_arguments(self, function, args, kwargs))
         if code.co_flags & inspect.CO_GENERATOR:
-            return GeneratorValue(frame)
+            made = GeneratorValue(frame)
+            self.generators.append(made)
+            return made
         frame.run()
         if frame.result is None:
             raise InternalError(f"{function.describe()} ended without a result")

@@ -22,12 +22,12 @@ from compile_core.capture.functions import (
     BoundMethodValue,
     CellValue,
     FunctionValue,
-    PartialValue,
 )
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue, is_plain_layout
+from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import (
     CallableReferenceValue,
     PythonModuleValue,
@@ -151,9 +151,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
             state.wrap(getattr(real, name), part)
             for name, part in zip(("func", "args", "keywords"), parts, strict=True)
         )
-        assert isinstance(kwargs, DictValue)
-        named = {key: kwargs.get(state, key) for key in _all_keys(state, kwargs)}
-        return PartialValue(function, state.items_of(args), named)
+        assert isinstance(args, SequenceValue) and isinstance(kwargs, DictValue)
+        return PartialValue(function, args, kwargs, source)
     if type(real) is weakref.ReferenceType:
         if source is not None:
             state.guards.type_is(source, weakref.ReferenceType)
@@ -169,11 +168,6 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         return instance
     _guard_identity(state, real, source)
     return ReferenceValue(real, source)
-
-
-def _all_keys(state: CaptureState, mapping: DictValue) -> list[Any]:
-    mapping.guard_keys(state)
-    return list(mapping.entries)
 
 
 def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> None:
@@ -251,8 +245,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         defaults,
         keyword_defaults,
         real,
-        source,
-        real.__qualname__,
+        owner if source is None else source,
     )
 
 
@@ -301,7 +294,7 @@ def _wrap_method(state: CaptureState, real: types.MethodType, source: Source | N
     if source is not None:
         state.guards.type_is(source, types.MethodType)
     parts = [None if source is None else AttributeSource(source, name) for name in ("__func__", "__self__")]
-    return BoundMethodValue(state.wrap(real.__func__, parts[0]), state.wrap(real.__self__, parts[1]))
+    return BoundMethodValue(state.wrap(real.__func__, parts[0]), state.wrap(real.__self__, parts[1]), source)
 
 
 def _wrap_builtin(real: Any, source: Source | None) -> Value:

@@ -13,7 +13,7 @@ import pytest
 from compile_core.capture.frame import OPCODES
 
 HERE = Path(__file__).parent
-CORPUS = [HERE / "models.py", HERE / "test_language.py", HERE / "test_graph_breaks.py"]
+CORPUS = [*sorted(HERE.glob("test_*.py")), HERE / "models.py"]
 
 # Runs in another interpreter, without any package: names of the instructions of all functions in the files.
 LISTER = """

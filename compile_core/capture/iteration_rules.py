@@ -1,0 +1,103 @@
+"""Rules for the built-in functions that go through an iterable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_core.capture import operators
+from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.containers import ListValue, sorted_values
+from compile_core.capture.generators import stop_iteration
+from compile_core.capture.mappings import SetValue
+from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+
+
+@call_rule(next)
+def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    iterator, *default = args
+    if not hasattr(iterator.python_type(), "__next__"):
+        name = iterator.python_type().__name__
+        raise state.raise_exception(TypeError, f"{name!r} object is not an iterator")
+    item = iterator.advance(state)
+    if item is not None:
+        return item
+    if default:
+        iterator.returned()
+        return default[0]
+    raise stop_iteration(state, iterator)
+
+
+@call_rule(sorted)
+def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    if isinstance(iterable, SetValue):
+        items = list(iterable.members.values())
+        if "key" in kwargs:
+            raise state.unsupported("set-order", "sorted() of a set with a key")
+    else:
+        items = state.items_of(iterable)
+    return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
+
+
+@call_rule(sum)
+def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def total(iterable: Value, start: Value | None = None) -> Value:
+        result = ConstantValue(0) if start is None else start
+        for item in state.items_of(iterable):
+            result = operators.binary(state, "+", result, item)
+        return result
+
+    items = state.items_of(args[0])
+    try:
+        # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
+        constants = [item.as_constant() for item in items]
+        if len(args) == 1 and not kwargs:
+            return fold(state, lambda: sum(constants), [], {})
+    except NotConstant:
+        pass
+    return total(ListValue(list(items)), *args[1:], **kwargs)
+
+
+def _extremum_rule(function: Any, symbol: str) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if set(kwargs) - {"key", "default"}:
+            raise TypeError("unknown keyword argument")
+        items = state.items_of(args[0]) if len(args) == 1 else args
+        if not items:
+            if "default" in kwargs:
+                return kwargs["default"]
+            raise state.raise_exception(ValueError, f"{function.__name__}() arg is an empty sequence")
+        key = kwargs.get("key")
+        keys = items if key is None else [key.call(state, [item], {}) for item in items]
+        best = 0
+        for index in range(1, len(items)):
+            if operators.compare(state, symbol, keys[index], keys[best]).truth(state):
+                best = index
+        return items[best]
+
+    return call
+
+
+CALL_RULES[min] = _extremum_rule(min, "<")
+CALL_RULES[max] = _extremum_rule(max, ">")
+
+
+@call_rule(any)
+def _any(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    iterator = iterable.iterate(state)
+    while (item := iterator.advance(state)) is not None:
+        if item.truth(state):
+            return ConstantValue(True)
+    return ConstantValue(False)
+
+
+@call_rule(all)
+def _all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    iterator = iterable.iterate(state)
+    while (item := iterator.advance(state)) is not None:
+        if not item.truth(state):
+            return ConstantValue(False)
+    return ConstantValue(True)
