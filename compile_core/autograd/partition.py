@@ -20,6 +20,7 @@ import networkx
 import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
 from compile_core.autograd.recompute_regions import is_recomputed
@@ -262,9 +263,9 @@ def _extract(
             raise InternalError(f"the extracted graph needs {node}, which is not among its inputs")
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(None if node is None else copies[node] for node in results))
-    extracted = GraphModule(module, graph)
     graph.lint()
-    return extracted
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(module, graph)
 
 
 def _copy_input(forward: GraphModule, name: str) -> str:

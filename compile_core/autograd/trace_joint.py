@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -109,7 +110,14 @@ def trace_joint(
         specs = [dense_spec(spec) for spec in specs] if trainable else []
         seeds = [empty_like_spec(spec) for spec in specs]
         leaves = [as_leaf(example) for example in examples]
-    with preserved_modes(), preserve_node_meta(), fake_mode, failures_explained():
+    # Nobody runs the joint graph, so its Python text is only made if somebody asks for it.
+    with (
+        preserved_modes(),
+        preserve_node_meta(),
+        _use_lazy_graph_module(True),
+        fake_mode,
+        failures_explained(),
+    ):
         traced = make_fx(
             joint,
             decomposition_table={**random_order.DECOMPOSITIONS, **decompositions},

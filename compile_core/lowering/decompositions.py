@@ -9,7 +9,7 @@ loops:
 * normalisations compute the variance in two passes, as accurate as eager's, and never divide by a variance
   twice.
 
-What is not listed stays whole: matrix products, convolutions, attention, pooling, sorting, random numbers and
+What is not listed stays whole: matrix products, convolutions, attention, most pooling, sorting, random numbers and
 scatters run as torch's own kernels.
 """
 
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+
+from compile_core.lowering.decompose_pooling import max_pool2d_backward
 
 aten = torch.ops.aten
 
@@ -253,4 +255,5 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
+    aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
 }
