@@ -325,7 +325,7 @@ class CompiledFunction:
 
     def _report_break(self, reason: Unsupported) -> None:
         if self.fullgraph:
-            raise reason
+            raise reason.with_traceback(None)
         self.break_reasons.append(reason)
         key = (reason.reason_id, reason.location)
         if key not in _logged_locations:
