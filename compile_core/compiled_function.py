@@ -400,8 +400,10 @@ def _find_target(fn: Any) -> Target:
         return Target(fn, _NO_OWNER, False)
     if isinstance(fn, types.MethodType):
         function = fn.__func__
-        if isinstance(function, types.FunctionType):
+        if isinstance(function, types.FunctionType) and function.__code__.co_argcount:
             return Target(function, fn.__self__, False)
+        # A decorated method takes its object as one of *args.
+        return Target(_call_object, fn, False)
     if isinstance(fn, torch.nn.Module):
         forward = inspect.getattr_static(type(fn), "forward")
         plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__

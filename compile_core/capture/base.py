@@ -266,6 +266,10 @@ class CaptureState:
         """Record a call whose arguments are nodes already; ``example_by`` computes its example in its stead."""
         raise NotImplementedError
 
+    def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> Any:
+        """Record an operation whose result is a Python number; returns the node."""
+        raise NotImplementedError
+
     def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
         """Record a change of a mode of torch and make it for the rest of the capture; returns the node."""
         raise NotImplementedError

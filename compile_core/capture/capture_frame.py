@@ -24,7 +24,7 @@ from compile_core.capture.state import Capture
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from compile_core.ir.sources import ItemSource, LocalSource
+from compile_core.ir.sources import ItemSource, LocalSource, Source
 
 CELLS_ARGUMENT = "_gs_cells"
 
@@ -205,12 +205,17 @@ def _guard_distinct(state: CaptureState) -> None:
     changed += state.effects.cells.values()
     changed += {id(owner): owner for owner in state.effects.attributes.values()}.values()
     others = [value for _, value in state.known.values() if value.source is not None]
+    kinds: dict[Any, tuple[list[Source], list[Source]]] = {}
     for value in changed:
-        for other in others:
-            alike = type(other) is type(value) and other.python_type() is value.python_type()
-            if alike and other is not value and not isinstance(value, ConstantValue):
-                assert value.source is not None and other.source is not None
-                state.guards.distinct(value.source, other.source)
+        if value.source is not None and not isinstance(value, ConstantValue):
+            kinds.setdefault((type(value), value.python_type()), ([], []))[0].append(value.source)
+    for other in others:
+        kind = kinds.get((type(other), other.python_type()))
+        if kind is not None and other.source is not None and other.source not in kind[0]:
+            kind[1].append(other.source)
+    for touched, untouched in kinds.values():
+        if len(touched) + len(untouched) > 1:
+            state.guards.all_distinct(touched, untouched)
 
 
 def _check_inputs(state: Capture) -> None:

@@ -69,6 +69,14 @@ class ClassValue(ReferenceValue):
             raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
         return new_instance(state, cls, args, kwargs)
 
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        """``list[int]`` and its like."""
+        parts = key.all(state) if isinstance(key, SequenceValue) else [key]
+        if self.real.__module__ != "builtins" or not all(isinstance(part, ClassValue) for part in parts):
+            return super().get_item(state, key)
+        named = tuple(part.real for part in parts if isinstance(part, ClassValue))
+        return ReferenceValue(types.GenericAlias(self.real, named))
+
     def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         cls = self.real
         if class_lookup(cls, "__new__")[0] is not next(

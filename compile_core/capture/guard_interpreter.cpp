@@ -85,7 +85,7 @@ enum Instruction : int64_t {
 enum Outcome { FAILS = 0, HOLDS = 1, RAISED = -1 };
 
 constexpr int IS_EQUAL = 2;  // Py_EQ
-constexpr int MAXIMUM_ARGUMENTS = 16;
+constexpr int MAXIMUM_ARGUMENTS = 2048;
 
 void* implementation(PyObject* tensor) {
     return *reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + gs_implementation_offset);

@@ -73,7 +73,7 @@ _BETWEEN_SOURCES = {
     "distinct": _Instruction.DISTINCT,
     "apart": _Instruction.APART,
 }
-_MAXIMUM_ARGUMENTS = 16
+_MAXIMUM_ARGUMENTS = 2048
 
 
 def compile_program(frame: CapturedFrame, interpreter: GuardInterpreter) -> Callable[..., Any] | None:
@@ -138,7 +138,7 @@ class _ProgramWriter:
             scope = self._constant(source.scope.value)
             self._words += (_Instruction.ITEM, scope, self._constant(source.name))
             return
-        bases = [] if source.base is None else [self.read(source.base)]
+        bases = [self.read(base) for base in (source.base, source.key_source) if base is not None]
         if type(source) is AttributeSource:
             self._words += (_Instruction.ATTRIBUTE, bases[0], self._constant(source.name))
         elif type(source) in (ItemSource, ModuleEntrySource):
@@ -146,7 +146,8 @@ class _ProgramWriter:
             self._words += (_Instruction.ITEM, bases[0], self._constant(source.key))
         else:
             names = [f"v{number}" for number in range(len(bases))]
-            function = self._function(names, source.expression(names[0] if names else "", self._reference))
+            text = source.expression(names[0] if names else "", self._reference)
+            function = self._function(names, text.replace("{key}", names[-1]) if source.key_source else text)
             self._words += (_Instruction.CALL, 0, function, len(bases), *bases)
 
     def finish(self, inputs: Sequence[Source]) -> tuple[bytes, tuple[Any, ...]]:

@@ -78,6 +78,14 @@ class GuardSet:
     def distinct(self, one: Source, other: Source) -> None:
         self.add([one, other], "{0} is not {1}", [], f"{one} is not {other}", "distinct")
 
+    def all_distinct(self, changed: Sequence[Source], others: Sequence[Source]) -> None:
+        """No two of the changed objects are the same, nor is one of them among the others."""
+        names = [f"{{{position}}}" for position in range(len(changed) + len(others))]
+        parts = [names[: len(changed)], names[len(changed) :]]
+        shown = ", ".join("(" + "".join(f"{name}, " for name in part) + ")" for part in parts)
+        text = f"{changed[0]} and what else is changed are different objects, and no others of the call"
+        self.add([*changed, *others], f"{{c0}}({shown})", [_all_distinct], text)
+
     def length(self, source: Source, length: int) -> None:
         text = f"len({source}) == {length}"
         if isinstance(source, ContentSource):
@@ -102,6 +110,9 @@ class GuardSet:
             self.add([source], "not dict.__contains__({0}, {c0})", [key], text)
         else:
             self.add([source], "{c0} not in {0}", [key], text, "absent")
+
+    def absent_object(self, source: Source, key: Source) -> None:
+        self.add([source, key], "{1} not in {0}", [], f"{key} not in {source}")
 
     def present(self, source: Source, key: Any) -> None:
         text = f"{key!r} in {source}"
@@ -173,6 +184,11 @@ class GuardSet:
                     f"{written.source} and {entry.source} share no memory",
                     "apart",
                 )
+
+
+def _all_distinct(changed: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    found = set(map(id, changed))
+    return len(found) == len(changed) and found.isdisjoint(map(id, others))
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import ConstantValue, SequenceIterator
 from compile_core.capture.containers import ContainerValue, Item, SequenceValue
+from compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
 
 class DictValue(ContainerValue):
@@ -30,10 +31,16 @@ class DictValue(ContainerValue):
     def guard_keys(self, state: CaptureState) -> None:
         if not self.keys_guarded and self.source is not None:
             self.keys_guarded = True
-            for key in self.original_keys:
-                if not _prints(key):
-                    raise state.unsupported("dict-key", f"a dictionary with the key {key!r} from outside")
-            state.guards.keys(self.source, self.original_keys)
+            if all(map(_prints, self.original_keys)):
+                state.guards.keys(self.source, self.original_keys)
+                return
+            state.guards.length(self.source, len(self.original_keys))
+            keys = KeysSource(self.source)
+            for index, key in enumerate(self.original_keys):
+                # Literals are guarded by their value, all other keys by being the object that is known.
+                found = state.wrap(key, KeySource(keys, index))
+                if key in self.entries:
+                    self.entries[key] = (found, self.entries[key][1])
 
     def before_change(self, state: CaptureState) -> None:
         self.guard_keys(state)
@@ -41,6 +48,13 @@ class DictValue(ContainerValue):
 
     def get(self, state: CaptureState, key: Any) -> Value:
         key_value, item = self.entries[key]
+        if isinstance(item, LazyValue) and not _prints(key) and self.source is not None:
+            if key_value.source is None:
+                self.guard_keys(state)
+                key_value = self.entries[key][0]
+            if key_value.source is None:
+                raise state.unsupported("dict-key", f"a dictionary key of type {type(key).__name__}")
+            item = LazyValue(item.real, EntrySource(self.source, key_value.source))
         real = state.realize(item)
         self.entries[key] = (key_value, real)
         return real
@@ -49,12 +63,14 @@ class DictValue(ContainerValue):
         """The item of a key; None where there is none, which is then guarded."""
         real = key.hash_key(state)
         if real in self.entries:
-            if not self.keys_guarded and not _prints(real):
-                raise state.unsupported("dict-key", f"the dictionary key {real!r}")
+            if key.source is not None and self.entries[real][0].source is None:
+                self.entries[real] = (key, self.entries[real][1])
             return self.get(state, real)
         if not self.keys_guarded and self.source is not None:
             if _prints(real):
                 state.guards.absent(self.source, real)
+            elif key.source is not None:
+                state.guards.absent_object(self.source, key.source)
             else:
                 self.guard_keys(state)
         return None
@@ -89,8 +105,10 @@ class DictValue(ContainerValue):
         raise state.raise_exception(KeyError, key.hash_key(state))
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
-        self.before_change(state)
         real = key.hash_key(state)
+        if real in self.entries and self.entries[real][1] is value:
+            return  # the very object that is there already
+        self.before_change(state)
         kept = self.entries[real][0] if real in self.entries else key
         self.entries[real] = (kept, value)
 

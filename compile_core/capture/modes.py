@@ -128,3 +128,20 @@ def _autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
 @call_rule(torch.cuda.amp.autocast)
 def _cuda_autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return _autocast(state, [ConstantValue("cuda"), *args], kwargs)
+
+
+class ProfilerRange(ModeValue):
+    """``torch.profiler.record_function``: a name for a profiler, which the operations of a graph do not have."""
+
+    cls = torch.autograd.profiler.record_function
+
+    def enter(self, state: CaptureState) -> None:
+        pass
+
+    def leave(self, state: CaptureState) -> None:
+        pass
+
+
+@call_rule(torch.autograd.profiler.record_function)
+def _record_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ProfilerRange()

@@ -13,6 +13,7 @@ from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
 from compile_core.capture.references import ReferenceValue
+from compile_core.capture.scalars import compute_scalar
 from compile_core.capture.tensors import TensorValue
 
 # BINARY_OP's text: the function, the methods on the left, on the right.
@@ -73,6 +74,9 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
         if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
             raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
         return state.call_tensor_op("call_function", function, [left, right], {})
+    scalar = compute_scalar(state, function, [left, right])
+    if scalar is not None:
+        return scalar
     special = _special(state, left, right, method, reflected)
     if special is not None:
         return special
@@ -170,6 +174,9 @@ def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
         return state.call_tensor_op("call_function", function, [operand], {})
     if isinstance(operand, InstanceValue):
         return operand.get_attribute(state, method).call(state, [], {})
+    scalar = compute_scalar(state, function, [operand])
+    if scalar is not None:
+        return scalar
     return fold(state, function, [operand], {})
 
 

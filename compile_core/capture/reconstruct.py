@@ -205,6 +205,10 @@ class RunnerWriter(SourceWriter):
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
         for (_, attribute), owner in effects.attributes.items():
+            if isinstance(owner, TensorValue):
+                text = f"{self.emit(owner)}.{attribute} = {self.emit(owner.changes[attribute])}"
+                self._effects.append(text)
+                continue
             assert isinstance(owner, (InstanceValue, FunctionValue))
             self._replay_attribute(owner, attribute)
         for cell in effects.cells.values():

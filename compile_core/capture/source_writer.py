@@ -32,6 +32,8 @@ class SourceWriter:
         if name is None:
             base = "" if source.base is None else self.read(source.base)
             name = source.expression(base, self._reference)
+            if source.key_source is not None:
+                name = name.replace("{key}", self.read(source.key_source))
             if not name.isidentifier():
                 name = self.bind(name)
             self._read[source] = name

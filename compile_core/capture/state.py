@@ -21,9 +21,11 @@ from compile_core.capture.exceptions import ExceptionValue, raised_during
 from compile_core.capture.frame import OPCODES, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.generators import GeneratorValue
+from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
 from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import bind_class_entry, class_lookup
+from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake, make_fake_mode
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.special_rules import SPECIAL_RULES
@@ -33,7 +35,8 @@ from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.sources import Source
 
 # Naming the families makes sure that their handlers are registered.
-FAMILIES = (opcodes_build, opcodes_control, opcodes_data, opcodes_match, SPECIAL_RULES, LANGUAGE_RULES)
+FAMILIES = (opcodes_build, opcodes_control, opcodes_data, opcodes_match)
+RULES = (SPECIAL_RULES, LANGUAGE_RULES, GRADIENT_ATTRIBUTES, OPTIMIZER_RULES)
 assert OPCODES
 
 _DEPTH_LIMIT = 120
@@ -167,7 +170,7 @@ class Capture(CaptureState):
                         "operation-result", f"{target} returned {type(item).__name__} in a tuple"
                     )
                 items.append(self._wrap_result(self.graph.item(node, index), item, target))
-            if cls is list:
+            if issubclass(cls, list):
                 return ListValue(items)
             if cls is tuple or sequence_fields(cls):
                 return SequenceValue(items, cls)
@@ -178,6 +181,12 @@ class Capture(CaptureState):
             f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",
             "keep data-dependent Python values out of the compiled function",
         )
+
+    def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
+        node = self.graph.graph.create_node(op, target, args, {})
+        node.meta["example_value"] = example
+        node.meta["stack_trace"] = self.stack_trace()
+        return node
 
     def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
         result = target(*(arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args))

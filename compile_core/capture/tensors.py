@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,8 +107,11 @@ _DENIED_METHODS = frozenset(
 
 
 class TensorValue(Value):
-    """A tensor: ``node`` in the graph, ``fake`` for its metadata. An input that was not rebound has a
-    source."""
+    """A tensor: ``node`` in the graph, ``fake`` for its metadata.
+
+    An input that was not rebound has a source and ``real``, the tensor of this call. ``changes`` holds its
+    attributes that were stored in the frame.
+    """
 
     def __init__(
         self,
@@ -118,10 +122,11 @@ class TensorValue(Value):
         real: torch.Tensor | None = None,
     ) -> None:
         self.node = node
-        self.real = real
         self.fake = fake
         self.cls = cls
         self.source = source
+        self.real = real
+        self.changes: dict[str, Value] = {}
         # The version of the data after the last operation that returned this tensor.
         self.version = fake._version
 
@@ -135,7 +140,7 @@ class TensorValue(Value):
         return self.node
 
     def hash_key(self, state: CaptureState) -> Any:
-        return self
+        return self if self.real is None else self.real
 
     def truth(self, state: CaptureState) -> bool:
         raise state.unsupported(
@@ -151,6 +156,9 @@ class TensorValue(Value):
             return state.call_tensor_op("call_function", getattr, [self, ConstantValue(name)], {})
         if name == "__class__":
             return state.wrap(self.cls, None)
+        read = ATTRIBUTE_READS.get(name)
+        if read is not None:
+            return read(state, self)
         static = getattr(torch.Tensor, name, None)
         if static is None:
             own = {} if self.real is None else self.real.__dict__
@@ -165,6 +173,13 @@ class TensorValue(Value):
             "tensor-attribute", f"no rule for the attribute {name!r} of {self.describe()}"
         )
 
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        store = ATTRIBUTE_STORES.get(name)
+        if store is None:
+            super().set_attribute(state, name, value)
+        else:
+            store(state, self, value)
+
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
@@ -178,6 +193,11 @@ class TensorValue(Value):
             return ConstantValue(_type_name(self.fake))
         if name == "__len__":
             return ConstantValue(self.length(state))
+        rule = METHOD_RULES.get(name)
+        if rule is not None:
+            found = rule(state, self, args, kwargs)
+            if found is not None:
+                return found
         if name in _DENIED_METHODS or (name.startswith("__") and name not in _OPERATORS):
             raise state.unsupported(
                 "tensor-method",
@@ -202,6 +222,36 @@ class TensorValue(Value):
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
+
+
+# Attributes with rules of their own, filled in by the files of rules.
+AttributeRead = Callable[[CaptureState, TensorValue], Value]
+ATTRIBUTE_READS: dict[str, AttributeRead] = {}
+ATTRIBUTE_STORES: dict[str, Callable[[CaptureState, TensorValue, Value], None]] = {}
+
+# Methods with rules of their own; a rule that gives None leaves the call to what holds for all methods.
+MethodRule = Callable[[CaptureState, TensorValue, list[Value], dict[str, Value]], Value | None]
+METHOD_RULES: dict[str, MethodRule] = {}
+
+
+def attribute_read(name: str) -> Callable[[AttributeRead], AttributeRead]:
+    """Register what reading this attribute of a tensor gives."""
+
+    def register(function: AttributeRead) -> AttributeRead:
+        ATTRIBUTE_READS[name] = function
+        return function
+
+    return register
+
+
+def method_rule(name: str) -> Callable[[MethodRule], MethodRule]:
+    """Register the rule of this method of tensors."""
+
+    def register(function: MethodRule) -> MethodRule:
+        METHOD_RULES[name] = function
+        return function
+
+    return register
 
 
 _OPERATORS = frozenset(

@@ -186,6 +186,7 @@ _STATE_QUERIES = (
     torch.are_deterministic_algorithms_enabled,
     torch.is_autocast_cache_enabled,
     torch._C._get_tracing_state,
+    torch._C._get_privateuse1_backend_name,
 )
 CALL_RULES.update({function: _fold_rule(function) for function in _STATE_QUERIES})
 
@@ -208,8 +209,6 @@ for _function in (
     torch.overrides.has_torch_function_variadic,
 ):
     CALL_RULES[_function] = _answer(False)
-for _function in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling):
-    CALL_RULES[_function] = _answer(True)
 
 
 @call_rule(torch.is_tensor)

@@ -194,11 +194,12 @@ def _input_kind(source: Source) -> InputKind:
     if isinstance(source, ModuleEntrySource):
         return "parameter" if source.table == "_parameters" else "buffer"
     root: Source = source
-    through_module = False
+    through_object = False
     while root.base is not None:
-        through_module = through_module or isinstance(root, ModuleEntrySource)
+        own_attribute = isinstance(root, AttributeSource) and root.name == "__dict__"
+        through_object = through_object or isinstance(root, ModuleEntrySource) or own_attribute
         root = root.base
-    plain = isinstance(root, LocalSource) and not through_module and root.name != "self"
+    plain = isinstance(root, LocalSource) and not through_object and root.name != "self"
     return "argument" if plain else "state"
 
 
@@ -338,7 +339,8 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
         }
         made = DictValue(entries, cls, source)
         if cls is collections.defaultdict:
-            made.guard_keys(state)
+            if any(isinstance(key, ConstantValue) for key, _ in entries.values()):
+                made.guard_keys(state)  # reading an entry that is gone would make a new one
             factory = None if source is None else AttributeSource(source, "default_factory")
             if real.default_factory is not None:
                 made.default_factory = state.wrap(real.default_factory, factory)

@@ -31,13 +31,19 @@ class Source:
     def base(self) -> Source | None:
         return None
 
+    @property
+    def key_source(self) -> Source | None:
+        """A second path that the step needs, whose text stands for ``{key}`` in the expression."""
+        return None
+
     def expression(self, base: str, name_of: NameOf) -> str:
         """Python text of this step, given the text of the base and the names of the held objects."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         base = "" if self.base is None else str(self.base)
-        return self.expression(base, lambda reference: reference.label)
+        text = self.expression(base, lambda reference: reference.label)
+        return text if self.key_source is None else text.replace("{key}", str(self.key_source))
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,47 @@ class ItemSource(_Step):
         return f"{base}[{self.key!r}]"
 
 
+_ABSENT = Reference("absent", object())
+
+
+@dataclass(frozen=True)
+class EntrySource(_Step):
+    """``parent[key]`` of a dictionary where ``key`` is an object that is itself found by a source.
+
+    Reading it makes no entry in a ``defaultdict``: a missing key gives an object that no guard accepts.
+    """
+
+    key: Source
+
+    @property
+    def key_source(self) -> Source | None:
+        return self.key
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{base}.get({{key}}, {name_of(_ABSENT)})"
+
+    def __str__(self) -> str:
+        return f"{self.parent}[{self.key}]"
+
+
+@dataclass(frozen=True)
+class KeysSource(_Step):
+    """The keys of a dictionary, in order."""
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"tuple({base})"
+
+
+@dataclass(frozen=True)
+class KeySource(_Step):
+    """One of the keys of a dictionary; ``parent`` is their ``KeysSource``."""
+
+    index: int
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{base}[{self.index}]"
+
+
 @dataclass(frozen=True)
 class ContentSource(_Step):
     """What an instance of a user's subclass of a container holds: the same object, read by the methods of ``cls``,
@@ -187,8 +234,12 @@ def path_words(source: Source) -> list[str]:
     if isinstance(source, ModuleEntrySource):
         return [*path_words(source.parent), source.key]
     assert isinstance(source, _Step)
+    if isinstance(source, EntrySource):
+        return [*path_words(source.parent), *path_words(source.key)[-1:]]
     before = path_words(source.parent)
-    if isinstance(source, (CallSource, OwnDictSource, ContentSource)):
+    if isinstance(source, KeySource):
+        return [*before, str(source.index)]
+    if isinstance(source, (CallSource, OwnDictSource, ContentSource, KeysSource)):
         return before
     if isinstance(source, AttributeSource):
         return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]
