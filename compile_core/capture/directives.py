@@ -128,6 +128,13 @@ def is_disabled(function: Any) -> bool:
     return bool(getattr(function, DISABLED, False))
 
 
+def part_of_optimizer(function: Any) -> Any:
+    """What torch's front end, once it is loaded, excludes of ``torch.optim`` for reasons of its own; None for all
+    else."""
+    excluded = is_disabled(function) and str(getattr(function, "__module__", "")).startswith("torch.optim.")
+    return getattr(function, ORIGINAL, None) if excluded else None
+
+
 def is_disabled_recursively(function: Any) -> bool:
     return bool(getattr(function, DISABLED_RECURSIVELY, False))
 

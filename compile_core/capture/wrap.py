@@ -17,7 +17,7 @@ from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.content import content_base
 from compile_core.capture.directive_rules import directive_rule
-from compile_core.capture.directives import compiled_by_torch
+from compile_core.capture.directives import compiled_by_torch, part_of_optimizer
 from compile_core.capture.functions import (
     BoundMethodValue,
     CellValue,
@@ -204,6 +204,10 @@ def _input_kind(source: Source) -> InputKind:
 
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
+    included = part_of_optimizer(real)
+    if included is not None:
+        _guard_identity(state, real, source)
+        return state.wrap(included, None)
     rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
     if rule is not None:
         _guard_identity(state, real, source)

@@ -196,3 +196,10 @@ def test_a_loaded_state_is_the_state():
 
 def test_is_compiling_is_seen_by_the_user_only():
     assert compile_eager(lambda: torch.compiler.is_compiling(), fullgraph=True)()
+
+
+def test_optimizers_are_captured_beside_torch_compile():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    ours = Setup(OPTIMIZERS["adam"])
+    ours.new_gradients()
+    compile_eager(ours.optimizer.step, fullgraph=True)()
