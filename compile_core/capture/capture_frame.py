@@ -203,10 +203,10 @@ def _guard_distinct(state: CaptureState) -> None:
         getattr(container, "owner", None) or container for container in state.effects.containers.values()
     ]
     changed += state.effects.cells.values()
-    changed += {id(owner): owner for owner in state.effects.attributes.values()}.values()
+    changed += state.effects.attributes.values()
     others = [value for _, value in state.known.values() if value.source is not None]
     kinds: dict[Any, tuple[list[Source], list[Source]]] = {}
-    for value in changed:
+    for value in {id(value): value for value in changed}.values():
         if value.source is not None and not isinstance(value, ConstantValue):
             kinds.setdefault((type(value), value.python_type()), ([], []))[0].append(value.source)
     for other in others:
