@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
+
 from compile_core.capture.guards import GuardSet
 from compile_core.errors import CodeLocation, Unsupported
 from compile_core.ir.sources import Reference, ReferenceSource, Source
@@ -169,6 +171,9 @@ class CaptureState:
         self.graph = graph
         self.effects = effects
         self.guards = GuardSet()
+        # Where factory functions put tensors that no device is given for; None is the CPU, without a mode.
+        self.default_device: torch.device | None = None
+        self.autocast_at_start: tuple[Any, ...] = ()
         self.frames: list[FrameLike] = []
         # Existing objects with identity that were met, so that a second path to one finds the same value.
         self.known: dict[int, tuple[Any, Value]] = {}

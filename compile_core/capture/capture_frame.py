@@ -16,7 +16,7 @@ from compile_core.capture.base import CaptureState, LazyValue, PlainCall, Symbol
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
-from compile_core.capture.global_state import global_state, normal_tensors
+from compile_core.capture.global_state import autocast_state, default_device, global_state, normal_tensors
 from compile_core.capture.graph_breaks import BreakWriter
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
@@ -102,6 +102,7 @@ def _attempt(
     did."""
     state = Capture(call.original_of)
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
+    state.default_device, state.autocast_at_start = default_device(), autocast_state()
     with normal_tensors():
         return _interpret(state, call, stop_at_step, reason)
 

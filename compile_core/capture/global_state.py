@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._device import DeviceContext
 
 from compile_core.capture.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.run_only import is_run_only
@@ -15,40 +17,73 @@ from compile_core.capture.run_only import is_run_only
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _get_default_dtype = torch.get_default_dtype
-_is_autocast_enabled = torch.is_autocast_enabled
-_get_autocast_dtype = torch.get_autocast_dtype
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
+_deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_stack = peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
 
+_accelerator = torch.accelerator.current_accelerator()
+_AUTOCAST_DEVICES = {"cpu", "cuda", *([] if _accelerator is None else [_accelerator.type])}
+
 
 def global_state() -> tuple[Any, ...]:
-    """Gradient, inference and autocast modes, default dtype, determinism, active modes, global module
+    """Gradient, inference and autocast modes, default dtype and device, determinism, active modes, global module
     hooks."""
     return (
         _is_grad_enabled(),
         _is_inference_mode_enabled(),
         _get_default_dtype(),
-        _is_autocast_enabled("cpu"),
-        _is_autocast_enabled("cuda"),
-        _get_autocast_dtype("cpu"),
-        _get_autocast_dtype("cuda"),
+        _is_any_autocast_enabled() and autocast_state(),
         _deterministic(),
-        _function_modes(),
+        _deterministic_warns(),
+        _function_modes() and (_function_modes(), default_device()),
         _dispatch_modes(),
         _functorch_stack() is None,
         any(GLOBAL_HOOK_TABLES),
     )
 
 
+def autocast_state() -> tuple[Any, ...]:
+    """Whether autocast caches, where it is on, and its dtypes. While it is off, only who asks for a dtype reads it."""
+    state: list[Any] = [torch.is_autocast_cache_enabled()]
+    for name in _AUTOCAST_DEVICES:
+        state += (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+    return tuple(state)
+
+
+def attention_kernels() -> tuple[Any, ...]:
+    """What decides which kernel attention decomposes to; read by graphs with attention only."""
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
+
+
+def default_device() -> torch.device | None:
+    """The device of ``torch.set_default_device`` or ``with torch.device(...)``, where that is the only mode active.
+
+    It is a mode that gives factory functions their ``device``; capture writes the device into the graph instead.
+    """
+    if _function_modes() != 1:
+        return None
+    mode = torch._C._get_function_stack_at(0)
+    return mode.device if type(mode) is DeviceContext else None
+
+
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Fake tensors are made and traced outside inference mode, whose tensors have no version; grad mode
-    stays."""
+    """Fake tensors are made and traced outside inference mode, whose tensors have no version, and on the devices that
+    the graph says; grad mode stays."""
     grad_mode = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+    no_device = nullcontext() if default_device() is None else _pop_mode_temporarily()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), no_device:
         yield
 
 
@@ -57,4 +92,5 @@ def must_run_plain() -> bool:
     something else (tracing, fake tensors, vmap)."""
     if is_run_only():
         return True
-    return bool(_function_modes() or _dispatch_modes() or _functorch_stack() is not None or _is_tracing())
+    modes = _function_modes() and default_device() is None
+    return bool(modes or _dispatch_modes() or _functorch_stack() is not None or _is_tracing())

@@ -8,8 +8,9 @@ import torch
 from torch.amp import autocast_mode
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue
-from compile_core.capture.references import call_rule
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
+from compile_core.capture.global_state import autocast_state
+from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
 
 class ModeValue(Value):
@@ -94,6 +95,38 @@ def _raw_set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[s
     return ConstantValue(None)
 
 
+def guard_autocast(state: CaptureState) -> None:
+    """The defaults of autocast are read: they must be as they were before the captured call changed any."""
+    state.guards.add(
+        [],
+        "{c0}() == {c1}",
+        [autocast_state, state.autocast_at_start],
+        "the defaults of autocast are the same",
+    )
+
+
+def _autocast_default(function: Any) -> CallRule:
+    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        guard_autocast(state)
+        return fold(state, function, args, kwargs)
+
+    return answer
+
+
+for _function in (torch.get_autocast_dtype, torch.is_autocast_cache_enabled):
+    CALL_RULES[_function] = _autocast_default(_function)
+
+
+@call_rule(torch.get_default_device)
+def _get_default_device(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    device = state.default_device or torch.device("cpu")
+    if device.index is None and device.type not in ("cpu", "meta"):
+        raise state.unsupported(
+            "default-device", f"torch.get_default_device() asks for the current {device.type}"
+        )
+    return ConstantValue(device)
+
+
 class AutocastMode(ModeValue):
     """``torch.autocast``."""
 
@@ -104,6 +137,8 @@ class AutocastMode(ModeValue):
         self.node: Any = None
 
     def enter(self, state: CaptureState) -> None:
+        if None in self.arguments[1:]:
+            guard_autocast(state)
         self.node = state.call_state_op(autocast_mode._enter_autocast, self.arguments)
 
     def leave(self, state: CaptureState) -> None:

@@ -144,6 +144,10 @@ class OutputGraph:
             ) from error
         except Exception as error:
             raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
+        if type(example) is torch.Tensor and example.is_meta:
+            example = self.fake_mode.from_tensor(
+                example
+            )  # torch.tensor(..., device="meta") passes the mode by
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["example_value"] = example
         node.meta["stack_trace"] = stack_trace

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._device import _device_constructors
 
 from compile_core.capture import opcodes_build, opcodes_control, opcodes_data, opcodes_match, operators, texts
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
@@ -124,6 +125,12 @@ class Capture(CaptureState):
     def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
         graph_args = tuple(argument.graph_argument(self) for argument in args)
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
+        if (
+            self.default_device is not None
+            and target in _device_constructors()
+            and graph_kwargs.get("device") is None
+        ):
+            graph_kwargs["device"] = self.default_device
         return self._record(op, target, graph_args, graph_kwargs)
 
     def call_tensor_nodes(

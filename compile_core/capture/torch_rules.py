@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.global_state import attention_kernels
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.tensors import TensorValue
 
@@ -111,6 +112,10 @@ def tensor_function_rule(function: Any) -> CallRule:
     """The rule that records a call of a tensor function."""
 
     def record(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if function is functional.scaled_dot_product_attention:
+            state.guards.add(
+                [], "{c0}() == {c1}", [attention_kernels, attention_kernels()], "the kernels of attention"
+            )
         return state.call_tensor_op("call_function", function, args, kwargs)
 
     return record
@@ -181,10 +186,9 @@ _STATE_QUERIES = (
     torch.is_grad_enabled,
     torch.is_inference_mode_enabled,
     torch.is_autocast_enabled,
-    torch.get_autocast_dtype,
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
-    torch.is_autocast_cache_enabled,
+    torch.is_deterministic_algorithms_warn_only_enabled,
     torch._C._get_tracing_state,
     torch._C._get_privateuse1_backend_name,
 )

@@ -346,9 +346,9 @@ def gradient_of_the_input() -> None:
 
 
 @case
-def first_call_under_a_device_mode() -> None:
+def first_call_under_a_mode() -> None:
     stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
-    with torch.device(DEVICE):
+    with torch.overrides.BaseTorchFunctionMode():
         train((stock, compiled), steps=1)
     train((stock, compiled), steps=1)
     assert "mode of torch" in str(inspect_ddp(compiled).reason_for_reducer)
@@ -360,9 +360,10 @@ def first_call_under_a_device_mode() -> None:
 def modes_in_later_calls() -> None:
     stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
     train((stock, compiled), steps=1)
-    with torch.device(DEVICE):
-        train((stock, compiled), steps=2)
-    assert is_in_graph(compiled)
+    for mode in (torch.overrides.BaseTorchFunctionMode(), torch.device(DEVICE)):
+        with mode:
+            train((stock, compiled), steps=2)
+        assert is_in_graph(compiled)
     for expected, found in zip(stock.buffers(), compiled.buffers(), strict=True):
         check_close(found, expected, "buffer")
 
