@@ -27,6 +27,9 @@ from compile_core.capture import (
     normal_tensors,
     resume_function,
 )
+from compile_core.capture.directives import disabled_frame, is_disabled_recursively
+from compile_core.capture.libraries import is_library_object
+from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
@@ -109,6 +112,7 @@ class CompiledFunction:
         self.name = name or self._target.__qualname__
         self._cells_argument = target.cells_argument
         self._arguments = argument_names(self._target.__code__, self._cells_argument)
+        self._plain_frames = PlainFrames(self._compiled_form)
         self._lock = threading.RLock()
         self._limit_reported = False
         self._call_plain = self._make_plain_call()
@@ -304,6 +308,11 @@ class CompiledFunction:
 
     def _call_compiled(self, callee: Any, *args: Any, **kwargs: Any) -> Any:
         """Call what a graph break calls, in its compiled form where it has one."""
+        frame = disabled_frame(callee)
+        if frame is not None:
+            if isinstance(frame, types.MethodType):
+                return self._plain_frames.form_of(frame.__func__)(frame.__self__, *args, **kwargs)
+            return self._plain_frames.form_of(frame)(*args, **kwargs)
         target = None if isinstance(callee, CompiledFunction) else _find_shared_target(callee)
         if target is None:
             return callee(*args, **kwargs)
@@ -322,6 +331,15 @@ class CompiledFunction:
                 observer=self.observer,
             )
         return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
+
+    def _compiled_form(self, callee: Any) -> Any:
+        """What a plain frame calls instead of ``callee``."""
+        is_function = isinstance(callee, (types.FunctionType, types.MethodType))
+        if is_function and not is_disabled_recursively(callee) and not is_library_object(callee):
+            return functools.partial(self._call_compiled, callee)
+        return (
+            functools.partial(self._call_compiled, callee) if isinstance(callee, torch.nn.Module) else callee
+        )
 
     def _report_break(self, reason: Unsupported) -> None:
         if self.fullgraph:

@@ -136,7 +136,18 @@ def part_of_optimizer(function: Any) -> Any:
 
 
 def is_disabled_recursively(function: Any) -> bool:
-    return bool(getattr(function, DISABLED_RECURSIVELY, False))
+    return is_disabled(function) and bool(getattr(function, DISABLED_RECURSIVELY, False))
+
+
+def disabled_frame(callee: Any) -> Any:
+    """The Python function or bound method of which only the frame is disabled, None if ``callee`` is not one."""
+    function = callee.__func__ if isinstance(callee, types.MethodType) else callee
+    if not is_disabled(function) or is_disabled_recursively(function):
+        return None
+    original = getattr(function, ORIGINAL, function)
+    if not isinstance(original, types.FunctionType):
+        return original if isinstance(original, types.MethodType) and original is not callee else None
+    return types.MethodType(original, callee.__self__) if isinstance(callee, types.MethodType) else original
 
 
 def compiled_by_torch(value: Any) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from compile_core.capture.base import NULL, CaptureState, Value
 from compile_core.capture.constants import SequenceIterator
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.directives import is_disabled
+from compile_core.capture.directives import is_disabled, is_disabled_recursively
 from compile_core.capture.frame import Frame
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.instructions import Instruction
@@ -247,7 +247,8 @@ class BreakWriter:
             isinstance(function, FunctionValue) and function.real is not None and not function.is_library
         )
         if isinstance(function, FunctionValue) and is_disabled(function.real):
-            existing = False
+            # Of a function whose frame alone is disabled, what it calls may have a compiled form.
+            existing = not is_disabled_recursively(function.real)
         if existing or isinstance(function, ModuleValue):
             return f"call_compiled({text}, "
         return f"{text}("

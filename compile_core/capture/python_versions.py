@@ -24,6 +24,9 @@ LOAD_ATTR_HAS_METHOD_BIT = VERSION >= (3, 12)
 # PUSH_NULL and the callable: NULL lies below the callable up to 3.12, above it from 3.13 on.
 NULL_IS_ABOVE_CALLABLE = VERSION >= (3, 13)
 
+# CALL is preceded by PRECALL with the same argument in 3.11.
+CALL_NEEDS_PRECALL = VERSION == (3, 11)
+
 # Names of CALL_INTRINSIC_1's numbers that functions (not modules or type parameters) use.
 INTRINSICS_1 = {3: "stopiteration_error", 5: "unary_positive", 6: "list_to_tuple"}
 
