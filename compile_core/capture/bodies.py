@@ -93,6 +93,15 @@ def body_graph(state: CaptureState) -> Iterator[BodyGraph]:
         state.graph = outer
 
 
+def body_argument(
+    state: CaptureState, graph: BodyGraph, outside: TensorValue, fake: torch.Tensor
+) -> TensorValue:
+    """A tensor that the body gets for one of the outer graph: a new input, with metadata of its own."""
+    value = TensorValue(graph.add_placeholder(outside.node.name, fake), fake, torch.Tensor)
+    state.tensor_of_fake[id(fake)] = value
+    return value
+
+
 def capture_body(
     state: CaptureState,
     function: Value,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture import attribute_rules, autograd_functions, builtin_rules, checkpoints, modes
+from compile_core.capture import (
+    attribute_rules,
+    autograd_functions,
+    builtin_rules,
+    checkpoints,
+    control_flow,
+    function_transforms,
+    modes,
+)
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.frame import Frame
@@ -36,6 +44,8 @@ SPECIAL_RULES: tuple[Any, ...] = (
     autograd_functions,
     builtin_rules,
     checkpoints,
+    control_flow,
+    function_transforms,
     modes,
     _super,
 )

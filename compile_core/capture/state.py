@@ -20,6 +20,7 @@ from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.exceptions import ExceptionValue, raised_during
 from compile_core.capture.frame import OPCODES, Frame
+from compile_core.capture.function_transforms import PullBackValue
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.generators import GeneratorValue
 from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
@@ -171,6 +172,9 @@ class Capture(CaptureState):
             for index, item in enumerate(example):
                 if item is None:
                     items.append(ConstantValue(None))
+                    continue
+                if isinstance(item, types.FunctionType):
+                    items.append(PullBackValue(self.graph.item(node, index)))
                     continue
                 if not isinstance(item, torch.Tensor):
                     raise self.unsupported(

@@ -18,6 +18,7 @@ from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.content import content_base
 from compile_core.capture.directive_rules import directive_rule
 from compile_core.capture.directives import compiled_by_torch, part_of_optimizer
+from compile_core.capture.function_transforms import transformed_function_rule
 from compile_core.capture.functions import (
     BoundMethodValue,
     CellValue,
@@ -208,7 +209,9 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
     if included is not None:
         _guard_identity(state, real, source)
         return state.wrap(included, None)
-    rule = directive_rule(real) or find_call_rule(real) or find_torch_rule(real)
+    rule = (
+        directive_rule(real) or find_call_rule(real) or find_torch_rule(real) or transformed_function_rule(real)
+    )
     if rule is not None:
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)

@@ -1,0 +1,78 @@
+"""``torch.cond`` and ``torch.while_loop`` as nodes: the tensor that decides is looked at when the node runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Body = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def cond(
+    predicate: torch.Tensor, on_true: Body, on_false: Body, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The results of one of two bodies, as tensors of their own that depend on all tensors for autograd."""
+    return _as_new_tensors((on_true if predicate else on_false)(*tensors), tensors)
+
+
+def cond_example(
+    predicate: torch.Tensor, on_true: Body, on_false: Body, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What ``cond`` returns for fake tensors: both bodies give the same metadata."""
+    del predicate, on_false
+    return _as_new_tensors(on_true(*tensors), tensors)
+
+
+def while_loop(
+    condition: Body, step: Body, num_carried: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """``carried = step(*carried)`` as long as ``condition(*carried)`` holds; not differentiable.
+
+    The first ``num_carried`` tensors are carried, the others are read by both bodies.
+    """
+    carried, lifted = tensors[:num_carried], tensors[num_carried:]
+    while condition(*carried, *lifted)[0]:
+        carried = step(*carried, *lifted)
+    return tuple(_unlike(value, tensors) for value in carried)
+
+
+def while_loop_example(
+    condition: Body, step: Body, num_carried: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What ``while_loop`` returns for fake tensors: ``step`` keeps the metadata."""
+    del condition
+    return tuple(_unlike(value, tensors) for value in step(*tensors))
+
+
+def _unlike(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return value.clone() if any(value is tensor for tensor in tensors) else value
+
+
+def _as_new_tensors(
+    results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    own = tuple(_unlike(result, tensors) for result in results)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Depend.apply(len(own), *own, *tensors)  # type: ignore[return-value]
+    return own
+
+
+class _Depend(torch.autograd.Function):
+    """Results that depend on tensors which the body that ran may not have read: their gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*values[count:])
+        return tuple(value.view_as(value) for value in values[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        needed = ctx.needs_input_grad[1 + len(gradients) :]
+        zeros = [torch.zeros_like(t) if need else None for t, need in zip(ctx.saved_tensors, needed, strict=True)]
+        return (None, *gradients, *zeros)
+
+
+# The data decide how these run, so no trace can follow them.
+DATA_DEPENDENT = (cond, while_loop)
