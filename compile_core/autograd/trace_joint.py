@@ -37,6 +37,7 @@ from compile_core.autograd.recompute_regions import mark_regions
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
+from compile_core.ir.control_flow import DATA_DEPENDENT
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -66,6 +67,7 @@ def trace_joint(
         Unsupported: one of the limits above.
     """
     fake_mode = _fake_mode_of(examples)
+    _check_traceable(module)
     module = mark_regions(module)
     convention = find_calling_convention(module, examples, fake_mode)
     num_results = len(convention.picks)
@@ -171,6 +173,15 @@ def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
         if isinstance(example, FakeTensor):
             return example.fake_mode
     return FakeTensorMode()
+
+
+def _check_traceable(module: torch.fx.GraphModule) -> None:
+    """Refuse a program whose operations the data choose, in itself or in a body that it holds."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
+    if any(node.target in DATA_DEPENDENT for graph in graphs for node in graph.nodes):
+        raise Unsupported(
+            "data-dependent-control-flow", "the program has a torch.cond or torch.while_loop that data decide"
+        )
 
 
 def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops import cond as torch_cond
-from torch._higher_order_ops import while_loop as torch_while_loop
+from torch._higher_order_ops.cond import cond, cond_op
+from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import Node
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.bodies import Body, body_argument, body_graph, call_with_bodies, capture_body, tensors_of
+from compile_core.capture.bodies import (
+    Body,
+    body_argument,
+    body_graph,
+    call_with_bodies,
+    capture_body,
+    tensors_of,
+)
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.references import call_rule
@@ -19,7 +26,7 @@ from compile_core.capture.tensors import TensorValue
 from compile_core.ir import control_flow as nodes
 
 
-@call_rule(torch_cond.cond, torch_cond.cond_op)
+@call_rule(cond, cond_op)
 def _cond(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     def bind(pred: Value, true_fn: Value, false_fn: Value, operands: Value | None = None) -> Value:
         given = [] if operands is None else state.items_of(operands)
@@ -43,12 +50,14 @@ def _cond(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
     return bind(*args, **kwargs)
 
 
-@call_rule(torch_while_loop.while_loop)
+@call_rule(while_loop)
 def _while_loop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     def bind(cond_fn: Value, body_fn: Value, carried_inputs: Value) -> Value:
         carried = [value for value in state.items_of(carried_inputs) if isinstance(value, TensorValue)]
         if len(carried) != len(state.items_of(carried_inputs)):
-            raise state.unsupported("while-loop", "torch.while_loop with something else than tensors to carry")
+            raise state.unsupported(
+                "while-loop", "torch.while_loop with something else than tensors to carry"
+            )
         condition, read = _capture_step(state, cond_fn, carried, [])
         step, lifted = _capture_step(state, body_fn, carried, read)
         if lifted != read:
@@ -72,25 +81,23 @@ def _capture_step(
 ) -> tuple[Body, list[Node]]:
     """One step on tensors that stand for the carried ones; also what else it reads."""
     with body_graph(state) as graph:
-        inner: list[Value] = [
-            body_argument(state, graph, tensor, torch.empty_like(tensor.fake)) for tensor in carried
+        with graph.fake_mode:
+            fakes = [torch.empty_like(tensor.fake) for tensor in carried]
+        inner = [
+            body_argument(state, graph, tensor, fake) for tensor, fake in zip(carried, fakes, strict=True)
         ]
         for node in first:
             graph.own_node(node)
-        result = function.call(state, inner, {})
+        result = function.call(state, list(inner), {})
         tensors = [value for value in _flat(state, result) if isinstance(value, TensorValue)]
-        _check_versions(state, [tensor.fake for tensor in carried], [value for value in inner])
+        if any(value.fake._version for value in inner):
+            raise state.unsupported("while-loop", "torch.while_loop changes a tensor in place")
         module = graph.close([tensor.node for tensor in tensors])
         return Body(module, tuple(graph.lifted), result, tuple(tensors)), list(graph.lifted)
 
 
 def _flat(state: CaptureState, result: Value) -> list[Value]:
     return result.all(state) if isinstance(result, SequenceValue) else [result]
-
-
-def _check_versions(state: CaptureState, outside: Sequence[torch.Tensor], inner: Sequence[Any]) -> None:
-    if any(value.fake._version for value in inner):
-        raise state.unsupported("while-loop", "torch.while_loop changes a tensor in place")
 
 
 def _check_alike(

@@ -89,16 +89,23 @@ class _Template:
 
 
 def _call(
-    state: CaptureState, made: TransformedValue, arguments: _Template, body_values: Any, fakes: list[torch.Tensor]
+    state: CaptureState,
+    made: TransformedValue,
+    arguments: _Template,
+    body_values: Any,
+    fakes: list[torch.Tensor],
 ) -> Value:
     """Capture the body for ``body_values``, whose tensors are ``fakes`` inside of it, and record the call."""
     body_arguments = _Template(state, body_values)
-    grad_mode = contextlib.nullcontext() if made.transform in (torch.vmap, nodes.jvp) else torch.enable_grad()
-    with grad_mode, body_graph(state) as graph:
-        inner = [body_argument(state, graph, tensor, fake) for tensor, fake in zip(body_arguments.tensors, fakes)]
+    reverse_mode = made.transform not in (torch.vmap, torch.func.jacfwd, nodes.jvp)
+    with torch.enable_grad() if reverse_mode else contextlib.nullcontext(), body_graph(state) as graph:
+        pairs = zip(body_arguments.tensors, fakes, strict=True)
+        inner = [body_argument(state, graph, tensor, fake) for tensor, fake in pairs]
         args, kwargs = nodes.fill(body_arguments.structure, inner)
         returned = made.function.call(
-            state, [_to_value(state, value) for value in args], {key: _to_value(state, v) for key, v in kwargs.items()}
+            state,
+            [_to_value(state, value) for value in args],
+            {key: _to_value(state, v) for key, v in kwargs.items()},
         )
         result = _Template(state, ((returned,), {}))
         module = graph.close([tensor.node for tensor in result.tensors])
@@ -147,7 +154,9 @@ def _samples(state: CaptureState, arguments: _Template, in_dims: Any) -> list[to
     in_dims = pytree._broadcast_to_and_flatten(list(in_dims) if isinstance(in_dims, list) else in_dims, spec)
     if in_dims is None:
         raise PlainCall("vmap: in_dims do not fit the arguments")
-    dims = {leaf.index: dim for leaf, dim in zip(leaves, in_dims, strict=True) if isinstance(leaf, nodes.Slot)}
+    dims = {
+        leaf.index: dim for leaf, dim in zip(leaves, in_dims, strict=True) if isinstance(leaf, nodes.Slot)
+    }
     fakes = []
     for index, tensor in enumerate(arguments.tensors):
         dim = dims.get(index)
@@ -199,14 +208,18 @@ for _transform, _defaults in _TRANSFORMS.items():
 @call_rule(torch.func.vjp)
 def _vjp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     function, *primals = args
-    made = TransformedValue(nodes.vjp, function, {key: _option(state, value) for key, value in kwargs.items()})
+    made = TransformedValue(
+        nodes.vjp, function, {key: _option(state, value) for key, value in kwargs.items()}
+    )
     return made.call(state, primals, {})
 
 
 @call_rule(torch.func.jvp)
 def _jvp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     function, primals, tangents = args
-    made = TransformedValue(nodes.jvp, function, {key: _option(state, value) for key, value in kwargs.items()})
+    made = TransformedValue(
+        nodes.jvp, function, {key: _option(state, value) for key, value in kwargs.items()}
+    )
     if not isinstance(primals, SequenceValue):
         raise TypeError("primals are not a tuple")
     arguments = _Template(state, ((primals, tangents), {}))
@@ -239,7 +252,9 @@ def _example_code(transform: Callable[..., Any]) -> types.CodeType:
     return transform(torch.sin).__code__
 
 
-_CODES = {_example_code(transform): transform for transform in _TRANSFORMS if transform is not torch.func.hessian}
+_CODES = {
+    _example_code(transform): transform for transform in _TRANSFORMS if transform is not torch.func.hessian
+}
 
 
 def transformed_function_rule(function: types.FunctionType) -> CallRule | None:

@@ -12,7 +12,7 @@ from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, class_lookup
-from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource
+from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource, Source
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -31,6 +31,11 @@ GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
 class ModuleValue(InstanceValue):
     """An existing module."""
 
+    def __init__(self, cls: type, real: Any, source: Source | None) -> None:
+        super().__init__(cls, real, source)
+        # Tensors that stand in for entries of its tables while ``functional_call`` runs.
+        self.replaced: dict[str, Value] = {}
+
     def describe(self) -> str:
         return f"the module {self.source or self.cls.__name__}"
 
@@ -43,7 +48,7 @@ class ModuleValue(InstanceValue):
         return self.real
 
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
-        if self.changes and name in (*_TABLES, "__dict__"):
+        if (self.changes or self.replaced) and name in (*_TABLES, "__dict__"):
             raise state.unsupported("module-tables", f"reading {name} of a module after a store to it")
         return super().own_attribute(state, name)
 
@@ -62,8 +67,15 @@ class ModuleValue(InstanceValue):
 
     def table_entry(self, state: CaptureState, name: str) -> Value | None:
         """A parameter, buffer or submodule; None where there is none of this name."""
+        if name in self.replaced:
+            return self.replaced[name]
         for table in _TABLES:
             entries = self.real.__dict__[table]
+            known = state.known.get(id(entries))
+            if known is not None and id(known[1]) in state.effects.containers:
+                raise state.unsupported(
+                    "module-tables", f"reading {name!r} of a module after a store to {table}"
+                )
             if name in entries and name not in self.changes:
                 source = None if self.source is None else ModuleEntrySource(self.source, table, name)
                 return state.wrap(entries[name], source)

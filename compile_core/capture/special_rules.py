@@ -11,6 +11,7 @@ from compile_core.capture import (
     checkpoints,
     control_flow,
     function_transforms,
+    functional_calls,
     modes,
 )
 from compile_core.capture.base import CaptureState, Value
@@ -46,6 +47,7 @@ SPECIAL_RULES: tuple[Any, ...] = (
     checkpoints,
     control_flow,
     function_transforms,
+    functional_calls,
     modes,
     _super,
 )

@@ -210,7 +210,10 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         _guard_identity(state, real, source)
         return state.wrap(included, None)
     rule = (
-        directive_rule(real) or find_call_rule(real) or find_torch_rule(real) or transformed_function_rule(real)
+        directive_rule(real)
+        or find_call_rule(real)
+        or find_torch_rule(real)
+        or transformed_function_rule(real)
     )
     if rule is not None:
         _guard_identity(state, real, source)

@@ -70,7 +70,9 @@ class _Depend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         needed = ctx.needs_input_grad[1 + len(gradients) :]
-        zeros = [torch.zeros_like(t) if need else None for t, need in zip(ctx.saved_tensors, needed, strict=True)]
+        zeros = [
+            torch.zeros_like(t) if need else None for t, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
         return (None, *gradients, *zeros)
 
 

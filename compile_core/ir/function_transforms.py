@@ -76,9 +76,13 @@ def vjp(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[...,
 
 def jvp(function: Callable[..., Any], *, strict: bool = False, has_aux: bool = False) -> Callable[..., Any]:
     """``torch.func.jvp`` in the form of the other transforms."""
-    return lambda primals, tangents: torch.func.jvp(function, primals, tangents, strict=strict, has_aux=has_aux)
+    return lambda primals, tangents: torch.func.jvp(
+        function, primals, tangents, strict=strict, has_aux=has_aux
+    )
 
 
-def pull_back(function: Callable[..., Any], cotangents: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def pull_back(
+    function: Callable[..., Any], cotangents: Any, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Call what ``torch.func.vjp`` returned last; ``cotangents`` is a template."""
     return tuple(pytree.tree_leaves(function(*fill(cotangents, tensors))))

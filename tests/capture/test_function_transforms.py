@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import compile_core
 from tests.capture.same_as_plain import check_same
@@ -52,11 +51,13 @@ def batched(x):
 
 
 def batched_dims(x):
-    return vmap(lambda a, b: (a @ b, a.shape[0]) [0], in_dims=(1, 0), out_dims=0)(x, x.T.contiguous())
+    return vmap(lambda a, b: (a @ b, a.shape[0])[0], in_dims=(1, 0), out_dims=0)(x, x.T.contiguous())
 
 
 def batched_none(x):
-    return vmap(lambda a, b, scale=1.0: {"one": a * b * scale, "two": (a, b)}, in_dims=(0, None))(x, x[0], scale=x[1])
+    return vmap(lambda a, b, scale=1.0: {"one": a * b * scale, "two": (a, b)}, in_dims=(0, None))(
+        x, x[0], scale=x[1]
+    )
 
 
 def batched_random(x):
@@ -146,19 +147,3 @@ def test_errors_are_torchs_own():
     compiled = compile_core.compile(lambda x: grad(lambda y: y * 2)(x), backend="eager")
     with pytest.raises(RuntimeError, match="scalar"):
         compiled(torch.randn(3))
-
-
-def test_functional_call():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    def loss(parameters, x):
-        return functional_call(model, parameters, (x,)).square().sum()
-
-    def program(x, weight):
-        parameters = {name: value.detach() * 2 for name, value in model.named_parameters()}
-        parameters["0.weight"] = weight
-        gradients = grad(loss)(parameters, x)
-        return functional_call(model, {"2.bias": x[0, :2]}, x), gradients
-
-    model.eval()
-    check_same(program, lambda: (torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)), fullgraph=False)

@@ -1,0 +1,108 @@
+"""``torch.cond`` and ``torch.while_loop`` with tensors that decide: one graph for both ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.errors import Unsupported
+
+BACKENDS = ["eager", "aot_eager", "triton"]
+
+
+def leaf():
+    return torch.randn(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_branches_in_one_graph(backend):
+    scale = leaf()
+
+    def program(flag, x):
+        shift = x.sum()
+        made = torch.cond(
+            flag, lambda a: {"one": a.sin() * scale, "two": (a + shift, 3)},
+            lambda a: {"one": a * scale, "two": (a - 1, 3)}, (x,),
+        )  # fmt: skip
+        return made["one"] + made["two"][0], made["two"][1]
+
+    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    for flag in (True, False, True):
+        x = leaf()
+        twin = x.detach().clone().requires_grad_()
+        scale.grad = None
+        result, three = compiled(torch.tensor(flag), x)
+        result.sum().backward()
+        found, scale.grad = scale.grad, None
+        expected = twin.sin() * scale + twin + twin.sum() if flag else twin * scale + twin - 1
+        expected.sum().backward()
+        assert three == 3
+        torch.testing.assert_close([result, x.grad, found], [expected, twin.grad, scale.grad])
+    assert len(compiled.entries) == 1
+
+
+def test_gradients_of_what_the_other_branch_reads_are_zeros():
+    compiled = compile_core.compile(
+        lambda flag, x, y: torch.cond(flag, lambda a, b: a * 2, lambda a, b: b * 3, (x, y)),
+        backend="eager",
+        fullgraph=True,
+    )
+    x, y = leaf(), leaf()
+    compiled(torch.tensor(True), x, y).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert torch.equal(y.grad, torch.zeros(3))
+
+
+def test_a_result_is_a_tensor_of_its_own():
+    compiled = compile_core.compile(
+        lambda flag, x: torch.cond(flag, lambda a: a, lambda a: a * 1, (x,)), backend="eager", fullgraph=True
+    )
+    x = torch.randn(3)
+    result = compiled(torch.tensor(True), x)
+    result.add_(1)
+    assert torch.equal(result, x + 1)
+
+
+def test_a_python_predicate_chooses_at_capture():
+    compiled = compile_core.compile(
+        lambda x: torch.cond(x.shape[0] > 2, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True
+    )
+    for size in (2, 3):
+        x = torch.randn(size)
+        assert torch.equal(compiled(x), x.sin() if size > 2 else x.cos())
+
+
+def different_shapes(x):
+    return torch.cond(x.sum() > 0, lambda a: a, lambda a: a[:1], (x,))
+
+
+def changes_in_place(x):
+    return torch.cond(x.sum() > 0, lambda a: a.add_(1) * 2, lambda a: a * 1, (x,))
+
+
+@pytest.mark.parametrize("program", [different_shapes, changes_in_place])
+def test_refused(program):
+    with pytest.raises(Unsupported):
+        compile_core.compile(program, backend="eager", fullgraph=True)(torch.randn(3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_while_loop(backend):
+    factor = torch.tensor(1.5)
+
+    def program(x):
+        return torch._higher_order_ops.while_loop(
+            lambda count, y: (count < 5) & (y.sum() < 100), lambda count, y: (count + 1, y * factor),
+            (torch.tensor(0), x * 2),
+        )  # fmt: skip
+
+    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    for start in (1.0, 30.0, 500.0):
+        count, value = compiled(torch.full((3,), start))
+        expected_count, expected = 0, torch.full((3,), start * 2)
+        while expected_count < 5 and expected.sum() < 100:
+            expected_count, expected = expected_count + 1, expected * factor
+        assert count == expected_count
+        torch.testing.assert_close(value, expected)
+    assert len(compiled.entries) == 1
