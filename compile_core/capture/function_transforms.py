@@ -269,7 +269,7 @@ def transformed_function_rule(function: types.FunctionType) -> CallRule | None:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         inner = state.wrap(parts["func"], None)
         if isinstance(inner, FunctionValue) and inner.real is not None and not inner.is_library:
-            inner = state.wrap(inner.real, state.reference_source(inner.name, inner.real))
+            inner = state.wrap(inner.real, state.reference_source(inner.real.__qualname__, inner.real))
         return TransformedValue(transform, inner, options).call(state, args, kwargs)
 
     return call
