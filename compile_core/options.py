@@ -27,12 +27,15 @@ class CompileOptions:
         trace_folder: if given, every stage writes what it made there, one file a graph and stage.
         cache_size_limit: compiled entries a function may have before it runs as plain Python; None is
             ``config.cache_size_limit`` at the time.
+        activation_memory_budget: what may be kept between forward and backward, as a share of what is cheapest in time:
+            1.0 keeps that, smaller numbers compute more again in the backward, 0.0 all but random numbers.
         verify: check what every stage hands on; costs compile time.
     """
 
     cache_folder: Path = field(default_factory=default_cache_folder)
     trace_folder: Path | None = None
     cache_size_limit: int | None = None
+    activation_memory_budget: float = 1.0
     verify: bool = field(default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0")
 
 
@@ -73,6 +76,10 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, (str, Path)):
             raise TypeError(f"option {name!r} takes a path, not {value!r}")
         return Path(value)
+    if name == "activation_memory_budget":
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise TypeError(f"option {name!r} takes a number from 0.0 to 1.0, not {value!r}")
+        return float(value)
     if name == "cache_size_limit":
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise TypeError(f"option {name!r} takes a positive number, not {value!r}")

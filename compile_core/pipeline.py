@@ -134,7 +134,7 @@ def compile_stages(
         joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
     dump("joint", print_graph(joint.module))
     with timed("partition"):
-        graph = partition(joint)
+        graph = partition(joint, options.activation_memory_budget)
     if options.verify:
         verify_joint(joint)
         verify_partition(joint, graph)

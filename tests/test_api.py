@@ -84,7 +84,7 @@ def test_a_compiled_module_is_the_module_in_all_but_its_call() -> None:
         (
             {"options": {"trace_foldr": "x"}},
             ValueError,
-            "unknown option 'trace_foldr'; did you mean 'trace_folder'.* .allowed: cache_folder, ",
+            "unknown option 'trace_foldr'; did you mean 'trace_folder'.* .allowed: activation_memory_budget, ",
         ),
         ({"options": {"cache_size_limit": 0}}, TypeError, "takes a positive number"),
         ({"dynamic": True}, ValueError, "dynamic=True is not supported"),

@@ -46,6 +46,8 @@ def test_unknown_mode():
         ("cache_size_limit", "8"),
         ("cache_folder", None),
         ("trace_folder", 3),
+        ("activation_memory_budget", 1.5),
+        ("activation_memory_budget", True),
     ],
 )
 def test_wrong_type(name, value):

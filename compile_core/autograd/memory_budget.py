@@ -1,0 +1,78 @@
+"""Saves less than what is cheapest in time, down to a budget: time for memory.
+
+The values that the cut may not recompute are the items of a knapsack: its room is the budget, an item's weight the
+bytes it keeps alive, its worth the time that computing it again takes. It is filled greedily by worth a byte. What
+saving one value less really saves only the cut knows (its inputs may have to be saved instead), so the number of items
+that are given up is found by bisection over cuts.
+
+Limits: random numbers are never drawn again, so their results stay saved whatever the budget; times are estimated from
+floating-point operations and bytes, not measured.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from compile_core.autograd.min_cut import CutProblem, bytes_of, choose_saved, is_pinned
+from compile_core.autograd.recompute_policy import packet
+from compile_core.ir.random_operators import is_random
+
+# Operations that a processor does in the time of reading one byte; between a CPU's ten and a GPU's two hundred.
+_OPERATIONS_A_BYTE = 50
+
+
+def choose_within_budget(problem: CutProblem, budget: float) -> list[Node]:
+    """The values to save, in graph order, of at most ``budget`` times the bytes that are saved at a budget of 1.
+
+    Where no choice is that small (see the limits), the smallest.
+    """
+    cheapest = choose_saved(problem)
+    if budget >= 1:
+        return cheapest
+    limit = budget * _saved_bytes(problem, cheapest)
+    given_up = _by_worth(problem, cheapest)
+    fewest, most = 0, len(given_up)
+    chosen = choose_saved(problem, frozenset(given_up))
+    while fewest < most:
+        count = (fewest + most) // 2
+        saved = choose_saved(problem, frozenset(given_up[:count]))
+        if _saved_bytes(problem, saved) <= limit:
+            chosen, most = saved, count
+        else:
+            fewest = count + 1
+    return chosen
+
+
+def _saved_bytes(problem: CutProblem, saved: list[Node]) -> int:
+    return sum(bytes_of(node) for node in saved if problem.is_computed(node))
+
+
+def _by_worth(problem: CutProblem, saved: list[Node]) -> list[Node]:
+    """What may be computed again at a price, the cheapest a byte first."""
+    needed = problem.needed()
+    primals = set(problem.primals)
+    kept = set(saved)
+    worth: dict[Node, float] = {}
+    for node in problem.graph.nodes:
+        if node not in needed or node in primals or node in problem.only_backward or is_random(node):
+            continue
+        if is_pinned(problem, node, needed):
+            freed = sum(bytes_of(value) for value in (node, *node.users) if value in kept)
+            worth[node] = _estimated_cost(node) / freed if freed else math.inf
+    return sorted(worth, key=worth.__getitem__)
+
+
+def _estimated_cost(node: Node) -> float:
+    """The time of an operator, in bytes read or written."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    result = node.meta["val"]
+    tensors = [value.meta["val"] for value in node.all_input_nodes]
+    tensors += [result] if isinstance(result, torch.Tensor) else list(result)
+    moved = sum(value.numel() * value.dtype.itemsize for value in tensors if isinstance(value, torch.Tensor))
+    formula = flop_registry.get(packet(node))
+    operations = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+    return moved + operations / _OPERATIONS_A_BYTE

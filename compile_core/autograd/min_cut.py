@@ -1,0 +1,196 @@
+"""Which values to save: a minimum cut between the forward's inputs and the backward.
+
+The cut is that of a flow network, as in AOTAutograd's recomputation ("min-cut rematerialisation"): every value that
+could be saved is an edge whose capacity is its bytes, the forward's inputs are the source, whatever only the backward
+can compute is the sink. Values cut are saved; values between the cut and the backward are computed again there. Values
+that may not be recomputed hang on the source with infinite capacity.
+
+What a checkpoint of the program marks is never saved, whatever it costs (see ``recompute_regions``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+import networkx
+import torch
+from networkx.algorithms.flow import boykov_kolmogorov
+from torch.fx import Graph, Node
+
+from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
+from compile_core.autograd.recompute_regions import is_recomputed
+from compile_core.ir.random_operators import is_random
+
+# A saved input costs no new memory, but one tensor more to keep track of.
+_PRIMAL_BYTES = 1
+# Each step away from the backward makes a value this much dearer to save there: cut late rather than early.
+_DISTANCE_WEIGHT = 1.1
+_MAX_DISTANCE = 100
+# A value that stays inside kernels unless it is saved costs its writing too.
+_EXTRA_WRITE_WEIGHT = 2
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """A joint graph as the cut sees it.
+
+    Attributes:
+        graph: the joint graph.
+        primals: the forward's inputs.
+        changed: those that the program changes in place; saving one means copying it.
+        in_forward: what the forward's outputs are computed from.
+        only_backward: what depends on a tangent.
+        gradients: the backward's results.
+    """
+
+    graph: Graph
+    primals: Sequence[Node]
+    changed: Set[Node]
+    in_forward: Set[Node]
+    only_backward: Set[Node]
+    gradients: Sequence[Node | None]
+
+    def needed(self) -> set[Node]:
+        """The values of the forward that the backward can be computed from."""
+        read = (node for user in self.only_backward for node in user.all_input_nodes)
+        return ancestors(
+            [
+                *(node for node in read if node not in self.only_backward),
+                *(node for node in self.gradients if node is not None and node not in self.only_backward),
+            ]
+        )
+
+    def is_computed(self, saved: Node) -> bool:
+        """Whether a saved value takes memory of its own: it is no input, or a copy of one."""
+        return saved.op != "placeholder" or saved in self.changed
+
+
+def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> list[Node]:
+    """The values to save, in graph order.
+
+    Args:
+        problem: the graph.
+        recomputed: values that may be computed again although it costs more than reading them.
+    """
+    graph, only_backward = problem.graph, problem.only_backward
+    sources = set(problem.primals)
+    free = sources - problem.changed
+    needed = problem.needed()
+    distances = _distances(graph, only_backward, needed)
+
+    network = networkx.DiGraph()
+    for node in graph.nodes:
+        if node in only_backward or node.op == "output" or node not in needed:
+            continue
+        by_order = is_recomputed(node, problem.in_forward)
+        capacity = math.inf if by_order else _capacity(node, free, distances.get(node, 0))
+        network.add_edge((node, "in"), (node, "out"), capacity=capacity)
+        pinned = not by_order and node not in recomputed and is_pinned(problem, node, needed)
+        if node in sources or pinned:
+            network.add_edge("source", (node, "in"), capacity=math.inf)
+        for user in node.users:
+            if user in only_backward:
+                network.add_edge((node, "out"), "sink", capacity=math.inf)
+            elif user in needed:
+                network.add_edge((node, "out"), (user, "in"), capacity=math.inf)
+    for gradient in problem.gradients:
+        # A gradient that does not depend on a tangent, such as a constant zero, is still the backward's to return.
+        if gradient is not None and gradient not in only_backward:
+            network.add_edge((gradient, "out"), "sink", capacity=math.inf)
+    if "sink" not in network or "source" not in network:
+        return []
+    _, (reachable, _) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
+    return [node for node in graph.nodes if (node, "in") in reachable and (node, "out") not in reachable]
+
+
+def ancestors(values: Iterable[Node]) -> set[Node]:
+    """The values and all that they are computed from."""
+    found: set[Node] = set()
+    frontier = list(values)
+    while frontier:
+        node = frontier.pop()
+        if node not in found:
+            found.add(node)
+            frontier.extend(node.all_input_nodes)
+    return found
+
+
+def _distances(graph: Graph, only_backward: Set[Node], needed: Set[Node]) -> dict[Node, int]:
+    """Steps from each forward value to the nearest use in the backward."""
+    distances: dict[Node, int] = {}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            steps = [0 if user in only_backward else 1 + distances[user] for user in node.users
+                     if user in only_backward or user in distances]  # fmt: skip
+            distances[node] = min(steps, default=0)
+    return distances
+
+
+def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
+    """Whether computing the value again costs more than reading it, or would give another value."""
+    if node.op == "get_attr":
+        return False  # both parts own the constant
+    if node not in problem.in_forward:
+        # Only the backward wants it, so computing it there is no second time; but random
+        # numbers keep their order.
+        return is_random(node)
+    return not is_recomputable(node) or _materialised_in_backward(node, problem.only_backward, needed)
+
+
+def _materialised_in_backward(node: Node, only_backward: Set[Node], needed: Set[Node]) -> bool:
+    """Whether computing the node again would write it to memory for a kernel that cannot fuse it.
+
+    It was written for the same reason in the forward; saving it costs memory, recomputing it another pass.
+    """
+    if is_view(node):
+        return False
+    frontier = list(node.users)
+    while frontier:
+        user = frontier.pop()
+        if user in only_backward:
+            if is_view(user):
+                frontier.extend(user.users)
+            elif not is_fusible(user) and user.op == "call_function":
+                return True
+        elif is_view(user) and user in needed:
+            frontier.extend(user.users)
+    return False
+
+
+def _capacity(node: Node, free: set[Node], distance: int) -> float:
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return math.inf  # several results: each of its ``getitem`` is saved, never the tuple
+    if node in free:
+        return _PRIMAL_BYTES
+    extra = 1 if _is_written(node) else _EXTRA_WRITE_WEIGHT
+    return max(bytes_of(node), 1) * extra * _DISTANCE_WEIGHT ** min(distance, _MAX_DISTANCE)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether the value lies in memory anyway, for one of torch's kernels or as a result."""
+    source = node
+    while is_view(source) and isinstance(source.args[0], Node):
+        source = source.args[0]
+    return not is_fusible(source) or _is_read_from_memory(node) or _is_residual(node)
+
+
+def _is_residual(node: Node) -> bool:
+    """Whether kernels that cannot be one read the value: a norm, which reduces it and reads it again, and others.
+
+    So it is with the sums of residual branches. Were the branches saved instead, at the same number of bytes, the
+    backward would add up all of them again.
+    """
+    reductions = sum(is_reduction(user) for user in node.users)
+    return reductions > 0 and len(node.users) - reductions > 1
+
+
+def _is_read_from_memory(node: Node) -> bool:
+    return any(_is_read_from_memory(user) if is_view(user) else not is_fusible(user) for user in node.users)
+
+
+def bytes_of(node: Node) -> int:
+    """The size of a tensor value."""
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
