@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,15 @@ from compile_core.capture import (
     must_run_plain,
     normal_tensors,
     resume_function,
+    run_to_end,
 )
-from compile_core.capture.directives import disabled_frame, is_disabled_recursively
-from compile_core.capture.libraries import is_library_object
+from compile_core.capture.directives import disabled_frame, is_disabled
+from compile_core.capture.libraries import is_library_name
 from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from compile_core.ir.sources import identifier_of, variable_of
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
 
@@ -75,6 +77,7 @@ class CompiledFunction:
         callees: the compiled forms of functions called at graph breaks, if they are shared with another
         function.
         observer: who is told of captures and misses, also of those of continuations and callees.
+        continuations: for a resume function, all those of the function that it continues.
 
     Attributes:
         original: ``fn``.
@@ -90,7 +93,8 @@ class CompiledFunction:
         name: str | None = None,
         cache_limit: int | None = None,
         target: Target | None = None,
-        callees: dict[types.FunctionType, CompiledFunction] | None = None,
+        callees: dict[tuple[types.CodeType, int], CompiledFunction] | None = None,
+        continuations: dict[types.CodeType, CompiledFunction] | None = None,
         observer: Observer | None = None,
     ) -> None:
         if isinstance(fn, CompiledFunction):
@@ -106,7 +110,8 @@ class CompiledFunction:
         self._target: Any = target.function
         self._owner = target.owner
         self._is_module_call = target.is_module_call
-        self._continuations: dict[types.CodeType, CompiledFunction] = {}
+        self._is_continuation = continuations is not None
+        self._continuations = {} if continuations is None else continuations
         # A function and all that continues it or is called by it share the compiled forms of callees.
         self._callees = {} if callees is None else callees
         self.name = name or self._target.__qualname__
@@ -191,19 +196,20 @@ class CompiledFunction:
         """Call the original with the bound arguments."""
         code = self._target.__code__
         names = list(argument_names(code))
-        parts = [f"l_{name}" for name in names[: code.co_argcount]]
+        parts = [variable_of(name) for name in names[: code.co_argcount]]
         if self._owner is not _NO_OWNER:
             parts = parts[1:]  # the original is bound to it
         position = code.co_argcount + code.co_kwonlyargcount
         keyword_only = names[code.co_argcount : position]
         if code.co_flags & inspect.CO_VARARGS:
-            parts.append(f"*l_{names[position]}")
+            parts.append(f"*{variable_of(names[position])}")
             position += 1
-        parts += [f"{name}=l_{name}" for name in keyword_only]
+        parts += [f"{name}={variable_of(name)}" for name in keyword_only]
         if code.co_flags & inspect.CO_VARKEYWORDS:
-            parts.append(f"**l_{names[position]}")
-        arguments = ", ".join(f"l_{name}" for name in self._arguments)
-        called = "with_cells(l__gs_cells)" if self._cells_argument else "original"
+            parts.append(f"**{variable_of(names[position])}")
+        arguments = ", ".join(map(variable_of, self._arguments))
+        passes_cells = self._cells_argument and not self._is_module_call
+        called = "with_cells(l__gs_cells)" if passes_cells else "original"
         text = f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"
         return compile_function(text, "plain", {"original": self.original, "with_cells": self._with_cells})
 
@@ -253,8 +259,10 @@ class CompiledFunction:
         run = compiled = None
         if captured.runner is not None:
             constants = dict(captured.runner.constants)
-            if captured.resume:
-                constants["call_compiled"] = self._call_compiled
+            if captured.break_reason is not None:
+                constants["compiled_form"] = self._compiled_form
+                # A resume function leaves its own continuations to the call that the user made.
+                constants["run_to_end"] = _leave_to_caller if self._is_continuation else run_to_end
                 constants |= {point.name: self._continuation(point) for point in captured.resume}
             run = compile_function(captured.runner.text, "run", constants)
             if captured.graph is not None:
@@ -303,25 +311,35 @@ class CompiledFunction:
                 target=Target(function, _NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
                 observer=self.observer,
+                continuations=self._continuations,
             )
         return found
 
-    def _call_compiled(self, callee: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call what a graph break calls, in its compiled form where it has one."""
+    def _compiled_form(self, callee: Any) -> Any:
+        """What a graph break or a plain frame calls instead of ``callee``: its compiled form where it can have
+        one.
+
+        Forms are kept by code, and get the cells of a closure with each call, so that functions which are made
+        for one call are compiled once.
+        """
+        if type(callee) is functools.partial:
+            return functools.partial(self._compiled_form(callee.func), *callee.args, **callee.keywords)
         frame = disabled_frame(callee)
         if frame is not None:
             if isinstance(frame, types.MethodType):
-                return self._plain_frames.form_of(frame.__func__)(frame.__self__, *args, **kwargs)
-            return self._plain_frames.form_of(frame)(*args, **kwargs)
-        target = None if isinstance(callee, CompiledFunction) else _find_shared_target(callee)
+                return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)
+            return self._plain_frames.form_of(frame)
+        target = _find_callee_target(callee)
         if target is None:
-            return callee(*args, **kwargs)
-        found = self._callees.get(target.function)
+            return callee
+        # Equal code may occur twice, with other globals.
+        key = (target.function.__code__, id(target.function.__globals__))
+        found = self._callees.get(key)
         if found is None:
             # One compiled form serves all modules (or bound objects) that share the function.
-            shared = Target(target.function, _NO_OWNER, target.is_module_call)
+            shared = Target(target.function, _NO_OWNER, target.is_module_call, target.cells_argument)
             plain = _call_object if target.is_module_call else target.function
-            found = self._callees[target.function] = CompiledFunction(
+            found = self._callees[key] = CompiledFunction(
                 plain,
                 self.compile_graph,
                 cache_limit=self.cache_limit,
@@ -330,16 +348,21 @@ class CompiledFunction:
                 callees=self._callees,
                 observer=self.observer,
             )
-        return found(*args, **kwargs) if target.owner is _NO_OWNER else found(target.owner, *args, **kwargs)
+        call: Any = found
+        if target.function is not found._target:
+            call = found.with_defaults_of(target.function)
+        if target.cells_argument:
+            call = functools.partial(call, target.function.__closure__)
+        return call if target.owner is _NO_OWNER else functools.partial(call, target.owner)
 
-    def _compiled_form(self, callee: Any) -> Any:
-        """What a plain frame calls instead of ``callee``."""
-        is_function = isinstance(callee, (types.FunctionType, types.MethodType))
-        if is_function and not is_disabled_recursively(callee) and not is_library_object(callee):
-            return functools.partial(self._call_compiled, callee)
-        return (
-            functools.partial(self._call_compiled, callee) if isinstance(callee, torch.nn.Module) else callee
-        )
+    def with_defaults_of(self, function: types.FunctionType) -> Callable[..., Any]:
+        """The compiled call with the default arguments of another function that has the same code."""
+        dispatch = self._dispatch
+        made = types.FunctionType(dispatch.__code__, dispatch.__globals__, function.__name__)
+        made.__defaults__ = function.__defaults__
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__qualname__ = function.__qualname__
+        return made
 
     def _report_break(self, reason: Unsupported) -> None:
         if self.fullgraph:
@@ -389,6 +412,7 @@ def reset() -> None:
     _logged_locations.clear()
 
 
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _NO_OWNER: Any = object()
 _UNUSED_DEFAULT: Any = object()
 
@@ -402,14 +426,21 @@ def _call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
-def _find_shared_target(callee: Any) -> Target | None:
-    """The target of a callee whose compiled form may be kept: not of functions that are made for one call."""
-    if isinstance(callee, (types.FunctionType, types.MethodType, torch.nn.Module)):
-        target = _find_target(callee)
-        made_once = target.function.__closure__ is None or "<locals>" not in target.function.__qualname__
-        if made_once and target.function is not _call_object:
-            return target
-    return None
+def _leave_to_caller(result: Any) -> Any:
+    return result
+
+
+def _find_callee_target(callee: Any) -> Target | None:
+    """The target of what a graph break calls, None for what has no code of the user."""
+    if isinstance(callee, (CompiledFunction, type, types.BuiltinFunctionType)) or not callable(callee):
+        return None
+    target = _find_target(callee)
+    library = is_library_name(target.function.__globals__.get("__name__"))
+    if target.function is _call_object or (library and not target.is_module_call):
+        return None
+    if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
+        return None
+    return replace(target, cells_argument=target.function.__closure__ is not None)
 
 
 def _find_target(fn: Any) -> Target:
@@ -439,7 +470,7 @@ def _find_target(fn: Any) -> Target:
 def _signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
     """Parameters of the dispatch function (with the target's names), and how it passes them on."""
     code = function.__code__
-    names = list(argument_names(code))
+    names = list(map(identifier_of, argument_names(code)))
     positional = names[: code.co_argcount]
     keyword_only = names[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     rest = names[code.co_argcount + code.co_kwonlyargcount :]

@@ -3,7 +3,7 @@
 from compile_core.capture.base import PlainCall
 from compile_core.capture.capture_frame import argument_names, capture
 from compile_core.capture.global_state import must_run_plain, normal_tensors
-from compile_core.capture.graph_breaks import resume_function
+from compile_core.capture.graph_breaks import resume_function, run_to_end
 from compile_core.capture.guards import compile_check, explain_failure
 from compile_core.capture.run_only import run_only
 from compile_core.capture.source_writer import compile_function
@@ -19,4 +19,5 @@ __all__ = [
     "normal_tensors",
     "resume_function",
     "run_only",
+    "run_to_end",
 ]

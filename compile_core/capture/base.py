@@ -118,6 +118,12 @@ class Value:
         """The real object, if it is known in full; else raises NotConstant."""
         raise NotConstant(self)
 
+    def refuse_argument(self, state: CaptureState, callee: str) -> Unsupported:
+        """The reason why a function of known values cannot take the object."""
+        return state.unsupported(
+            "call-of-builtin", f"no rule for {callee} with {self.describe()} as an argument"
+        )
+
     def hash_key(self, state: CaptureState) -> Any:
         """A real object that hashes and compares as the object does in a dictionary."""
         raise state.unsupported("hash", f"no rule to use {self.describe()} as a dictionary key")
@@ -141,6 +147,26 @@ class NullValue(Value):
 
 
 NULL = NullValue()
+
+
+class HandledBefore(Value):
+    """The exception that was handled before the one that is being handled: POP_EXCEPT drops it."""
+
+    def python_type(self) -> type:
+        return type(None)
+
+
+HANDLED_BEFORE = HandledBefore()
+
+
+class LastInstruction(Value):
+    """The place of an instruction that raised, which RERAISE uses for the line of the traceback."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def python_type(self) -> type:
+        return int
 
 
 @dataclass(frozen=True)
@@ -181,6 +207,10 @@ class CaptureState:
         self.tensor_of_fake: dict[int, Any] = {}
         # Context managers of torch that the capture has entered and not left.
         self.open_modes: list[Any] = []
+        # That of the program; the capture itself runs outside of it.
+        self.inference_mode = torch.is_inference_mode_enabled()
+        # Those among them that must be entered for real where the capture ends inside of them.
+        self.entered_modes: list[Any] = []
         self._references: dict[int, Reference] = {}
 
     def location(self) -> CodeLocation | None:

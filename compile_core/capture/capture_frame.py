@@ -3,6 +3,7 @@ runner."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.global_state import autocast_state, default_device, global_state, normal_tensors
 from compile_core.capture.graph_breaks import BreakWriter
+from compile_core.capture.modes import restore_modes
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
 from compile_core.capture.state import Capture
@@ -25,6 +27,9 @@ from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from compile_core.ir.sources import ItemSource, LocalSource, Source
+
+# How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
+_NEAR_STEPS = 64
 
 CELLS_ARGUMENT = "_gs_cells"
 
@@ -71,19 +76,22 @@ def capture(
     """
     call = _Call(function, arguments, is_module_call, cells_argument, original_of)
     captured, step = _attempt(call, None, None)
-    if captured.break_reason is not None and allow_breaks and step is not None:
-        # What was captured of the failing instruction must go, so the capture is made again up to it.
-        reason = captured.break_reason
-        shorter, _ = _attempt(call, step, reason)
-        if shorter.runner is not None or shorter.break_reason is None:
-            return shorter
-        # No break is possible there either; the first reason is the user's.
-        explanation = (
-            f"{reason.explanation} (the frame runs as plain Python: {shorter.break_reason.explanation})"
-        )
-        both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location, reason.stack)
-        return replace(captured, break_reason=both)
-    return captured
+    if captured.break_reason is None or not allow_breaks or step is None:
+        return captured
+    # What was captured of the failing instruction must go, so the capture is made again up to it.
+    reason = captured.break_reason
+    shorter, _ = _attempt(call, step, reason)
+    if shorter.runner is None:
+        # Something that is alive there cannot be rebuilt: the break must come before it was made.
+        earlier = _last_breakable_step(call, step)
+        if earlier is not None:
+            shorter, _ = _attempt(call, earlier, reason)
+    if shorter.runner is not None:
+        return shorter
+    why = "" if shorter.break_reason is None else shorter.break_reason.explanation
+    explanation = f"{reason.explanation} (the frame runs as plain Python: {why})"
+    both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location, reason.stack)
+    return replace(captured, break_reason=both)
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,26 @@ class _Call:
     original_of: Callable[[Any], Any]
 
 
+def _last_breakable_step(call: _Call, end: int) -> int | None:
+    """The last step before ``end`` at which everything can be rebuilt; near ones are tried first, for speed."""
+    for begin in (max(0, end - _NEAR_STEPS), 0):
+        found = _Watch(begin)
+        _attempt(call, end, None, found)
+        if found.step is not None:
+            return found.step
+    return None
+
+
+@dataclass
+class _Watch:
+    """Notes the last step from ``begin`` on at which the capture could end."""
+
+    begin: int
+    step: int | None = None
+
+
 def _attempt(
-    call: _Call, stop_at_step: int | None, reason: Unsupported | None
+    call: _Call, stop_at_step: int | None, reason: Unsupported | None, watch: _Watch | None = None
 ) -> tuple[CapturedFrame, int | None]:
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
     did."""
@@ -104,29 +130,30 @@ def _attempt(
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     with normal_tensors():
-        return _interpret(state, call, stop_at_step, reason)
+        return _interpret(state, call, stop_at_step, reason, watch)
 
 
 def _interpret(
-    state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None
+    state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None, watch: _Watch | None
 ) -> tuple[CapturedFrame, int | None]:
     grad_mode = torch.is_grad_enabled()
     names = argument_names(call.function.__code__, call.cells_argument)
     frame = None
-    finishing = False
     try:
         frame = _start(state, call, dict(zip(names, call.arguments, strict=True)))
         frame.stop_at_step = stop_at_step
+        if watch is not None:
+            frame.before_step = functools.partial(_note_step, watch, state, frame, call)
         if call.is_module_call:
-            module = state.realize(frame.locals.get(names[0]) or _content(frame, names[0]))
+            first = names[call.cells_argument]
+            module = state.realize(frame.locals.get(first) or _content(frame, first))
             assert isinstance(module, ModuleValue)
             check_no_hooks(state, module)
         with suppress(BreakRequested):
             frame.run()
-        finishing = True
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
-        step = None if frame is None or finishing or frame.steps == 0 else frame.steps - 1
+        step = None if frame is None or frame.steps == 0 else frame.steps - 1
         return CapturedFrame(None, tuple(state.guards), names, None, error), step
     except SymbolicRaise as raised:
         raise PlainCall(f"the function raises {raised.value.describe()}") from None
@@ -134,6 +161,22 @@ def _interpret(
         for mode in reversed(state.open_modes):
             mode.__exit__(None, None, None)
         torch._C._set_grad_enabled(grad_mode)
+
+
+def _note_step(watch: _Watch, state: Capture, frame: Frame, call: _Call) -> None:
+    if frame.steps < watch.begin:
+        return
+    try:
+        writer = RunnerWriter(state)
+        ending = BreakWriter(state, frame, writer, call.cells_argument)
+        ending.check()
+        _check_generators(state)
+        ending.emit()
+        writer.replay(state.effects)
+        _check_inputs(state)
+    except Unsupported:
+        return
+    watch.step = frame.steps
 
 
 def _content(frame: Frame, name: str) -> Any:
@@ -175,10 +218,8 @@ def _finish(
     if frame.result is None:
         ending = BreakWriter(state, frame, writer, cells_argument)
         ending.check()
-    if any(generator.has_unfinished_blocks for generator in state.generators):
-        raise state.unsupported("dropped-generator", "a generator is dropped inside a try or with block")
-    if torch.is_grad_enabled() != grad_mode or state.open_modes:
-        raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
+    _check_generators(state)
+    mode_lines = restore_modes(state, writer, grad_mode)
     if ending is None:
         assert frame.result is not None
         last_lines, points = [f"return {writer.emit(frame.result)}"], []
@@ -194,8 +235,13 @@ def _finish(
     if has_graph:
         graph = state.graph.finish(writer.outputs)
         verify_captured_graph(graph)
-    runner = writer.finish(names, has_graph, last_lines)
+    runner = writer.finish(names, has_graph, [*mode_lines, *last_lines])
     return CapturedFrame(graph, tuple(state.guards), names, runner, reason, tuple(points))
+
+
+def _check_generators(state: Capture) -> None:
+    if any(generator.has_unfinished_blocks for generator in state.generators):
+        raise state.unsupported("dropped-generator", "a generator is dropped inside a try or with block")
 
 
 def _guard_distinct(state: CaptureState) -> None:

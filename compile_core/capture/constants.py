@@ -121,9 +121,7 @@ def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str
         real_kwargs = {key: value.as_constant() for key, value in kwargs.items()}
     except NotConstant as error:
         name = getattr(function, "__name__", str(function))
-        raise state.unsupported(
-            "call-of-builtin", f"no rule for {name} with {error.args[0].describe()} as an argument"
-        ) from None
+        raise error.args[0].refuse_argument(state, name) from None
     try:
         result = function(*real_args, **real_kwargs)
     except Exception as error:
@@ -157,10 +155,12 @@ TUPLE_ITERATOR = type(iter(()))
 class SequenceIterator(Value):
     """An iterator over items that are all there; also the iterator of a list that may grow meanwhile."""
 
-    def __init__(self, items: list[Any], cls: type = TUPLE_ITERATOR) -> None:
+    def __init__(self, items: list[Any], cls: type = TUPLE_ITERATOR, live_list: Value | None = None) -> None:
         self.items = items
         self.index = 0
         self.cls = cls
+        # The list that the iterator runs over, while it does; None where nothing can change the items.
+        self.live_list = live_list
 
     def python_type(self) -> type:
         return self.cls
@@ -174,6 +174,7 @@ class SequenceIterator(Value):
     def advance(self, state: CaptureState) -> Value | None:
         if self.index >= len(self.items):
             self.items = []  # an iterator that has ended stays so, even if its list grows
+            self.live_list = None
             self.index = 0
             return None
         item = state.realize(self.items[self.index])

@@ -114,8 +114,9 @@ class SequenceValue(ContainerValue):
 
     def iterate(self, state: CaptureState) -> Value:
         # A list's iterator sees later changes of the list, so it shares the items.
-        items = self.items if self.cls is list else list(self.items)
-        return SequenceIterator(items, type(iter([])) if self.cls is list else type(iter(())))
+        if self.cls is list:
+            return SequenceIterator(self.items, type(iter([])), self)
+        return SequenceIterator(list(self.items), type(iter(())))
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         fields = sequence_fields(self.cls)

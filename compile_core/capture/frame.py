@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable
 
-from compile_core.capture.base import NULL, CaptureState, SymbolicRaise, Value
+from compile_core.capture.base import CaptureState, LastInstruction, SymbolicRaise, Value
 from compile_core.capture.functions import CellValue, FunctionValue
 from compile_core.capture.instructions import Code, Handler, Instruction, decode
 from compile_core.errors import CodeLocation, InternalError
@@ -54,6 +54,7 @@ class Frame:
         self.yielded: Value | None = None
         self.steps = 0
         self.stop_at_step: int | None = None
+        self.before_step: Callable[[], None] | None = None
         for name in function.code.co_cellvars:
             self.cells[name] = CellValue(arguments.get(name))
         for name, cell in zip(function.code.co_freevars, function.closure, strict=True):
@@ -104,6 +105,8 @@ class Frame:
         self.current = self.index
         if self.steps == self.stop_at_step:
             raise BreakRequested
+        if self.before_step is not None:
+            self.before_step()
         self.steps += 1
         self.index += 1
         handler = OPCODES.get(instruction.name)
@@ -121,6 +124,6 @@ class Frame:
             raise raised
         del self.stack[handler.depth :]
         if handler.pushes_lasti:
-            self.push(NULL)
+            self.push(LastInstruction(self.current))
         self.push(raised.value)
         self.index = handler.target

@@ -18,7 +18,7 @@ from compile_core.capture.guard_interpreter import guard_interpreter
 from compile_core.capture.guard_program import compile_program
 from compile_core.capture.source_writer import SourceWriter, compile_function
 from compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
-from compile_core.ir.sources import ContentSource, Source
+from compile_core.ir.sources import ContentSource, Source, variable_of
 
 _IDENTITY_TYPES = (
     type(None),
@@ -216,7 +216,7 @@ def compile_python_check(frame: CapturedFrame) -> Callable[..., Any]:
         writer.lines.append(f"if not ({writer.condition(guard, names)}): return {index}")
     inputs = [] if frame.graph is None else [writer.read(entry.source) for entry in frame.graph.inputs]
     writer.lines.append(f"return [{', '.join(inputs)}]")
-    arguments = ", ".join(f"l_{name}" for name in frame.arguments)
+    arguments = ", ".join(map(variable_of, frame.arguments))
     body = "\n".join(f"        {line}" for line in writer.lines)
     text = f"def check({arguments}):\n    try:\n{body}\n    except Exception:\n        return -1\n"
     return compile_function(text, "check", writer.constants)
@@ -224,7 +224,7 @@ def compile_python_check(frame: CapturedFrame) -> Callable[..., Any]:
 
 def explain_failure(frame: CapturedFrame, arguments: Sequence[Any]) -> str:
     """The text of the first guard that does not hold for these arguments (slow: one evaluation per guard)."""
-    names = ", ".join(f"l_{name}" for name in frame.arguments)
+    names = ", ".join(map(variable_of, frame.arguments))
     for guard in frame.guards:
         writer = _CheckWriter()
         try:

@@ -130,7 +130,7 @@ class DictValue(ContainerValue):
         return [key for key, _ in self.entries.values()]
 
     def iterate(self, state: CaptureState) -> Value:
-        return DictIterator(self, list(self.key_values(state)))
+        return DictIterator(self, list(self.key_values(state)), "keys")
 
     def keys(self, state: CaptureState) -> Value:
         return DictView(self, "keys")
@@ -233,9 +233,10 @@ def _prints(key: Any) -> bool:
 class DictIterator(SequenceIterator):
     """An iterator over a dictionary, which must not be changed meanwhile."""
 
-    def __init__(self, owner: DictValue, items: list[Item]) -> None:
-        super().__init__(items, type(iter({})))
+    def __init__(self, owner: DictValue, items: list[Item], what: str) -> None:
+        super().__init__(items, type(iter(getattr({}, what)())))
         self.owner = owner
+        self.what = what
         self.before = list(owner.entries.values())
 
     def advance(self, state: CaptureState) -> Value | None:
@@ -272,12 +273,13 @@ class DictView(Value):
     def iterate(self, state: CaptureState) -> Value:
         keys = self.owner.key_values(state)
         if self.what == "keys":
-            return DictIterator(self.owner, list(keys))
+            return DictIterator(self.owner, list(keys), self.what)
         values = [self.owner.get(state, key) for key in list(self.owner.entries)]
         if self.what == "values":
-            return DictIterator(self.owner, list(values))
+            return DictIterator(self.owner, list(values), self.what)
         pairs = zip(keys, values, strict=True)
-        return DictIterator(self.owner, [SequenceValue([key, value], tuple) for key, value in pairs])
+        items: list[Item] = [SequenceValue([key, value], tuple) for key, value in pairs]
+        return DictIterator(self.owner, items, self.what)
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         if self.what == "keys":

@@ -11,6 +11,7 @@ from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
 from compile_core.capture.global_state import autocast_state
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.source_writer import SourceWriter
 
 
 class ModeValue(Value):
@@ -43,6 +44,10 @@ class ModeValue(Value):
     def leave(self, state: CaptureState) -> None:
         raise NotImplementedError
 
+    def rebuild(self, writer: SourceWriter) -> str:
+        """The name of a real context manager in the same state, made by lines of the writer."""
+        raise NotImplementedError
+
 
 class GradMode(ModeValue):
     """``torch.no_grad``, ``torch.enable_grad`` and ``torch.set_grad_enabled`` as context managers."""
@@ -60,6 +65,13 @@ class GradMode(ModeValue):
     def leave(self, state: CaptureState) -> None:
         assert self.before is not None
         set_grad_mode(state, self.before)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        name = writer.bind(f"{writer.constant(object.__new__)}({writer.constant(self.cls)})")
+        if self.cls is torch.set_grad_enabled:
+            writer.lines.append(f"{name}.mode = {self.enabled}")
+        writer.lines.append(f"{name}.prev = {bool(self.before)}")
+        return name
 
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
@@ -127,6 +139,25 @@ def _get_default_device(state: CaptureState, args: list[Value], kwargs: dict[str
     return ConstantValue(device)
 
 
+def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str]:
+    """End a graph in the modes in which it began; the lines switch the runner to those of the captured program.
+
+    A context manager that is entered there is entered for real, so that its own exit leaves it.
+    """
+    lines = []
+    for mode in list(state.entered_modes):
+        lines.append(f"{writer.emit(mode)}.__enter__()")
+    for mode in reversed(list(state.entered_modes)):
+        mode.leave(state)
+    enabled = torch.is_grad_enabled()
+    if enabled != grad_mode:
+        set_grad_mode(state, grad_mode)
+        lines.append(f"{writer.constant(torch._C._set_grad_enabled)}({enabled})")
+    if state.open_modes:
+        raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
+    return lines
+
+
 class AutocastMode(ModeValue):
     """``torch.autocast``."""
 
@@ -140,9 +171,15 @@ class AutocastMode(ModeValue):
         if None in self.arguments[1:]:
             guard_autocast(state)
         self.node = state.call_state_op(autocast_mode._enter_autocast, self.arguments)
+        state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
         state.call_state_op(autocast_mode._exit_autocast, (self.node,))
+        state.entered_modes.remove(self)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
+        return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
 
 
 @call_rule(torch.autocast, torch.amp.autocast)

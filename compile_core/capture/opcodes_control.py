@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import types
 
-from compile_core.capture.base import NULL, SymbolicRaise, Value
+from compile_core.capture.base import HANDLED_BEFORE, NULL, SymbolicRaise, Value
 from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
@@ -279,7 +279,7 @@ def _raise(frame: Frame, instruction: Instruction) -> None:
 def _push_exc_info(frame: Frame, instruction: Instruction) -> None:
     value = frame.pop()
     frame.handled.append(value)
-    frame.push(NULL)  # the exception that was handled before; POP_EXCEPT only drops it
+    frame.push(HANDLED_BEFORE)
     frame.push(value)
 
 

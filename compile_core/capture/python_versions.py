@@ -24,6 +24,19 @@ LOAD_ATTR_HAS_METHOD_BIT = VERSION >= (3, 12)
 # PUSH_NULL and the callable: NULL lies below the callable up to 3.12, above it from 3.13 on.
 NULL_IS_ABOVE_CALLABLE = VERSION >= (3, 13)
 
+# Look-ups that may push a method and its object, with the number of values that they take. LOAD_ATTR and
+# LOAD_SUPER_ATTR do so where the low bit of their argument is set.
+METHOD_LOADS = {"LOAD_METHOD": 1} if VERSION == (3, 11) else {"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 3}
+
+# The instructions at the target of FOR_ITER, which it skips when the iteration ends.
+END_OF_FOR = {(3, 11): (), (3, 12): ("END_FOR",)}.get(VERSION, ("END_FOR", "POP_TOP"))
+
+# Conditional jumps have a direction in 3.11 only.
+FORWARD_JUMP_OF = {
+    f"POP_JUMP_BACKWARD_IF_{what}": f"POP_JUMP_FORWARD_IF_{what}"
+    for what in ("TRUE", "FALSE", "NONE", "NOT_NONE")
+}
+
 # CALL is preceded by PRECALL with the same argument in 3.11.
 CALL_NEEDS_PRECALL = VERSION == (3, 11)
 

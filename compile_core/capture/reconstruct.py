@@ -9,20 +9,24 @@ from typing import Any
 from torch import fx
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator
 from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
 from compile_core.capture.instance_dict import MISSING, InstanceDict
+from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.modes import ModeValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.partials import PartialValue
+from compile_core.capture.rebuild_iterators import build_iterator
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir.captured import RunnerCode
+from compile_core.ir.sources import variable_of
 
 
 class RunnerWriter(SourceWriter):
@@ -34,6 +38,8 @@ class RunnerWriter(SourceWriter):
         self.state = state
         self.outputs: list[fx.Node] = []
         self._effects: list[str] = []
+        # What must come behind the effects: iterators over lists that these change.
+        self.late: list[str] = []
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []
 
@@ -95,6 +101,10 @@ class RunnerWriter(SourceWriter):
             return self._build_exception(value)
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
+        if isinstance(value, ModeValue):
+            return value.rebuild(self)
+        if isinstance(value, (IteratorValue, SequenceIterator)):
+            return self._name(value, build_iterator(self, value))
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")
 
     def _build_instance(self, value: InstanceValue) -> str:
@@ -234,9 +244,9 @@ class RunnerWriter(SourceWriter):
 
     def finish(self, arguments: tuple[str, ...], has_graph: bool, last_lines: list[str]) -> RunnerCode:
         """The whole runner; ``last_lines`` return or go on after the effects."""
-        names = ", ".join(["graph", "inputs", *(f"l_{name}" for name in arguments)])
+        names = ", ".join(["graph", "inputs", *map(variable_of, arguments)])
         lines = ["out = graph(*inputs)"] if has_graph else []
-        lines += [*self.lines, *self._effects, *last_lines]
+        lines += [*self.lines, *self._effects, *self.late, *last_lines]
         body = "\n".join(f"    {line}" for line in lines)
         return RunnerCode(f"def run({names}):\n{body}\n", self.constants)
 

@@ -27,6 +27,7 @@ from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
 from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import bind_class_entry, class_lookup
+from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake, make_fake_mode
 from compile_core.capture.side_effects import SideEffects
@@ -53,7 +54,13 @@ class Capture(CaptureState):
         self.generators: list[GeneratorValue] = []
 
     def wrap(self, real: Any, source: Source | None) -> Value:
-        return wrap(self, real, source)
+        try:
+            return wrap(self, real, source)
+        except Unsupported as error:
+            # The object may still be passed on; the reason comes up if anything else is done with it.
+            if source is None:
+                raise
+            return wrap_opaque(self, real, source, error)
 
     def original_of(self, real: Any) -> Any:
         return self._original_of(real)

@@ -184,7 +184,6 @@ CALL_RULES.update({function: _fold_rule(function) for function in _PURE})
 # Global state that every check guards, so its value at capture (with the captured changes) is the answer.
 _STATE_QUERIES = (
     torch.is_grad_enabled,
-    torch.is_inference_mode_enabled,
     torch.is_autocast_enabled,
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
@@ -213,6 +212,11 @@ for _function in (
     torch.overrides.has_torch_function_variadic,
 ):
     CALL_RULES[_function] = _answer(False)
+
+
+@call_rule(torch.is_inference_mode_enabled)
+def _is_inference_mode_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(state.inference_mode)
 
 
 @call_rule(torch.is_tensor)

@@ -28,6 +28,7 @@ from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue, is_plain_layout
+from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import (
     CallableReferenceValue,
@@ -167,8 +168,16 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     instance = _wrap_instance(state, real, source)
     if instance is not None:
         return instance
+    if source is not None and isinstance(_root(source), LocalSource):
+        return wrap_opaque(state, real, source, None)
     _guard_identity(state, real, source)
     return ReferenceValue(real, source)
+
+
+def _root(source: Source) -> Source:
+    while source.base is not None:
+        source = source.base
+    return source
 
 
 def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> None:
@@ -219,10 +228,7 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
         _guard_identity(state, real, source)
         return CallableReferenceValue(real, rule, source)
     library = is_library_name(real.__globals__.get("__name__"))
-    root = source
-    while root is not None and root.base is not None:
-        root = root.base
-    if isinstance(root, LocalSource) and source is not None:
+    if source is not None and isinstance(_root(source), LocalSource):
         # A function that is passed in may be made anew for each call: its code, not its identity, must stay.
         state.guards.type_is(source, types.FunctionType)
         state.guards.is_object(AttributeSource(source, "__code__"), real.__code__)

@@ -88,12 +88,12 @@ class RunnerCode:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that the runner
-    passes.
+    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that are passed to
+    it.
 
-    With ``cells_argument`` the tuple of its closure cells comes before them.
-    The runner calls it under ``name``, and calls other functions through ``call_compiled(function,
-    *arguments)``; who runs the runner provides both.
+    With ``cells_argument`` the tuple of its closure cells comes before them. The runner hands it on under
+    ``name``. Who runs the runner provides that, ``compiled_form(callable)`` for what the frame calls at the
+    break, and ``run_to_end(result)`` for what comes out.
     """
 
     name: str

@@ -7,6 +7,7 @@ expression, from which the guard check and the fetching of the graph's inputs ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,20 @@ class LocalSource(Source):
     name: str
 
     def expression(self, base: str, name_of: NameOf) -> str:
-        return f"l_{self.name}"
+        return variable_of(self.name)
 
     def __str__(self) -> str:
         return self.name
+
+
+def variable_of(parameter: str) -> str:
+    """The variable that holds an argument in generated Python."""
+    return f"l_{identifier_of(parameter)}"
+
+
+def identifier_of(name: str) -> str:
+    """A name that source text can hold: comprehensions and rewritten code have others, such as ``.0``."""
+    return re.sub(r"\W", lambda found: f"_{ord(found[0])}_", name)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""Real iterators in the state that symbolic ones have reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_core.capture.base import Value
+from compile_core.capture.constants import SequenceIterator
+from compile_core.capture.iterators import (
+    ChainIterator,
+    CountIterator,
+    EnumerateIterator,
+    FilterIterator,
+    MapIterator,
+    SliceIterator,
+    ZipIterator,
+)
+from compile_core.capture.mappings import DictIterator
+
+
+def build_iterator(writer: Any, value: Value) -> str:
+    """An expression that makes the iterator; ``writer`` is the RunnerWriter."""
+
+    def make(callee: Any, *texts: str) -> str:
+        return f"{writer.constant(callee)}({', '.join(texts)})"
+
+    def emit_all(values: list[Value]) -> list[str]:
+        return [writer.emit(item) for item in values]
+
+    if isinstance(value, DictIterator):
+        return _dict_iterator(writer, value)
+    if isinstance(value, SequenceIterator):
+        return _sequence_iterator(writer, value)
+    if isinstance(value, ZipIterator):
+        return make(zip, *emit_all(value.iterators), f"strict={value.strict}")
+    if isinstance(value, EnumerateIterator):
+        return make(enumerate, writer.emit(value.iterator), str(value.index))
+    if isinstance(value, MapIterator):
+        return make(map, *emit_all([value.function, *value.iterators]))
+    if isinstance(value, FilterIterator):
+        return make(filter, *emit_all([value.function, value.iterator]))
+    if isinstance(value, CountIterator):
+        return make(value.cls, writer.constant(value.value), writer.constant(value.step))
+    if isinstance(value, ChainIterator):
+        current = [] if value.current is None else [value.current]
+        return make(value.cls, *emit_all([*current, *value.iterables]))
+    if isinstance(value, SliceIterator):
+        return make(value.cls, writer.emit(value.iterator), str(max(value.left, 0)))
+    raise value_cannot_be_rebuilt(writer, value)
+
+
+def _sequence_iterator(writer: Any, value: SequenceIterator) -> str:
+    if value.live_list is None:
+        rest = "".join(f"{writer.emit(item)}, " for item in value.items[value.index :])
+        return f"iter(({rest}))"
+    name = writer.bind(f"iter({writer.emit(value.live_list)})")
+    # The list may be longer once the effects are stored, and the position is cut off at its end.
+    writer.late.append(f"{name}.__setstate__({value.index})")
+    return name
+
+
+def _dict_iterator(writer: Any, value: DictIterator) -> str:
+    if id(value.owner) in writer.state.effects.containers or value.owner.cls is not dict:
+        raise value_cannot_be_rebuilt(writer, value)
+    if not value.items:
+        return "iter(())"
+    name = writer.bind(f"iter({writer.emit(value.owner)}.{value.what}())")
+    if value.index:
+        writer.lines.append(f"for _ in range({value.index}): next({name})")
+    return name
+
+
+def value_cannot_be_rebuilt(writer: Any, value: Value) -> Exception:
+    kind = value.python_type().__name__
+    return writer.state.unsupported("live-iterator", f"a {kind} that has begun and cannot be made anew")

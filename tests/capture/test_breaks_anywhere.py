@@ -1,0 +1,463 @@
+# ruff: noqa: RET504, B904, C417, PIE804 - what is written is what is tested
+"""Graph breaks inside of blocks, handlers, loops over any iterator, comprehensions and calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+
+import pytest
+import torch
+
+from compile_core.compiled_function import CompiledFunction
+from tests.capture.test_language import assert_same
+
+LOG = []
+
+
+def note(value):
+    """No rule covers the write to a C-level list of this module's own making."""
+    LOG.append(value)
+    sys.stdout.flush()
+
+
+class Manager:
+    def __init__(self, name, swallow=False):
+        self.name = name
+        self.swallow = swallow
+
+    def __enter__(self):
+        LOG.append(("enter", self.name))
+        return self
+
+    def __exit__(self, kind, error, trace):
+        LOG.append(("exit", self.name, kind, sys.exc_info()[0]))
+        return self.swallow
+
+
+@contextlib.contextmanager
+def generated(x):
+    LOG.append("begin")
+    try:
+        yield x + 1
+    finally:
+        LOG.append("end")
+
+
+def in_no_grad(x):
+    with torch.no_grad():
+        y = x * 2
+        note(torch.is_grad_enabled())
+        y = y + 1
+    return y + x, torch.is_grad_enabled()
+
+
+def in_nested_modes(x):
+    with torch.no_grad():
+        y = x * 2
+        with torch.enable_grad():
+            z = x * 3
+            note(torch.is_grad_enabled())
+            z = z + 1
+        note(torch.is_grad_enabled())
+        y = y + 1
+    note(torch.is_grad_enabled())
+    return y + x, z
+
+
+def set_grad_enabled_function(x):
+    torch.set_grad_enabled(False)
+    y = x * 2
+    note(torch.is_grad_enabled())
+    torch.set_grad_enabled(True)
+    return y + x
+
+
+def in_set_grad_enabled(x):
+    with torch.set_grad_enabled(False):
+        y = x * 2
+        note(torch.is_grad_enabled())
+        y = y * 2
+    return y + x
+
+
+def in_autocast(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ x.T
+        note((torch.is_autocast_enabled("cpu"), str(y.dtype)))
+        z = x @ x.T
+    w = x @ x.T
+    return y, z, w
+
+
+def in_inference_mode(x):
+    with torch.inference_mode():
+        y = x * 2
+        note(torch.is_inference_mode_enabled())
+        y = y + 1
+        inference = y.is_inference()
+    return y.clone(), inference, x + 1
+
+
+def in_class_manager(x):
+    with Manager("a") as manager:
+        y = x + 1
+        note(manager.name)
+        y = y * 2
+    return y
+
+
+def in_generator_manager(x):
+    with generated(x) as inner:
+        y = inner * 2
+        note("inside")
+        y = y + 1
+    return y - 1
+
+
+def manager_swallows(x):
+    with Manager("s", swallow=True):
+        y = x + 1
+        note("before")
+        raise ValueError(y.shape[0])
+    return y * 2
+
+
+def native_error_is_swallowed(x):
+    y = x
+    with Manager("s", swallow=True):
+        y = x + 1
+        note(int("not a number"))
+        y = y + 1
+    return y * 2
+
+
+def in_try(x):
+    try:
+        y = x + 1
+        note("try")
+        y = y * 2
+    finally:
+        note("finally")
+    return y
+
+
+def error_after_break_in_try(x):
+    try:
+        y = x + 1
+        note("try")
+        y = y * 2
+        raise KeyError("k")
+    except KeyError as error:
+        note(error.args)
+        y = y + 3
+    return y * 2
+
+
+def native_error_in_try(x):
+    y = x + 1
+    try:
+        note(int("x"))
+    except ValueError as error:
+        y = y * 2
+        note((str(error), sys.exc_info()[0], type(error.__context__)))
+    note(sys.exc_info())
+    return y + 1
+
+
+def break_in_handler(x):
+    y = x * 2
+    try:
+        raise ValueError("v")
+    except ValueError as error:
+        y = y + 1
+        note((sys.exc_info()[0], error.args, len(traceback.extract_tb(error.__traceback__))))
+        y = y + 2
+    note(sys.exc_info())
+    return y
+
+
+def error_in_handler(x):
+    try:
+        try:
+            note("a")
+            raise ValueError("v")
+        except ValueError:
+            y = x + 1
+            note("b")
+            raise TypeError("t")
+    except TypeError as error:
+        note(type(error.__context__))
+        return y * 2
+
+
+def finally_with_return(x):
+    for i in range(3):
+        try:
+            note(i)
+            x = x + i
+            if i == 1:
+                return x
+        finally:
+            note(("final", i))
+    return x
+
+
+def loop_over_list(x):
+    items = [x, x + 1]
+    for item in items:
+        note(len(items))
+        if len(items) < 4:
+            items.append(item * 2)
+    return items
+
+
+def loop_over_given_list(x, items):
+    for item in items:
+        x = x + item
+        note(item)
+        if len(items) < 4:
+            items.append(item + 1)
+    return x
+
+
+def loop_over_dict(x, items):
+    table = {"a": x, "b": x + 1, "c": x + 2}
+    total = x
+    for key, value in table.items():
+        total = total + value
+        note(key)
+    for value in table.values():
+        total = total + value
+        note("value")
+    for key in table:
+        note(key)
+    return total
+
+
+def loop_over_zip(x, items):
+    for i, (item, other) in enumerate(zip(items, (x, x + 1, x + 2), strict=False), 5):
+        x = x + item * other
+        note((i, item))
+    return x
+
+
+def loop_over_map(x, items):
+    for value in map(lambda item: item + 1, items):
+        x = x + value
+        note(value)
+    for value in filter(lambda item: item > 1, items):
+        x = x + value
+        note(value)
+    return x
+
+
+def numbers(x, count):
+    for i in range(count):
+        note(("yield", i))
+        yield x + i
+
+
+def loop_over_generator(x):
+    total = x
+    for value in numbers(x, 3):
+        total = total + value
+        note("round")
+    return total
+
+
+def generator_expression(x):
+    total = x
+    for value in (x + i for i in range(3)):
+        total = total + value
+        note("round")
+    return total
+
+
+def sorted_by_lambda(x):
+    order = sorted([3, 1, 2], key=lambda n: note(n) or -n)
+    return x + order[0]
+
+
+def comprehension(x):
+    return [talks(x + i) for i in range(3)]
+
+
+def dict_comprehension(x):
+    scale = 2
+    return {i: talks(x * scale) for i in range(2)}
+
+
+def talks(x):
+    y = x + 1
+    note("talk")
+    return y * 2
+
+
+def closure_call(x):
+    scale = 3
+
+    def inner(v, shift=1):
+        v = v * scale
+        note(scale)
+        return v + shift
+
+    return inner(x) + inner(x, shift=2)
+
+
+def closure_writes(x):
+    count = 0
+
+    def inner(v):
+        nonlocal count
+        count += 1
+        note(count)
+        return v + count
+
+    x = inner(x)
+    count += 10
+    x = inner(x)
+    return x, count
+
+
+def partial_call(x):
+    return functools.partial(talks)(x + 1) * 2
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+    def __add__(self, other):
+        note("add")
+        return Box(self.value + other)
+
+    def __getitem__(self, index):
+        note("getitem")
+        return self.value[index]
+
+    def __call__(self, x):
+        y = self.value + x
+        note("call")
+        return y * 2
+
+    @property
+    def doubled(self):
+        note("property")
+        return self.value * 2
+
+    def method(self, x):
+        self.value = self.value + x
+        note("method")
+        return self.value
+
+
+def dunders(x):
+    box = Box(x) + 1
+    return box(x) + box.method(x) + box.doubled, box[0], box.value
+
+
+def method_of_tensor(x):
+    y = x + 1
+    values = y.detach().tolist()
+    return x * values[0][0]
+
+
+def unpacked(x):
+    first, *rest = (x + i for i in range(3))
+    note(len(rest))
+    return first + rest[0]
+
+
+def yields_a_result(x):
+    return zip([x, x + 1], range(2), strict=True), iter([1, 2])
+
+
+def chained(x):
+    y = x + 1
+    return (y.sum() > 0 and y.shape[0]) or y.sum() < -1000
+
+
+def star_arguments(x):
+    def collect(*args, **kwargs):
+        note((len(args), sorted(kwargs)))
+        return args[0] + kwargs["b"]
+
+    return collect(*[x, x + 1], **{"a": x, "b": x * 2})
+
+
+def assertion(x):
+    assert x.sum() < 1000, "too large"
+    return x + 1
+
+
+def imports(x):
+    import colorsys
+
+    note(colorsys.ONE_THIRD > 0)
+    return x + 1
+
+
+def deletes(x):
+    y = x + 1
+    note("delete")
+    z = y
+    del y
+    note("deleted")
+    try:
+        return y
+    except NameError as error:
+        note(type(error))
+    return z
+
+
+def inner_function_sees_locals(x):
+    def later():
+        return y * 2
+
+    y = x + 1
+    note("between")
+    y = y + 1
+    return later()
+
+
+FUNCTIONS = [
+    value
+    for name, value in list(globals().items())
+    if callable(value)
+    and getattr(value, "__module__", "") == __name__
+    and name not in ("note", "generated", "talks")
+    if not isinstance(value, type) and name != "numbers"
+]
+
+
+def arguments(function, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(2, 2, requires_grad=True)
+    rest = [[1, 2, 3]] if "items" in function.__code__.co_varnames[: function.__code__.co_argcount] else []
+    return (x.clone(), *rest)
+
+
+def outcome(run, given):
+    LOG.clear()
+    try:
+        result = run(*given)
+    except Exception as error:
+        result = (type(error), str(error))
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    if isinstance(result, tuple) and isinstance(result[0], zip):
+        result = [list(item) for item in result]
+    return result, list(LOG), given
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_same_as_plain(function):
+    compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
+    for seed in (0, 1, 2):
+        found = outcome(compiled, arguments(function, seed))
+        assert sys.exc_info() == (None, None, None)
+        assert_same(found, outcome(function, arguments(function, seed)))
+    assert not any("runs as plain Python" in str(reason) for reason in compiled.break_reasons)
