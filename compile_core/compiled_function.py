@@ -252,6 +252,8 @@ class CompiledFunction:
             captured = self._capture(arguments)
         if captured.break_reason is not None:
             self._report_break(captured.break_reason)
+        if captured.graph is not None and logger.isEnabledFor(logging.INFO):
+            logger.info("%s: captured\n%s", self.name, captured.graph)
         if self.observer is not None:
             self.observer.frame_captured(self.name, self._target.__code__, captured)
         with timed("guards"):

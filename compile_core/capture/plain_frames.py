@@ -131,7 +131,7 @@ class _Writer:
     def with_rewritten_comprehension(self) -> bytecode.Instr:
         arg = self.item.arg
         if isinstance(arg, types.CodeType) and arg.co_name in _COMPREHENSIONS:
-            code = _rewritten(arg, self.compiled_form)
+            code: Any = _rewritten(arg, self.compiled_form)
             return bytecode.Instr(self.item.name, code, location=self.item.location)
         return self.item
 

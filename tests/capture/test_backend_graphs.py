@@ -1,0 +1,157 @@
+"""What a backend gets: names that a reader knows, example values, the user's lines, errors with notes."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import compile_core
+from compile_core.backends import registry
+from compile_core.testing import CompileCounterWithBackend
+
+
+def graph_of(function, *args):
+    counter = CompileCounterWithBackend("eager")
+    compile_core.compile(function, backend=counter, fullgraph=True)(*args)
+    (graph,) = counter.graphs
+    return graph
+
+
+def named(graph):
+    return [node.name for node in graph.graph.nodes]
+
+
+def test_operations_are_named_after_the_variables_that_hold_them():
+    def f(a, other):
+        total = a + other
+        left, right = total.chunk(2)
+        scaled = left * 2
+        again = scaled
+        scaled = right * 3
+        return again + scaled
+
+    names = named(graph_of(f, torch.ones(4), torch.ones(4)))
+    assert names[:2] == ["l_a_", "l_other_"]
+    assert {"total", "left", "right", "scaled", "scaled_1"} <= set(names)
+    assert "again" not in names
+
+
+def test_variables_of_inlined_functions_count_too():
+    def inner(x):
+        shifted = x + 1
+        return shifted * 2
+
+    assert "shifted" in named(graph_of(lambda a: inner(a), torch.ones(2)))
+
+
+def test_placeholders_tell_where_their_tensors_are():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+            self.register_buffer("offset", torch.ones(2))
+
+        def forward(self, inputs, x_0):
+            return self.layer(inputs["x"][0]) + self.offset + x_0
+
+    graph = graph_of(Model(), {"x": [torch.ones(1, 2)]}, torch.ones(1, 2))
+    placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    assert placeholders == ["l_inputs_x_0_", "p_layer_weight", "p_layer_bias", "b_offset", "l_x_0_"]
+
+
+def test_two_paths_of_one_text_get_two_names():
+    def f(x, x_0):
+        return x[0] + x_0
+
+    graph = graph_of(f, [torch.ones(2)], torch.full((2,), 3.0))
+    assert named(graph)[:2] == ["l_x_0_", "l_x_0_1"]
+    assert torch.equal(graph(torch.ones(2), torch.full((2,), 3.0))[0], torch.full((2,), 4.0))
+
+
+def test_nodes_carry_examples_and_the_users_lines():
+    def f(x):
+        return inner(x) + 1
+
+    def inner(x):
+        return x.reshape(2, 3)  # the innermost line
+
+    graph = graph_of(f, torch.ones(6))
+    for node in graph.graph.nodes:
+        if node.op != "output":
+            assert isinstance(node.meta["example_value"], FakeTensor)
+    (reshape,) = (node for node in graph.graph.nodes if node.target == "reshape")
+    assert tuple(reshape.meta["example_value"].shape) == (2, 3)
+    assert reshape.stack_trace == reshape.meta["stack_trace"]
+    lines = reshape.stack_trace.strip().splitlines()
+    assert lines[1].strip() == "return inner(x) + 1"
+    assert lines[-1].strip() == "return x.reshape(2, 3)  # the innermost line"
+    assert "test_backend_graphs.py" in lines[0]
+
+
+def test_the_graph_prints_as_a_table(capsys):
+    graph_of(lambda x: x + 1, torch.ones(2)).graph.print_tabular()
+    header, _, placeholder, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["opcode", "name", "target", "args", "kwargs"]
+    assert placeholder.split() == ["placeholder", "l_x_", "L_x_", "()", "{}"]
+
+
+def test_what_a_backend_returns_is_what_runs():
+    def backend(gm, example_inputs):
+        assert isinstance(gm, torch.fx.GraphModule) and isinstance(example_inputs, list)
+        return lambda *inputs: [result * 10 for result in gm(*inputs)]
+
+    assert torch.equal(
+        compile_core.compile(lambda x: x + 1, backend=backend)(torch.ones(2)), torch.full((2,), 20.0)
+    )
+
+
+def test_tags_of_backends():
+    assert "triton" in compile_core.list_backends()
+    assert not {"eager", "aot_eager"} & set(compile_core.list_backends())
+    assert {"eager", "aot_eager", "triton"} <= set(compile_core.list_backends(None))
+    assert {"eager", "aot_eager", "triton"} <= set(compile_core.list_backends(exclude_tags=()))
+
+    @compile_core.register_backend(name="tagged_for_test", tags=["experimental"])
+    def tagged(gm, example_inputs):
+        return gm.forward
+
+    @compile_core.register_backend
+    def named_for_test(gm, example_inputs):
+        return gm.forward
+
+    assert "tagged_for_test" not in compile_core.list_backends()
+    assert "tagged_for_test" in compile_core.list_backends(exclude_tags=["debug"])
+    assert "named_for_test" in compile_core.list_backends()
+    assert torch.equal(
+        compile_core.compile(lambda x: x + 1, backend="tagged_for_test")(torch.ones(1)), torch.full((1,), 2.0)
+    )
+
+
+def test_an_installed_backend_is_found_by_its_entry_point(monkeypatch):
+    point = EntryPoint(
+        "installed_for_test", "tests.capture.test_backend_graphs:installed", "compile_core.backends"
+    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    assert "installed_for_test" in compile_core.list_backends()
+    compiled = compile_core.compile(lambda x: x + 1, backend="installed_for_test")
+    assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def installed(gm, example_inputs):
+    return gm.forward
+
+
+def test_unknown_backends_are_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match=r"unknown backend 'inductor' \(allowed: aot_eager, eager, .*triton"):
+        compile_core.compile(lambda x: x, backend="inductor")
+
+
+def test_graphs_are_logged_at_info(caplog):
+    with compile_core.config.patch(log_level=logging.INFO):
+        compile_core.compile(lambda x: x * 3, backend="eager")(torch.ones(2))
+    assert "mul: float32[2] cpu = operator.mul(l_x_, 3)" in caplog.text
