@@ -10,11 +10,13 @@ import torch
 from compile_core.capture import directives
 from compile_core.capture.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.function_transforms import TransformedValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.libraries import is_library_object
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import CallableReferenceValue, CallRule, ReferenceValue, call_rule
 from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import tensor_function_rule
+from compile_core.capture.torch_rules import is_tensor_function, tensor_function_rule
 
 
 def directive_rule(function: Any) -> CallRule | None:
@@ -24,7 +26,7 @@ def directive_rule(function: Any) -> CallRule | None:
     if getattr(function, directives.CONSTANT_RESULT, False):
         return _constant_result_rule(function)
     if directives.is_allowed(function):
-        return tensor_function_rule(function)
+        return tensor_function_rule(_graph_target(function))
     if directives.is_torch_front_end_function(function, ("allow_in_graph",)):
         return _allow
     return None
@@ -66,7 +68,23 @@ def _allow(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     """``allow_in_graph(function)`` in captured code: the function as a value whose calls are single nodes."""
     (function,) = args
     real = real_object(state, function)
-    return CallableReferenceValue(real, tensor_function_rule(real), function.source)
+    return CallableReferenceValue(real, tensor_function_rule(_graph_target(real)), function.source)
+
+
+def _graph_target(function: Any) -> Any:
+    """What stands for an allowed function in the graph.
+
+    fx writes a function of torch by the name that it bears, and ``functools.wraps`` gives that name to other functions,
+    such as ``torch.vmap(torch.sum)``; a lambda has no name at all. These get a function of their own round them.
+    """
+    has_own_name = isinstance(function, types.FunctionType) and function.__name__.isidentifier()
+    if is_tensor_function(function) or (has_own_name and not is_library_object(function)):
+        return function
+
+    def allowed(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return allowed
 
 
 def _constant_result_rule(function: Any) -> CallRule:
@@ -101,6 +119,8 @@ def real_object(state: CaptureState, value: Value | LazyValue) -> Any:
             return state.graph.real_inputs[position]
     if isinstance(value, BoundMethodValue):
         return types.MethodType(real_object(state, value.function), real_object(state, value.owner))
+    if isinstance(value, TransformedValue):
+        return value.transform(real_object(state, value.function), **value.options)
     if isinstance(value, FunctionValue):
         return value.real if value.real is not None else _real_function(state, value)
     try:

@@ -122,6 +122,20 @@ def test_a_function_is_allowed_inside_of_compiled_code():
     assert [target.__name__ for target in graph_targets(compiled)] == ["inner"]
 
 
+def test_allowed_functions_that_bear_another_functions_name():
+    summed = compile_core.allow_in_graph(
+        torch.vmap(torch.sum)
+    )  # its __name__ and __module__ are those of torch.sum
+    nameless = compile_core.allow_in_graph(lambda x: x * 3)
+    partial = compile_core.allow_in_graph(functools.partial(torch.add, alpha=2))
+
+    def uses(x):
+        return partial(nameless(x), x).sum(1) + summed(x)
+
+    compiled = compile_eager(uses, fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2,), 18.0))
+
+
 @pytest.mark.parametrize("disallow", [compile_core.disallow_in_graph, torch._dynamo.disallow_in_graph])
 def test_a_disallowed_operation_ends_the_graph(disallow):
     allow = (
