@@ -10,6 +10,7 @@ from compile_core.capture.directives import (
     graph_break,
     is_compiling,
 )
+from compile_core.capture.size_marks import mark_dynamic, mark_static, maybe_mark_dynamic
 from compile_core.compiled_function import reset
 from compile_core.disable import disable
 from compile_core.errors import CompileError, InternalError, Unsupported
@@ -37,6 +38,9 @@ __all__ = [
     "list_backends",
     "list_mode_options",
     "list_options",
+    "mark_dynamic",
+    "mark_static",
+    "maybe_mark_dynamic",
     "register_backend",
     "reset",
     "run",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
+from compile_core.bind_sizes import CompileGraph, compile_per_sizes
 from compile_core.capture.directives import compiled_by_torch
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
@@ -34,7 +35,9 @@ def compile(
     Args:
         model: a function or ``torch.nn.Module``; left out, ``compile`` is a decorator.
         fullgraph: raise ``Unsupported`` where the whole call is not one graph, instead of running that part in Python.
-        dynamic: ``None`` or ``False``. Sizes are static: other sizes compile another entry.
+        dynamic: ``None``: sizes are static at first; one that differs at a later call becomes symbolic there, and one
+            entry serves all its values from then on. ``True``: all sizes and integers among the arguments are symbolic
+            from the first call on, as far as the program allows. ``False``: other sizes compile another entry.
         backend: a name of ``list_backends()``, or a callable of ``(torch.fx.GraphModule, example_inputs)``.
         mode: a name of ``list_mode_options()``.
         options: settings by name, see ``list_options()``.
@@ -48,9 +51,9 @@ def compile(
         TypeError: ``model`` is not callable, or an argument has the wrong type.
         ValueError: unknown backend, mode or option; the message says what is allowed.
     """
-    if dynamic not in (None, False):
-        raise ValueError(f"dynamic={dynamic!r} is not supported (allowed: None, False)")
-    request = CompileRequest(resolve_backend(backend), parse_options(mode, options), bool(fullgraph))
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
+    request = CompileRequest(resolve_backend(backend), parse_options(mode, options), bool(fullgraph), dynamic)
     if model is None:
         return lambda decorated: _compile_callable(decorated, request, disable)
     return _compile_callable(model, request, disable)
@@ -83,10 +86,16 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
     )
     if isinstance(observer, CompileProfiler) and cache_limit is None:
         cache_limit = observer.cache_limit
+    compile_captured: CompileGraph = functools.partial(
+        compile_graph, backend=backend, options=request.options
+    )
+    if not isinstance(backend, GraphBackend):
+        compile_captured = compile_per_sizes(compile_captured)
     return CompiledFunction(
         model,
-        functools.partial(compile_graph, backend=backend, options=request.options),
+        compile_captured,
         fullgraph=request.fullgraph,
+        dynamic=request.dynamic,
         cache_limit=cache_limit,
         observer=observer,
     )

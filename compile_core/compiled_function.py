@@ -18,6 +18,7 @@ import torch
 from compile_core import config
 from compile_core.capture import (
     PlainCall,
+    SizeHistory,
     argument_names,
     capture,
     compile_check,
@@ -71,6 +72,7 @@ class CompiledFunction:
             and returns the flat tuple of the graph's outputs.
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
+        dynamic: None makes the sizes symbolic that differ between calls, True all of them at once, False none.
         cache_limit: how many different captures are kept before calls run as plain Python; None is
             ``config.cache_size_limit`` at the time.
         target: what to capture, if it is not what ``fn`` itself says.
@@ -91,6 +93,7 @@ class CompiledFunction:
         *,
         fullgraph: bool = False,
         name: str | None = None,
+        dynamic: bool | None = None,
         cache_limit: int | None = None,
         target: Target | None = None,
         callees: dict[tuple[types.CodeType, int], CompiledFunction] | None = None,
@@ -103,6 +106,7 @@ class CompiledFunction:
         self.compile_graph = compile_graph
         self.observer = observer
         self.fullgraph = fullgraph
+        self.dynamic = dynamic
         self.cache_limit = cache_limit
         self._table = EntryTable()
         self.break_reasons: list[Unsupported] = []
@@ -118,6 +122,7 @@ class CompiledFunction:
         self._cells_argument = target.cells_argument
         self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._plain_frames = PlainFrames(self._compiled_form)
+        self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
         self._limit_reported = False
         self._call_plain = self._make_plain_call()
@@ -139,6 +144,7 @@ class CompiledFunction:
             self._table.clear()
             self.break_reasons = []
             self._limit_reported = False
+            self._history = SizeHistory(self.dynamic)
             self._continuations.clear()
             self._callees.clear()
 
@@ -275,6 +281,9 @@ class CompiledFunction:
                     )
                 with normal_tensors():
                     compiled = self.compile_graph(captured.graph, inputs)
+        if captured.late_guards is not None:
+            captured = replace(captured, guards=captured.late_guards(), late_guards=None)
+            check = compile_check(captured)
         entry = Entry(captured, compiled, check, run)
         self._table.add(entry)
         return entry
@@ -290,6 +299,7 @@ class CompiledFunction:
                     cells_argument=self._cells_argument,
                     allow_breaks=not self.fullgraph,
                     original_of=_original_of,
+                    history=self._history,
                 )
         except (CompileError, PlainCall):
             raise
@@ -309,6 +319,7 @@ class CompiledFunction:
             found = self._continuations[point.code] = CompiledFunction(
                 function,
                 self.compile_graph,
+                dynamic=self.dynamic,
                 cache_limit=self.cache_limit,
                 target=Target(function, _NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
@@ -344,6 +355,7 @@ class CompiledFunction:
             found = self._callees[key] = CompiledFunction(
                 plain,
                 self.compile_graph,
+                dynamic=self.dynamic,
                 cache_limit=self.cache_limit,
                 name=target.function.__qualname__,
                 target=shared,

@@ -28,6 +28,7 @@ class CompileRequest:
     backend: Backend
     options: CompileOptions
     fullgraph: bool
+    dynamic: bool | None = None
 
 
 @dataclass(frozen=True)

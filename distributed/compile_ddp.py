@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan
 from compile_core.backends.registry import RegionBackend
+from compile_core.bind_sizes import CompileGraph, compile_per_sizes
 from compile_core.capture import must_run_plain
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule
@@ -40,7 +41,12 @@ class CompiledDDP:
     """Runs calls of one ``DistributedDataParallel`` module; see ``compile_ddp``."""
 
     def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions) -> None:
-        compile_local = functools.partial(compile_graph, backend=request.backend, options=request.options)
+        compile_local: CompileGraph = functools.partial(
+            compile_graph, backend=request.backend, options=request.options
+        )
+        if isinstance(request.backend, RegionBackend):
+            compile_local = compile_per_sizes(compile_local)
+        compile_in_graph = compile_per_sizes(self._compile_in_graph, must_compile=True)
         limit = request.options.cache_size_limit
         self._ddp = ddp
         self._request = request
@@ -54,10 +60,14 @@ class CompiledDDP:
         self._ran_in_graph = False
         self.graphs: list[CompiledGraph] = []
         self._local = CompiledFunction(
-            ddp.module, compile_local, fullgraph=request.fullgraph, cache_limit=limit
+            ddp.module,
+            compile_local,
+            fullgraph=request.fullgraph,
+            dynamic=request.dynamic,
+            cache_limit=limit,
         )
         self._in_graph = CompiledFunction(
-            ddp.module, self._compile_in_graph, fullgraph=True, cache_limit=limit
+            ddp.module, compile_in_graph, fullgraph=True, dynamic=request.dynamic, cache_limit=limit
         )
 
     @property

@@ -87,7 +87,7 @@ def test_a_compiled_module_is_the_module_in_all_but_its_call() -> None:
             "unknown option 'trace_foldr'; did you mean 'trace_folder'.* .allowed: activation_memory_budget, ",
         ),
         ({"options": {"cache_size_limit": 0}}, TypeError, "takes a positive number"),
-        ({"dynamic": True}, ValueError, "dynamic=True is not supported"),
+        ({"dynamic": 2}, TypeError, "dynamic must be None, True or False, not 2"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: dict, error: type[Exception], message: str) -> None:

@@ -44,11 +44,12 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "entry_table": (*BASE, "capture"),
     "compiled_function": (*BASE, "capture", "entry_table", "observe"),
     "compiled_module": (),
+    "bind_sizes": (*BASE, "capture"),
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
     "run": (*BASE, "capture", "compiled_function", "compiled_module"),
     "explain": (*BASE, "observe", "compiled_function", "compiled_module"),
     "graph_compiler": (*BASE, "backends", "pipeline"),
-    "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
+    "api": (*BASE, *STAGES, "bind_sizes", "pipeline", "planners", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),
     "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),
 }

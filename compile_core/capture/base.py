@@ -193,13 +193,15 @@ class CaptureState:
     families.
     """
 
-    def __init__(self, graph: Any, effects: Any) -> None:
+    def __init__(self, graph: Any, effects: Any, sizes: Any) -> None:
         self.graph = graph
         self.effects = effects
         self.guards = GuardSet()
         # Where factory functions put tensors that no device is given for; None is the CPU, without a mode.
         self.default_device: torch.device | None = None
         self.autocast_at_start: tuple[Any, ...] = ()
+        # The symbols of sizes and integers that differ between calls.
+        self.sizes: Any = sizes
         self.frames: list[FrameLike] = []
         # Existing objects with identity that were met, so that a second path to one finds the same value.
         self.known: dict[int, tuple[Any, Value]] = {}

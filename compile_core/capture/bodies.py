@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -22,6 +23,7 @@ from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.output_graph import OutputGraph
 from compile_core.capture.partials import PartialValue
+from compile_core.capture.symbolic_sizes import TensorSizes
 from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import InputKind
@@ -32,13 +34,21 @@ class BodyGraph(OutputGraph):
     """The graph of a body inside ``outer``. ``lifted`` are the outer nodes that it reads, with its placeholders."""
 
     def __init__(self, outer: OutputGraph) -> None:
-        super().__init__(outer.fake_mode)
+        super().__init__(outer.sizes)
         self.outer = outer
+        self.node_of_source = outer.node_of_source
         self.lifted: dict[fx.Node, fx.Node] = {}
 
-    def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
+    def add_input(
+        self, real: torch.Tensor, source: Source, kind: InputKind, sizes: TensorSizes | None = None
+    ) -> fx.Node:
         """Tensors that exist are inputs of the outermost graph."""
-        return self.outer.add_input(real, source, kind)
+        return self.outer.add_input(real, source, kind, sizes)
+
+    def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
+        """What a body reads from outside are tensors; an integer is the one of this call."""
+        int(self.sizes.number(symbol))
+        raise NotImplementedError(f"{source} as an input of a body")
 
     def own_node(self, node: fx.Node) -> fx.Node:
         if node.graph is self.graph:

@@ -23,6 +23,7 @@ from compile_core.capture.mappings import DictValue, SetValue, new_dict
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
+from compile_core.capture.symbolic_numbers import call_with_numbers
 from compile_core.capture.tensors import TensorValue
 
 _PURE = (
@@ -38,7 +39,7 @@ def _fold_rule(function: Any) -> CallRule:
             return state.call_tensor_op("call_method", "abs", args, {})
         if function is pow and any(isinstance(argument, TensorValue) for argument in args):
             return operators.binary(state, "**", *args)
-        return fold(state, function, args, kwargs)
+        return call_with_numbers(state, function, args, kwargs) or fold(state, function, args, kwargs)
 
     return call
 
@@ -67,7 +68,7 @@ for _symbol, (_function, _) in operators.UNARY.items():
 
 @call_rule(operator.index)
 def _operator_index(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return fold(state, operator.index, args, kwargs)
+    return call_with_numbers(state, operator.index, args, kwargs) or fold(state, operator.index, args, kwargs)
 
 
 @call_rule(operator.getitem)
@@ -84,6 +85,8 @@ def _operator_is(state: CaptureState, args: list[Value], kwargs: dict[str, Value
 @call_rule(len)
 def _len(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (value,) = args
+    if isinstance(value, TensorValue) and value.fake.dim():
+        return state.from_constant(value.fake.shape[0])
     return ConstantValue(value.length(state))
 
 
@@ -100,7 +103,7 @@ def _number_rule(cls: type) -> CallRule:
                 f"{cls.__name__}() of {args[0].describe()} depends on its data",
                 "keep the value in a tensor",
             )
-        return fold(state, cls, args, kwargs)
+        return call_with_numbers(state, cls, args, kwargs) or fold(state, cls, args, kwargs)
 
     return call
 

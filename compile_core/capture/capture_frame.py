@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,21 +16,26 @@ import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.fake_inputs import has_layout
 from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.global_state import autocast_state, default_device, global_state, normal_tensors
 from compile_core.capture.graph_breaks import BreakWriter
+from compile_core.capture.guards import compile_check
 from compile_core.capture.modes import restore_modes
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
+from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.state import Capture
 from compile_core.capture.wrap import wrap_cell
-from compile_core.errors import Unsupported
+from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from compile_core.ir.sources import ItemSource, LocalSource, Source
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
 _NEAR_STEPS = 64
+
+logger = logging.getLogger(__name__)
 
 CELLS_ARGUMENT = "_gs_cells"
 
@@ -52,6 +58,7 @@ def capture(
     cells_argument: bool = False,
     allow_breaks: bool = True,
     original_of: Callable[[Any], Any] = lambda value: value,
+    history: SizeHistory | None = None,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.
 
@@ -66,6 +73,7 @@ def capture(
             call; the cells of ``function`` itself are not used.
         allow_breaks: end the graph at what has no rule and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
+        history: which sizes and integers are symbolic; it learns from this call. By default all are static.
 
     Returns:
         The captured frame. Where the function cannot be captured its ``runner`` is None and ``break_reason``
@@ -73,8 +81,36 @@ def capture(
 
     Raises:
         PlainCall: this call must run as plain Python, because the program itself raises.
+        CompileError: a size that the user marked as dynamic cannot be.
     """
-    call = _Call(function, arguments, is_module_call, cells_argument, original_of)
+    history = history or SizeHistory(dynamic=False)
+    call = _Call(function, arguments, is_module_call, cells_argument, original_of, history)
+    if history.dynamic is not False:
+        captured = _capture_symbolic(call, allow_breaks)
+        if captured is not None:
+            return captured
+        call = replace(call, history=SizeHistory(dynamic=False))
+    return _capture_call(call, allow_breaks)
+
+
+def _capture_symbolic(call: _Call, allow_breaks: bool) -> CapturedFrame | None:
+    """A capture with symbolic sizes, None where that does not work: then the sizes of this call may."""
+    try:
+        captured = _capture_call(call, allow_breaks)
+        if captured.late_guards is not None:
+            whole = type(compile_check(captured)(*call.arguments)) is list
+            return captured if whole else None
+    except Unsupported:
+        return None
+    except CompileError:
+        raise
+    except Exception as error:
+        logger.info("%s: no capture with symbolic sizes: %s", call.function.__qualname__, error)
+        return None
+    return None if captured.break_reason is not None and not allow_breaks else captured
+
+
+def _capture_call(call: _Call, allow_breaks: bool) -> CapturedFrame:
     captured, step = _attempt(call, None, None)
     if captured.break_reason is None or not allow_breaks or step is None:
         return captured
@@ -101,6 +137,7 @@ class _Call:
     is_module_call: bool
     cells_argument: bool
     original_of: Callable[[Any], Any]
+    history: SizeHistory
 
 
 def _last_breakable_step(call: _Call, end: int) -> int | None:
@@ -126,11 +163,14 @@ def _attempt(
 ) -> tuple[CapturedFrame, int | None]:
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
     did."""
-    state = Capture(call.original_of)
+    state = Capture(call.original_of, call.history)
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
-    with normal_tensors():
-        return _interpret(state, call, stop_at_step, reason, watch)
+    try:
+        with normal_tensors():
+            return _interpret(state, call, stop_at_step, reason, watch)
+    finally:
+        state.sizes.end_of_capture()
 
 
 def _interpret(
@@ -154,7 +194,7 @@ def _interpret(
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
         step = None if frame is None or frame.steps == 0 else frame.steps - 1
-        return CapturedFrame(None, tuple(state.guards), names, None, error), step
+        return CapturedFrame(None, state.all_guards(), names, None, error), step
     except SymbolicRaise as raised:
         raise PlainCall(f"the function raises {raised.value.describe()}") from None
     finally:
@@ -229,14 +269,14 @@ def _finish(
     writer.replay(state.effects)
     _guard_distinct(state)
     _check_inputs(state)
-    # Any operation may have an effect of its own (batch norm writes statistics, dropout draws numbers).
-    has_graph = any(node.op != "placeholder" for node in state.graph.graph.nodes)
+    has_graph = state.graph.has_operations()
     graph = None
     if has_graph:
         graph = state.graph.finish(writer.outputs)
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, [*mode_lines, *last_lines])
-    return CapturedFrame(graph, tuple(state.guards), names, runner, reason, tuple(points))
+    late_guards = state.all_guards if state.sizes.symbols else None
+    return CapturedFrame(graph, state.all_guards(), names, runner, reason, tuple(points), late_guards)
 
 
 def _check_generators(state: Capture) -> None:
@@ -269,29 +309,27 @@ def _check_inputs(state: Capture) -> None:
     """Inputs that the graph writes to keep their metadata, and no other input may overlap them."""
     graph = state.graph
     changed = []
-    for index, (entry, real, version) in enumerate(
-        zip(graph.inputs, graph.real_inputs, graph.input_versions, strict=True)
-    ):
-        fake = entry.example
-        if (
-            fake.requires_grad != real.requires_grad
-            or fake.shape != real.shape
-            or fake.stride() != real.stride()
-        ):
-            raise state.unsupported("input-metadata", f"the function changes the metadata of {entry.source}")
-        if fake._version != version:
+    tensors = [record for record in graph.records if isinstance(record.real, torch.Tensor)]
+    for index, record in enumerate(tensors):
+        fake, real = record.entry.example, record.real
+        assert isinstance(real, torch.Tensor)
+        if fake.requires_grad != real.requires_grad or not has_layout(fake, record.layout):
+            raise state.unsupported(
+                "input-metadata", f"the function changes the metadata of {record.entry.source}"
+            )
+        if fake._version != record.version:
             changed.append(index)
     for index in changed:
-        for other, entry in enumerate(graph.inputs):
-            if other != index and _overlap(graph.real_inputs[index], graph.real_inputs[other]):
+        for other, record in enumerate(tensors):
+            if other != index and _overlap(tensors[index].real, record.real):
                 raise state.unsupported(
                     "overlapping-inputs",
-                    f"{graph.inputs[index].source}, which is changed, shares memory with {entry.source}",
+                    f"{tensors[index].entry.source}, which is changed, shares memory with {record.entry.source}",
                 )
-        state.guards.no_overlap(graph.inputs, index)
+        state.guards.no_overlap([record.entry for record in tensors], index)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _overlap(one: Any, other: Any) -> bool:
     return (
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         and one.numel() * other.numel() != 0

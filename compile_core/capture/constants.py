@@ -114,6 +114,11 @@ class ConstantValue(Value):
         return bool(fold(state, lambda wanted: wanted in self.value, [item], {}).as_constant())
 
 
+def is_none(value: Value | None) -> bool:
+    """Whether a value is the constant None."""
+    return isinstance(value, ConstantValue) and value.python_type() is type(None)
+
+
 def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """Call a pure function on known arguments. What it raises, the captured program raises."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, fold
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, fold, is_none
 
 Item = Value | LazyValue
 
@@ -144,7 +145,7 @@ class SequenceValue(ContainerValue):
             raise state.raise_exception(
                 AttributeError, f"{self.cls.__name__!r} object has no attribute 'numel'"
             )
-        return fold(state, torch.Size.numel, [self], {})
+        return state.wrap(math.prod, None).call(state, [self], {})
 
     methods: ClassVar = {"index": index, "count": count, "numel": numel}
 
@@ -248,7 +249,7 @@ def sorted_values(
 ) -> list[Value]:
     """Sort by constants; the sort is stable as Python's is."""
     keyed = items
-    if key is not None and not (isinstance(key, ConstantValue) and key.value is None):
+    if key is not None and not is_none(key):
         keyed = [key.call(state, [item], {}) for item in items]
     constants = fold(state, lambda *reals: list(reals), keyed, {}).as_constant()
     backwards = reverse is not None and reverse.truth(state)

@@ -114,9 +114,9 @@ def real_object(state: CaptureState, value: Value | LazyValue) -> Any:
     if isinstance(value, InstanceValue) and value.real is not None and not value.changes:
         return value.real
     if isinstance(value, TensorValue) and value.source is not None:
-        position = state.graph.input_nodes.index(value.node)
-        if value.fake._version == state.graph.input_versions[position]:
-            return state.graph.real_inputs[position]
+        record = next(record for record in state.graph.records if record.node is value.node)
+        if value.fake._version == record.version:
+            return record.real
     if isinstance(value, BoundMethodValue):
         return types.MethodType(real_object(state, value.function), real_object(state, value.owner))
     if isinstance(value, TransformedValue):

@@ -54,6 +54,11 @@ class GuardSet:
     def __iter__(self):
         return iter(self._guards.values())
 
+    def copy(self) -> GuardSet:
+        made = GuardSet()
+        made._guards = dict(self._guards)
+        return made
+
     def add(
         self,
         sources: Sequence[Source],
@@ -141,24 +146,39 @@ class GuardSet:
             "expression" if hidden else "equal",
         )
 
-    def tensor(self, source: Source, tensor: torch.Tensor) -> None:
-        """Everything that a graph takes for granted about an input tensor."""
+    def tensor(
+        self,
+        source: Source,
+        tensor: torch.Tensor,
+        sizes: Sequence[int | None] | None = None,
+    ) -> None:
+        """Everything that a graph takes for granted about an input tensor.
+
+        ``sizes`` is its shape with None for the dims that are open. What must hold of those, and of the strides of a
+        tensor with an open dim, is in guards of its own. Without ``sizes`` nothing is open.
+        """
         cls = type(tensor)
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
         shape, stride = tuple(tensor.shape), tensor.stride()
+        if sizes is None:
+            layout = f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r}"
+            shown = f"{list(shape)}, strides {list(stride)}"
+        else:
+            layout = f"{{0}}.dim() == {len(sizes)}"
+            for dim, size in enumerate(sizes):
+                layout += "" if size is None else f" and {{0}}.shape[{dim}] == {size}"
+            shown = f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
         requires = "" if tensor.requires_grad else "not "
         device = "{0}.is_cpu" if tensor.device.type == "cpu" else "{0}.device == {c2}"
-        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
         views = f"{{0}}.is_conj() is {is_conj} and {{0}}.is_neg() is {is_neg}"
         self.add(
             [source],
             "type({0}) is {c0} and {0}.dtype is {c1} and "
-            f"{{0}}.shape == {shape!r} and {{0}}.stride() == {stride!r} and {requires}{{0}}.requires_grad "
-            f"and {device} and {views}",
+            f"{layout} and {requires}{{0}}.requires_grad and {device} and {views}",
             [cls, tensor.dtype, tensor.device, shape, stride, tensor.requires_grad, is_conj, is_neg],
-            f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{list(shape)}, "
-            f"strides {list(stride)}, on {tensor.device}, "
+            f"{source} is a {cls.__name__} of {str(tensor.dtype).removeprefix('torch.')}{shown}, on {tensor.device}, "
             + ("requiring grad" if tensor.requires_grad else "not requiring grad"),
-            "tensor",
+            "tensor" if sizes is None else "expression",
         )
 
     # Note [Overlapping inputs]: a graph that writes to an input is wrong when another input shares that

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from compile_core.capture import operators
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.constants import ConstantValue, fold
-from compile_core.capture.containers import ListValue, sorted_values
+from compile_core.capture.containers import ListValue, SequenceValue, sorted_values
 from compile_core.capture.generators import stop_iteration
 from compile_core.capture.mappings import SetValue
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.symbolic_numbers import SymbolicInt
 
 
 @call_rule(next)
@@ -40,6 +42,24 @@ def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
     return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
 
 
+def _has_open_int(items: list[Value]) -> bool:
+    """Whether items are integers of which some are symbolic; arithmetic one by one is exact then."""
+    return all(item.python_type() is int for item in items) and any(
+        isinstance(item, SymbolicInt) for item in items
+    )
+
+
+@call_rule(math.prod)
+def _prod(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    items = state.items_of(args[0])
+    if kwargs or not _has_open_int(items):
+        return fold(state, math.prod, [SequenceValue(list(items), tuple)], kwargs)
+    result: Value = ConstantValue(1)
+    for item in items:
+        result = operators.binary(state, "*", result, item)
+    return result
+
+
 @call_rule(sum)
 def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     def total(iterable: Value, start: Value | None = None) -> Value:
@@ -51,6 +71,8 @@ def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
     items = state.items_of(args[0])
     try:
         # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
+        if _has_open_int(items):
+            raise NotConstant(items)
         constants = [item.as_constant() for item in items]
         if len(args) == 1 and not kwargs:
             return fold(state, lambda: sum(constants), [], {})

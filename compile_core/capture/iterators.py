@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue, SequenceIterator
+from compile_core.capture.constants import ConstantValue, SequenceIterator, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.references import call_rule
 
@@ -87,7 +87,7 @@ class FilterIterator(IteratorValue):
     def advance(self, state: CaptureState) -> Value | None:
         while (item := self.iterator.advance(state)) is not None:
             kept = item
-            if not (isinstance(self.function, ConstantValue) and self.function.value is None):
+            if not is_none(self.function):
                 kept = self.function.call(state, [item], {})
             if kept.truth(state):
                 return item

@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules import module as module_registry
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, class_lookup
@@ -138,13 +138,13 @@ class ModuleValue(InstanceValue):
                 state.guards.length(ItemSource(tables, table), 0)
         for hook in self._hooks(state, "_forward_pre_hooks"):
             changed = hook.call(state, [self, SequenceValue(list(args), tuple)], {})
-            if not _is_none(changed):
+            if not is_none(changed):
                 is_tuple = isinstance(changed, SequenceValue) and issubclass(changed.cls, tuple)
                 args = state.items_of(changed) if is_tuple else [changed]
         result = self.get_attribute(state, "forward").call(state, args, kwargs)
         for hook in self._hooks(state, "_forward_hooks"):
             changed = hook.call(state, [self, SequenceValue(list(args), tuple), result], {})
-            if not _is_none(changed):
+            if not is_none(changed):
                 result = changed
         return result
 
@@ -153,10 +153,6 @@ class ModuleValue(InstanceValue):
         assert isinstance(hooks, DictValue)
         hooks.guard_keys(state)
         return [hooks.get(state, key) for key in list(hooks.entries)]
-
-
-def _is_none(value: Value) -> bool:
-    return isinstance(value, ConstantValue) and value.value is None
 
 
 def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:

@@ -7,7 +7,7 @@ import types
 
 from compile_core.capture.base import HANDLED_BEFORE, NULL, SymbolicRaise, Value
 from compile_core.capture.classes import ClassValue, SuperValue
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.exceptions import (
     ExceptionValue,
@@ -47,19 +47,15 @@ def _jump_if_false(frame: Frame, instruction: Instruction) -> None:
         frame.jump(instruction)
 
 
-def _is_none(value: Value) -> bool:
-    return isinstance(value, ConstantValue) and value.value is None
-
-
 @opcode("POP_JUMP_IF_NONE", "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NONE")
 def _jump_if_none(frame: Frame, instruction: Instruction) -> None:
-    if _is_none(frame.pop()):
+    if is_none(frame.pop()):
         frame.jump(instruction)
 
 
 @opcode("POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE")
 def _jump_if_not_none(frame: Frame, instruction: Instruction) -> None:
-    if not _is_none(frame.pop()):
+    if not is_none(frame.pop()):
         frame.jump(instruction)
 
 
@@ -127,8 +123,8 @@ def _send(frame: Frame, instruction: Instruction) -> None:
     sent = frame.pop()
     iterator = frame.stack[-1]
     if isinstance(iterator, GeneratorValue):
-        item = iterator.resume(frame.state, None if _is_none(sent) else sent)
-    elif _is_none(sent):
+        item = iterator.resume(frame.state, None if is_none(sent) else sent)
+    elif is_none(sent):
         item = iterator.advance(frame.state)
     else:
         item = iterator.call_method(frame.state, "send", [sent], {})
@@ -269,7 +265,7 @@ def _raise(frame: Frame, instruction: Instruction) -> None:
     if cause is not None and isinstance(raised.value, ExceptionValue):
         if isinstance(cause, ClassValue):
             cause = cause.call(state, [], {})
-        if not _is_none(cause) and not isinstance(cause, ExceptionValue):
+        if not is_none(cause) and not isinstance(cause, ExceptionValue):
             raise state.raise_exception(TypeError, "exception causes must derive from BaseException")
         raised.value.cause, raised.value.suppresses_context = cause, True
     raise raised

@@ -7,13 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
-from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.scalars import compute_scalar
+from compile_core.capture.symbolic_numbers import (
+    SymbolicNumber,
+    are_numbers,
+    binary_number,
+    compare_numbers,
+    negate_number,
+)
 from compile_core.capture.tensors import TensorValue
 
 # BINARY_OP's text: the function, the methods on the left, on the right.
@@ -80,6 +87,8 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
     special = _special(state, left, right, method, reflected)
     if special is not None:
         return special
+    if are_numbers(left, right):
+        return binary_number(state, symbol, function, left, right)
     if symbol == "+" and isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
         if left.cls is list and right.cls is list:
             return ListValue([*left.all(state), *right.all(state)])
@@ -148,7 +157,7 @@ def _concatenate(state: CaptureState, left: SequenceValue, right: SequenceValue)
     if left.cls is right.cls is tuple:
         return SequenceValue(list(items), tuple)
     # torch.Size + torch.Size differs between torch versions (tuple or Size), so torch is asked.
-    return fold(state, operator.add, [left, right], {})
+    return SequenceValue(list(items), type(left.cls(()) + right.cls(())))
 
 
 def _special(state: CaptureState, left: Value, right: Value, method: str, reflected: str) -> Value | None:
@@ -177,19 +186,23 @@ def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
     scalar = compute_scalar(state, function, [operand])
     if scalar is not None:
         return scalar
+    if isinstance(operand, SymbolicNumber) and symbol != "~":
+        return operand if symbol == "+" else negate_number(state, operand)
     return fold(state, function, [operand], {})
 
 
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     function, method, reflected = COMPARE[symbol]
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
-        none = [side for side in (left, right) if isinstance(side, ConstantValue) and side.value is None]
+        none = [side for side in (left, right) if is_none(side)]
         if none and symbol in ("==", "!="):
             return ConstantValue(symbol == "!=")
         return state.call_tensor_op("call_function", function, [left, right], {})
     special = _special(state, left, right, method, reflected)
     if special is not None:
         return special
+    if are_numbers(left, right):
+        return ConstantValue(compare_numbers(state, symbol, function, left, right))
     if symbol == "==":
         return ConstantValue(equal(state, left, right))
     if symbol == "!=":
@@ -220,6 +233,8 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     special = _special(state, left, right, "__eq__", "__eq__")
     if special is not None:
         return special.truth(state)
+    if are_numbers(left, right):
+        return compare_numbers(state, "==", operator.eq, left, right)
     if left is right and not isinstance(left, ConstantValue):
         return True
     try:
@@ -243,6 +258,10 @@ def is_same(state: CaptureState, left: Value, right: Value) -> bool:
     """``left is right``."""
     if left is right:
         return True
+    if isinstance(left, SymbolicNumber) and left.python_type() is not right.python_type():
+        return False
+    if isinstance(right, SymbolicNumber) and left.python_type() is not right.python_type():
+        return False
     if isinstance(left, ConstantValue) and isinstance(right, ConstantValue):
         one, other = left.value, right.value
         if one is other:

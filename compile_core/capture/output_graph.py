@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.fx.node import map_arg
 
 from compile_core.capture.base import PlainCall
+from compile_core.capture.fake_inputs import layout_of, make_fake
+from compile_core.capture.number_nodes import number_node
+from compile_core.capture.symbolic_sizes import SymbolicSizes, TensorSizes
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
@@ -35,47 +38,55 @@ _NO_FAKE_RULE = (
 )
 
 
-def make_fake_mode() -> FakeTensorMode:
-    """The one place where a capture's fake mode is made."""
-    return FakeTensorMode()
+@dataclass(frozen=True)
+class InputRecord:
+    """An input with its node, the real tensor or integer, and what the fake was before the program could change it."""
+
+    entry: GraphInput
+    node: fx.Node
+    real: torch.Tensor | int
+    version: int = 0
+    layout: tuple[Any, ...] = ()
 
 
 class OutputGraph:
-    """Builds one fx graph. Node arguments are nodes and literals; fakes live in ``meta["example_value"]``."""
+    """Builds one fx graph. Node arguments are nodes and literals; fakes live in ``meta["example_value"]``.
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    Symbolic numbers are nodes too, made when an operation first takes one: ``size()`` of an input tensor, arithmetic,
+    or an input where the program was given the number.
+    """
+
+    def __init__(self, sizes: SymbolicSizes) -> None:
         self.graph = fx.Graph()
-        self.fake_mode = fake_mode
-        self.inputs: list[GraphInput] = []
-        self.real_inputs: list[torch.Tensor] = []
-        self.input_nodes: list[fx.Node] = []
-        self.input_versions: list[int] = []
+        self.fake_mode = sizes.fake_mode
+        self.sizes = sizes
+        self.records: list[InputRecord] = []
         self.held: dict[str, Any] = {}
+        self.node_of_source: dict[Source, fx.Node] = {}
+        self._number_nodes: dict[sympy.Expr, fx.Node] = {}
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
         self._named_after_variable: set[fx.Node] = set()
 
-    def add_input(self, real: torch.Tensor, source: Source, kind: InputKind) -> fx.Node:
-        """A placeholder for an existing tensor."""
-        with warnings.catch_warnings():
-            # Making a fake of an intermediate result looks at its .grad, which torch warns about.
-            warnings.simplefilter("ignore")
-            if real.is_inference():
-                # Its fake would be one too, and have no version to tell that the program changed it.
-                with self.fake_mode:
-                    fake = torch.empty_strided(
-                        real.shape, real.stride(), dtype=real.dtype, device=real.device
-                    )
-            else:
-                fake = self.fake_mode.from_tensor(real, static_shapes=True)
-        node = self.add_placeholder(_input_name(source, kind), fake)
-        self.inputs.append(GraphInput(node.name, source, fake, kind))
-        self.real_inputs.append(real)
-        self.input_nodes.append(node)
-        self.input_versions.append(fake._version)
+    def add_input(
+        self, real: torch.Tensor, source: Source, kind: InputKind, sizes: TensorSizes | None = None
+    ) -> fx.Node:
+        """A placeholder for an existing tensor; ``sizes`` where some of them are open."""
+        fake = make_fake(self.fake_mode, real, sizes)
+        node = self.node_of_source[source] = self.add_placeholder(_input_name(source, kind), fake)
+        entry = GraphInput(node.name, source, fake, kind)
+        self.records.append(InputRecord(entry, node, real, fake._version, layout_of(fake)))
         return node
 
-    def add_placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
+    def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
+        """A placeholder for a symbolic integer that the program was given."""
+        example = self.sizes.number(symbol)
+        node = self.add_placeholder(_input_name(source, "argument"), example)
+        entry = GraphInput(node.name, source, example, "argument")
+        self.records.append(InputRecord(entry, node, self.sizes.symbols[symbol].value))
+        return node
+
+    def add_placeholder(self, name: str, example: Any) -> fx.Node:
         """Placeholders come first, in the order in which they are added."""
         with (
             self.graph.inserting_after(self._last_input)
@@ -84,7 +95,49 @@ class OutputGraph:
         ):
             node = self.graph.placeholder(self._unused_target(name))
         self._last_input = node
-        node.meta["example_value"] = fake
+        node.meta["example_value"] = example
+        return node
+
+    def number(self, expression: sympy.Expr) -> fx.Node | int | float:
+        """The node of a symbolic integer; an integer where it has come to be one value.
+
+        Raises:
+            NotImplementedError: an operation of the expression has no node.
+        """
+        found = self._number_nodes.get(expression)
+        if found is not None:
+            return found
+        used = expression.free_symbols
+        leaves = {symbol: self._leaf(symbol) for symbol in self.sizes.symbols if symbol in used}
+        made = number_node(expression, leaves, self._number_operation)
+        if isinstance(made, fx.Node):
+            self._number_nodes[expression] = made
+        return made
+
+    def _leaf(self, symbol: sympy.Symbol) -> fx.Node:
+        found = self._number_nodes.get(symbol)
+        if found is None:
+            at = self.sizes.symbols[symbol]
+            if at.read is None:
+                found = self.add_number_input(at.source, symbol)
+            else:
+                tensor, method, dim = at.read
+                arguments = (self.own_node(self.node_of_source[tensor]), dim)
+                found = self.number_operation(method, arguments, self.sizes.number(symbol))
+            self._number_nodes[symbol] = found
+        return found
+
+    def _number_operation(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> fx.Node:
+        return self.number_operation(function, operands, function(*map_arg(operands, _fake_of)))
+
+    def number_operation(
+        self, target: Callable[..., Any] | str, operands: tuple[Any, ...], example: Any
+    ) -> fx.Node:
+        """A node that computes a number; it goes if nothing uses it."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(op, target, operands, {})
+        node.meta["example_value"] = example
+        node.meta["is_pure"] = True
         return node
 
     def hold(self, name: str, value: Any) -> fx.Node:
@@ -143,6 +196,9 @@ class OutputGraph:
                 "keep shapes and Python values independent of tensor data",
             ) from error
         except Exception as error:
+            if any(_is_symbolic(node) for node in _nodes_of((args, kwargs))):
+                # Some operations take no symbolic integers: they get the numbers of this call.
+                return self.call(op, target, _specialised(args), _specialised(kwargs), stack_trace)
             raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
         if type(example) is torch.Tensor and example.is_meta:
             example = self.fake_mode.from_tensor(
@@ -164,27 +220,45 @@ class OutputGraph:
         item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
         item.meta["example_value"] = node.meta["example_value"][index]
         item.meta["stack_trace"] = node.meta.get("stack_trace", "")
-        item.meta["is_item"] = True
+        item.meta["is_pure"] = True
         return item
 
     def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
-        """Close the graph; unused items of multi-output nodes and unused inputs are dropped."""
+        """Close the graph; unused items of multi-output nodes, numbers and inputs are dropped."""
         self.graph.output(tuple(self.own_node(node) for node in outputs))
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and (node.op in ("placeholder", "get_attr") or "is_item" in node.meta):
+            if not node.users and (node.op in ("placeholder", "get_attr") or "is_pure" in node.meta):
                 self.graph.erase_node(node)
-        kept = [index for index, node in enumerate(self.input_nodes) if node.users]
-        module = self.make_module("CapturedGraph")
-        inputs = tuple(self.inputs[index] for index in kept)
-        return CapturedGraph(module, inputs)
+        inputs = tuple(record.entry for record in self.records if record.node.users)
+        return CapturedGraph(self.make_module("CapturedGraph"), inputs)
 
     def make_module(self, name: str) -> fx.GraphModule:
         """The graph as a module that has the objects it holds as attributes."""
         return fx.GraphModule(self.held, self.graph, name)
 
+    def has_operations(self) -> bool:
+        """Whether there is more than inputs and numbers: any operation may have an effect of its own (batch norm writes
+        statistics, dropout draws numbers)."""
+        return any(node.op != "placeholder" and "is_pure" not in node.meta for node in self.graph.nodes)
+
 
 def _fake_of(node: fx.Node) -> Any:
     return node.meta["example_value"]
+
+
+def _nodes_of(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg(arguments, found.append)
+    return found
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta["example_value"], torch.SymInt)
+
+
+def _specialised(arguments: Any) -> Any:
+    """Arguments of a node with symbolic integers replaced by those of this call."""
+    return map_arg(arguments, lambda node: int(_fake_of(node)) if _is_symbolic(node) else node)
 
 
 def is_fake(value: object) -> bool:

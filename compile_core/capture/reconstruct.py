@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 from typing import Any
 
@@ -24,6 +25,7 @@ from compile_core.capture.rebuild_iterators import build_iterator
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter
+from compile_core.capture.symbolic_numbers import SymbolicNumber
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir.captured import RunnerCode
 from compile_core.ir.sources import variable_of
@@ -62,6 +64,9 @@ class RunnerWriter(SourceWriter):
         return name
 
     def _build(self, value: Value) -> str:
+        if isinstance(value, SymbolicNumber):
+            text = value.text(self.state, self.read)
+            return self.bind(text.replace("math.", f"{self.constant(math)}."))
         if isinstance(value, ConstantValue):
             plain = type(value.value) in (type(None), bool, int, str)
             return repr(value.value) if plain else self.constant(value.value)

@@ -29,12 +29,16 @@ from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import bind_class_entry, class_lookup
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
-from compile_core.capture.output_graph import OutputGraph, is_fake, make_fake_mode
+from compile_core.capture.output_graph import OutputGraph, is_fake
 from compile_core.capture.side_effects import SideEffects
+from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.special_rules import SPECIAL_RULES
+from compile_core.capture.symbolic_numbers import SymbolicInt
+from compile_core.capture.symbolic_sizes import SymbolicSizes
 from compile_core.capture.tensors import TensorValue
 from compile_core.capture.wrap import wrap
 from compile_core.errors import InternalError, Unsupported
+from compile_core.ir.captured import Guard
 from compile_core.ir.sources import Source
 
 # Naming the families makes sure that their handlers are registered.
@@ -48,8 +52,9 @@ _DEPTH_LIMIT = 120
 class Capture(CaptureState):
     """See CaptureState."""
 
-    def __init__(self, original_of: Callable[[Any], Any]) -> None:
-        super().__init__(OutputGraph(make_fake_mode()), SideEffects())
+    def __init__(self, original_of: Callable[[Any], Any], history: SizeHistory) -> None:
+        sizes = SymbolicSizes(history, self.location)
+        super().__init__(OutputGraph(sizes), SideEffects(), sizes)
         self._original_of = original_of
         self.generators: list[GeneratorValue] = []
 
@@ -66,6 +71,9 @@ class Capture(CaptureState):
         return self._original_of(real)
 
     def from_constant(self, real: Any) -> Value:
+        if isinstance(real, torch.SymInt):
+            known = self.sizes.expression(real)
+            return ConstantValue(int(known)) if known.is_number else SymbolicInt(real)
         if is_literal(real):
             return ConstantValue(real)
         if isinstance(real, types.CodeType):
@@ -194,6 +202,9 @@ class Capture(CaptureState):
                 return SequenceValue(items, cls)
         if example is None:
             return ConstantValue(None)
+        if isinstance(example, torch.SymInt):
+            node.meta["is_pure"] = True
+            return self.from_constant(example)
         raise self.unsupported(
             "operation-result",
             f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",
@@ -217,6 +228,13 @@ class Capture(CaptureState):
         node.meta["example_value"] = result
         node.meta["stack_trace"] = self.stack_trace()
         return node
+
+    def all_guards(self) -> tuple[Guard, ...]:
+        """Everything that was read, and what must hold of the sizes. It may be asked again after a backend looked at
+        the sizes."""
+        guards = self.guards.copy()
+        self.sizes.add_guards(guards)
+        return tuple(guards)
 
     def stack_trace(self) -> str:
         """The user's lines, outermost first, in the form of a traceback."""

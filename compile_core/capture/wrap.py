@@ -37,6 +37,7 @@ from compile_core.capture.references import (
     WeakReferenceValue,
     find_call_rule,
 )
+from compile_core.capture.symbolic_numbers import SymbolicInt
 from compile_core.capture.tensors import TensorValue
 from compile_core.capture.torch_rules import find_torch_rule
 from compile_core.ir.captured import InputKind
@@ -72,9 +73,7 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
             state.guards.is_object(source, real)
         return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
     if is_literal(real):
-        if source is not None:
-            state.guards.constant(source, real)
-        return ConstantValue(real)
+        return _wrap_literal(state, real, source)
     if type(real) in (tuple, frozenset, torch.Size) or (
         isinstance(real, tuple) and sequence_fields(type(real))
     ):
@@ -90,6 +89,16 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
     value = _wrap_object(state, real, source)
     state.known[id(real)] = (real, value)
     return value
+
+
+def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Value:
+    if source is not None:
+        number = state.sizes.of_integer(real, source) if type(real) is int else None
+        if number is not None:
+            state.guards.type_is(source, int)
+            return SymbolicInt(number, source)
+        state.guards.constant(source, real)
+    return ConstantValue(real)
 
 
 def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Value:
@@ -192,8 +201,9 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
     if real.layout != torch.strided or real.is_quantized:
         raise state.unsupported("tensor-layout", f"{source} has the layout {real.layout}")
-    state.guards.tensor(source, real)
-    node = state.graph.add_input(real, source, _input_kind(source))
+    sizes = state.sizes.of_tensor(real, source)
+    state.guards.tensor(source, real, None if sizes is None else sizes.static_shape)
+    node = state.graph.add_input(real, source, _input_kind(source), sizes)
     fake = node.meta["example_value"]
     value = TensorValue(node, fake, type(real), source, real)
     state.tensor_of_fake[id(fake)] = value

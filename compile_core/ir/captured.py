@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,17 +37,24 @@ GuardKind = Literal[
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One tensor that the graph reads.
+    """One tensor that the graph reads, or one symbolic integer.
 
     ``kind`` is ``parameter`` or ``buffer`` for entries of a module's tables, ``argument`` for tensors that
     are reached from the call's arguments, ``state`` for globals, closures and plain attributes of modules.
     ``example`` is a fake tensor; two inputs never have the same source, nor are they the same tensor object.
+
+    An integer argument of the program that may differ at the next call is an input as well; its example is a SymInt.
     """
 
     name: str
     source: Source
-    example: torch.Tensor
+    example: Any
     kind: InputKind
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is symbolic, or a tensor with a symbolic size or stride."""
+        return is_symbolic_number(self.example) or self.example._has_symbolic_sizes_strides
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,17 @@ class CapturedGraph:
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
 
+    @property
+    def has_open_sizes(self) -> bool:
+        return any(entry.is_open for entry in self.inputs)
+
     def __str__(self) -> str:
         return print_captured_graph(self)
+
+
+def is_symbolic_number(example: object) -> bool:
+    """Whether an example value is a number that differs between calls."""
+    return isinstance(example, (torch.SymInt, torch.SymFloat))
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,8 @@ class CapturedFrame:
     ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner``
     is None for a frame that could not be captured at all: while the guards hold, it runs as plain Python.
     ``resume`` are the points where the frame goes on after a graph break, two behind a branch that depends
-    on data.
+    on data. ``late_guards`` gives all guards again where sizes are symbolic: a backend that asks for their values adds
+    some.
     """
 
     graph: CapturedGraph | None
@@ -119,6 +137,7 @@ class CapturedFrame:
     runner: RunnerCode | None
     break_reason: Unsupported | None = None
     resume: tuple[ResumePoint, ...] = ()
+    late_guards: Callable[[], tuple[Guard, ...]] | None = None
 
 
 def print_captured_graph(graph: CapturedGraph) -> str:
@@ -177,6 +196,11 @@ def verify_captured_graph(graph: CapturedGraph) -> None:
 
 
 def _show_example(example: object) -> str:
+    if isinstance(example, torch.Tensor) and example._has_symbolic_sizes_strides:
+        # A look at the strides would make conditions on the sizes.
+        return f"{str(example.dtype).removeprefix('torch.')}{list(example.shape)} {example.device}"
+    if is_symbolic_number(example):
+        return str(example)
     if isinstance(example, torch.Tensor):
         return str(TensorSpec.of(example)) if example.layout == torch.strided else str(example.layout)
     if isinstance(example, (tuple, list)):

@@ -1,0 +1,80 @@
+"""What the user says about the sizes of one tensor: ``mark_dynamic``, ``maybe_mark_dynamic``, ``mark_static``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+_ATTRIBUTE = "_gradsplit_size_marks"
+
+
+@dataclass
+class SizeMarks:
+    """``dynamic`` maps a dim to its least and greatest size, None where there is no bound."""
+
+    dynamic: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    maybe_dynamic: set[int] = field(default_factory=set)
+    static: set[int] = field(default_factory=set)
+
+
+_NO_MARKS = SizeMarks()
+
+
+def marks_of(tensor: torch.Tensor) -> SizeMarks:
+    """The marks of a tensor; read only."""
+    return getattr(tensor, _ATTRIBUTE, _NO_MARKS)
+
+
+def mark_dynamic(
+    tensor: torch.Tensor, dim: int | Sequence[int], min: int | None = None, max: int | None = None
+) -> None:
+    """Says that these dims differ between calls, so that the first capture already leaves them open.
+
+    Args:
+        tensor: an argument of a compiled function.
+        dim: one dim, or several.
+        min: the least size that will come, if known; for all the dims given.
+        max: the greatest.
+
+    Raises:
+        IndexError: the tensor has no such dim.
+        CompileError: raised later, by the compiled call, if the program only works for this one size.
+    """
+    for position in _dims(tensor, dim):
+        marks = _own_marks(tensor, position)
+        marks.dynamic[position] = (min, max)
+
+
+def maybe_mark_dynamic(tensor: torch.Tensor, dim: int | Sequence[int]) -> None:
+    """As ``mark_dynamic``, but a program that needs one particular size makes it static without an error."""
+    for position in _dims(tensor, dim):
+        _own_marks(tensor, position).maybe_dynamic.add(position)
+
+
+def mark_static(tensor: torch.Tensor, dim: int | Sequence[int] | None = None) -> None:
+    """Says that these dims (all of them by default) stay: another size always compiles another entry."""
+    for position in _dims(tensor, range(tensor.dim()) if dim is None else dim):
+        _own_marks(tensor, position).static.add(position)
+
+
+def _dims(tensor: torch.Tensor, dim: int | Sequence[int]) -> list[int]:
+    found = []
+    for position in [dim] if isinstance(dim, int) else dim:
+        if not -tensor.dim() <= position < tensor.dim():
+            raise IndexError(f"dim {position} of a tensor with {tensor.dim()} dims")
+        found.append(position % tensor.dim())
+    return found
+
+
+def _own_marks(tensor: torch.Tensor, position: int) -> SizeMarks:
+    """The marks of a tensor, to be changed; the last mark of a dim is the one that counts."""
+    marks = getattr(tensor, _ATTRIBUTE, None)
+    if marks is None:
+        marks = SizeMarks()
+        setattr(tensor, _ATTRIBUTE, marks)
+    marks.dynamic.pop(position, None)
+    marks.maybe_dynamic.discard(position)
+    marks.static.discard(position)
+    return marks
