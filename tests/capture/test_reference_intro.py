@@ -386,7 +386,8 @@ def test_disable_as_an_argument_changes_nothing():
 
 def test_the_cache_limit_is_64_and_then_plain_python(caplog):
     counter = compile_core.testing.CompileCounter()
-    opt_f2 = compile_core.compile(f2, backend=counter)
+    # An integer that differs would become symbolic, and one entry would serve all.
+    opt_f2 = compile_core.compile(f2, backend=counter, dynamic=False)
     assert compile_core.config.cache_size_limit == 64
     for n in range(66):
         assert torch.equal(opt_f2(torch.ones(1), n), torch.ones(1) + n)
