@@ -10,12 +10,13 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from compile_core import config
+from compile_core.call_targets import NO_OWNER, Target, call_object, find_target, signature_text
 from compile_core.capture import (
     PlainCall,
     SizeHistory,
@@ -35,7 +36,7 @@ from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
-from compile_core.ir.sources import identifier_of, variable_of
+from compile_core.ir.sources import variable_of
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
 
@@ -47,17 +48,6 @@ CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
 _capture_lock = threading.RLock()
 
 _logged_locations: set[tuple[str, CodeLocation | None]] = set()
-
-
-@dataclass(frozen=True)
-class Target:
-    """The Python function that is captured, the object that is its first argument (or ``_NO_OWNER``), and
-    whether that object is a module which is called through ``nn.Module.__call__``."""
-
-    function: Any
-    owner: Any
-    is_module_call: bool
-    cells_argument: bool = False
 
 
 class CompiledFunction:
@@ -110,7 +100,7 @@ class CompiledFunction:
         self.cache_limit = cache_limit
         self._table = EntryTable()
         self.break_reasons: list[Unsupported] = []
-        target = target or _find_target(fn)
+        target = target or find_target(fn)
         self._target: Any = target.function
         self._owner = target.owner
         self._is_module_call = target.is_module_call
@@ -166,7 +156,7 @@ class CompiledFunction:
     def _make_dispatch(self) -> Callable[..., Any]:
         """A function with the target's own signature, which binds as Python does and walks the table."""
         function = self._target
-        signature, passed = _signature_text(function, skip_first=self._owner is not _NO_OWNER)
+        signature, passed = signature_text(function, skip_first=self._owner is not NO_OWNER)
         if self._cells_argument:
             signature, passed = f"_gs_cells, {signature}", f"_gs_cells, {passed}"
         # The parameters keep the user's names, so everything else has a name that no program uses.
@@ -203,7 +193,7 @@ class CompiledFunction:
         code = self._target.__code__
         names = list(argument_names(code))
         parts = [variable_of(name) for name in names[: code.co_argcount]]
-        if self._owner is not _NO_OWNER:
+        if self._owner is not NO_OWNER:
             parts = parts[1:]  # the original is bound to it
         position = code.co_argcount + code.co_kwonlyargcount
         keyword_only = names[code.co_argcount : position]
@@ -321,7 +311,7 @@ class CompiledFunction:
                 self.compile_graph,
                 dynamic=self.dynamic,
                 cache_limit=self.cache_limit,
-                target=Target(function, _NO_OWNER, False, point.cells_argument),
+                target=Target(function, NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
                 observer=self.observer,
                 continuations=self._continuations,
@@ -350,8 +340,8 @@ class CompiledFunction:
         found = self._callees.get(key)
         if found is None:
             # One compiled form serves all modules (or bound objects) that share the function.
-            shared = Target(target.function, _NO_OWNER, target.is_module_call, target.cells_argument)
-            plain = _call_object if target.is_module_call else target.function
+            shared = Target(target.function, NO_OWNER, target.is_module_call, target.cells_argument)
+            plain = call_object if target.is_module_call else target.function
             found = self._callees[key] = CompiledFunction(
                 plain,
                 self.compile_graph,
@@ -367,7 +357,7 @@ class CompiledFunction:
             call = found.with_defaults_of(target.function)
         if target.cells_argument:
             call = functools.partial(call, target.function.__closure__)
-        return call if target.owner is _NO_OWNER else functools.partial(call, target.owner)
+        return call if target.owner is NO_OWNER else functools.partial(call, target.owner)
 
     def with_defaults_of(self, function: types.FunctionType) -> Callable[..., Any]:
         """The compiled call with the default arguments of another function that has the same code."""
@@ -427,17 +417,11 @@ def reset() -> None:
 
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_NO_OWNER: Any = object()
 _UNUSED_DEFAULT: Any = object()
 
 
 def _original_of(value: Any) -> Any:
     return value.original if type(value) is CompiledFunction else value
-
-
-def _call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The frame that stands for the call of an object whose own code is not a plain Python function."""
-    return self(*args, **kwargs)
 
 
 def _leave_to_caller(result: Any) -> Any:
@@ -448,60 +432,10 @@ def _find_callee_target(callee: Any) -> Target | None:
     """The target of what a graph break calls, None for what has no code of the user."""
     if isinstance(callee, (CompiledFunction, type, types.BuiltinFunctionType)) or not callable(callee):
         return None
-    target = _find_target(callee)
+    target = find_target(callee)
     library = is_library_name(target.function.__globals__.get("__name__"))
-    if target.function is _call_object or (library and not target.is_module_call):
+    if target.function is call_object or (library and not target.is_module_call):
         return None
     if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
         return None
     return replace(target, cells_argument=target.function.__closure__ is not None)
-
-
-def _find_target(fn: Any) -> Target:
-    """The Python function behind a callable."""
-    if isinstance(fn, types.FunctionType):
-        return Target(fn, _NO_OWNER, False)
-    if isinstance(fn, types.MethodType):
-        function = fn.__func__
-        if isinstance(function, types.FunctionType) and function.__code__.co_argcount:
-            return Target(function, fn.__self__, False)
-        # A decorated method takes its object as one of *args.
-        return Target(_call_object, fn, False)
-    if isinstance(fn, torch.nn.Module):
-        forward = inspect.getattr_static(type(fn), "forward")
-        plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__
-        if plain and isinstance(forward, types.FunctionType):
-            return Target(forward, fn, True)
-        return Target(_call_object, fn, False)
-    call = inspect.getattr_static(type(fn), "__call__", None)
-    if isinstance(call, types.FunctionType):
-        return Target(call, fn, False)
-    if callable(fn):
-        return Target(_call_object, fn, False)
-    raise TypeError(f"cannot compile {fn!r}: it is not callable")
-
-
-def _signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
-    """Parameters of the dispatch function (with the target's names), and how it passes them on."""
-    code = function.__code__
-    names = list(map(identifier_of, argument_names(code)))
-    positional = names[: code.co_argcount]
-    keyword_only = names[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    rest = names[code.co_argcount + code.co_kwonlyargcount :]
-    first_default = len(positional) - len(function.__defaults__ or ())
-    parts: list[str] = []
-    for index, name in enumerate(positional):
-        if index or not skip_first:
-            parts.append(f"{name}=_gs_default" if index >= first_default else name)
-        if index + 1 == code.co_posonlyargcount and parts:
-            parts.append("/")
-    if code.co_flags & inspect.CO_VARARGS:
-        parts.append(f"*{rest.pop(0)}")
-    elif keyword_only:
-        parts.append("*")
-    defaults = function.__kwdefaults__ or {}
-    parts += [f"{name}=_gs_default" if name in defaults else name for name in keyword_only]
-    if rest:
-        parts.append(f"**{rest[0]}")
-    passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
-    return ", ".join(parts), ", ".join(passed)

@@ -1,0 +1,82 @@
+"""What a call of something callable runs: the Python function behind it, and how its parameters are passed on."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.capture import argument_names
+from compile_core.ir.sources import identifier_of
+
+# The owner of a function that is bound to no object.
+NO_OWNER: Any = object()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The Python function that is captured, the object that is its first argument (or ``NO_OWNER``), and
+    whether that object is a module which is called through ``nn.Module.__call__``."""
+
+    function: Any
+    owner: Any
+    is_module_call: bool
+    cells_argument: bool = False
+
+
+def call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The frame that stands for the call of an object whose own code is not a plain Python function."""
+    return self(*args, **kwargs)
+
+
+def find_target(fn: Any) -> Target:
+    """The Python function behind a callable."""
+    if isinstance(fn, types.FunctionType):
+        return Target(fn, NO_OWNER, False)
+    if isinstance(fn, types.MethodType):
+        function = fn.__func__
+        if isinstance(function, types.FunctionType) and function.__code__.co_argcount:
+            return Target(function, fn.__self__, False)
+        # A decorated method takes its object as one of *args.
+        return Target(call_object, fn, False)
+    if isinstance(fn, torch.nn.Module):
+        forward = inspect.getattr_static(type(fn), "forward")
+        plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__
+        if plain and isinstance(forward, types.FunctionType):
+            return Target(forward, fn, True)
+        return Target(call_object, fn, False)
+    call = inspect.getattr_static(type(fn), "__call__", None)
+    if isinstance(call, types.FunctionType):
+        return Target(call, fn, False)
+    if callable(fn):
+        return Target(call_object, fn, False)
+    raise TypeError(f"cannot compile {fn!r}: it is not callable")
+
+
+def signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
+    """Parameters of the dispatch function (with the target's names), and how it passes them on."""
+    code = function.__code__
+    names = list(map(identifier_of, argument_names(code)))
+    positional = names[: code.co_argcount]
+    keyword_only = names[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    rest = names[code.co_argcount + code.co_kwonlyargcount :]
+    first_default = len(positional) - len(function.__defaults__ or ())
+    parts: list[str] = []
+    for index, name in enumerate(positional):
+        if index or not skip_first:
+            parts.append(f"{name}=_gs_default" if index >= first_default else name)
+        if index + 1 == code.co_posonlyargcount and parts:
+            parts.append("/")
+    if code.co_flags & inspect.CO_VARARGS:
+        parts.append(f"*{rest.pop(0)}")
+    elif keyword_only:
+        parts.append("*")
+    defaults = function.__kwdefaults__ or {}
+    parts += [f"{name}=_gs_default" if name in defaults else name for name in keyword_only]
+    if rest:
+        parts.append(f"**{rest[0]}")
+    passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
+    return ", ".join(parts), ", ".join(passed)
