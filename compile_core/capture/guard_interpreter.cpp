@@ -47,6 +47,7 @@ int PyErr_ExceptionMatches(PyObject*);
 PyObject* PyList_New(intptr_t);
 int PyList_SetItem(PyObject*, intptr_t, PyObject*);
 PyObject* PyLong_FromLongLong(long long);
+PyObject* PyObject_GenericGetDict(PyObject*, void*);
 PyObject* PyObject_GetAttr(PyObject*, PyObject*);
 PyObject* PyObject_GetItem(PyObject*, PyObject*);
 int PyObject_IsTrue(PyObject*);
@@ -77,7 +78,7 @@ uint64_t gs_lazy_keys;             // the keys of lazily conjugated and negated 
 namespace {
 
 enum Instruction : int64_t {
-    ATTRIBUTE, ITEM, CALL,
+    ATTRIBUTE, INSTANCE_DICT, ITEM, CALL,
     EXPRESSION, TYPE, IDENTITY, DISTINCT, EQUAL, LENGTH, KEYS, PRESENT, ABSENT, ALL_FALSE, TENSOR, APART,
     RETURN,
 };
@@ -188,6 +189,11 @@ long long run(const int64_t*& next, PyObject** constants, PyObject** registers, 
             if (!(found = PyObject_GetAttr(operand(word[1]), operand(word[2])))) return -1;
             registers[filled++] = found;
             word += 3;
+            continue;
+        case INSTANCE_DICT:
+            if (!(found = PyObject_GenericGetDict(operand(word[1]), nullptr))) return -1;
+            registers[filled++] = found;
+            word += 2;
             continue;
         case ITEM:
             if (!(found = read_item(operand(word[1]), operand(word[2])))) return -1;

@@ -4,6 +4,7 @@ Every source is read once, into the next register, at its first use. A step or c
 own becomes a small Python function, so that any guard can be part of a program. The words of the instructions:
 
     ATTRIBUTE  object, name                          the attribute, read as Python reads it
+    INSTANCE_DICT object                             its ``__dict__``, which the class does not redefine
     ITEM       container, key                        the item
     CALL       -, function, count, operands          what the function returns
     EXPRESSION guard, function, count, operands      the function returns something true
@@ -18,6 +19,7 @@ own becomes a small Python function, so that any guard can be part of a program.
 
 from __future__ import annotations
 
+import types
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -41,21 +43,22 @@ from compile_core.ir.sources import (
 
 class _Instruction(IntEnum):
     ATTRIBUTE = 0
-    ITEM = 1
-    CALL = 2
-    EXPRESSION = 3
-    TYPE = 4
-    IDENTITY = 5
-    DISTINCT = 6
-    EQUAL = 7
-    LENGTH = 8
-    KEYS = 9
-    PRESENT = 10
-    ABSENT = 11
-    ALL_FALSE = 12
-    TENSOR = 13
-    APART = 14
-    RETURN = 15
+    INSTANCE_DICT = 1
+    ITEM = 2
+    CALL = 3
+    EXPRESSION = 4
+    TYPE = 5
+    IDENTITY = 6
+    DISTINCT = 7
+    EQUAL = 8
+    LENGTH = 9
+    KEYS = 10
+    PRESENT = 11
+    ABSENT = 12
+    ALL_FALSE = 13
+    TENSOR = 14
+    APART = 15
+    RETURN = 16
 
 
 # Conditions on one source and the guard's last constant.
@@ -97,6 +100,7 @@ class _ProgramWriter:
         self._constants: list[Any] = []
         self._constant_index: dict[int, int] = {}
         self._registers: dict[Source, int] = {LocalSource(name): k for k, name in enumerate(arguments)}
+        self._plain: set[Source] = set()  # the sources whose guarded class has a plain ``__dict__``
         self._first_free = self._next_free = len(arguments)
         self._functions: list[str] = []
         self._function_places: list[int] = []
@@ -108,6 +112,8 @@ class _ProgramWriter:
         if guard.kind in _AGAINST_CONSTANT:
             constant = self._constant(guard.constants[-1])
             self._words += (_AGAINST_CONSTANT[guard.kind], index, operands[0], constant)
+            if guard.kind == "type" and _has_plain_dict(guard.constants[0]):
+                self._plain.add(guard.sources[0])
         elif guard.kind in _BETWEEN_SOURCES:
             self._words += (_BETWEEN_SOURCES[guard.kind], index, *operands)
         elif guard.kind == "length":
@@ -139,7 +145,9 @@ class _ProgramWriter:
             self._words += (_Instruction.ITEM, scope, self._constant(source.name))
             return
         bases = [self.read(base) for base in (source.base, source.key_source) if base is not None]
-        if type(source) is AttributeSource:
+        if type(source) is AttributeSource and source.name == "__dict__" and source.base in self._plain:
+            self._words += (_Instruction.INSTANCE_DICT, bases[0])
+        elif type(source) is AttributeSource:
             self._words += (_Instruction.ATTRIBUTE, bases[0], self._constant(source.name))
         elif type(source) in (ItemSource, ModuleEntrySource):
             assert isinstance(source, (ItemSource, ModuleEntrySource))
@@ -199,3 +207,9 @@ class _ProgramWriter:
             *shape,
             *stride,
         )
+
+
+def _has_plain_dict(cls: type) -> bool:
+    """Whether reading ``__dict__`` of an instance does no more than to fetch its dictionary."""
+    found = next((vars(base)["__dict__"] for base in cls.__mro__ if "__dict__" in vars(base)), None)
+    return type(found) is types.GetSetDescriptorType and not issubclass(cls, type)

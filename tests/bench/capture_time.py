@@ -2,9 +2,9 @@
 
     python tests/bench/capture_time.py [--rounds 3] [--profile]
 
-Each measurement is the processor time of the first call of a freshly compiled model of real sizes (768 wide, 50,257 tokens) on a short
-sequence, less the time of a plain call. What either side imports or builds once for a process or a machine is spent on
-another function before. Rounds alternate; the table shows medians.
+Each measurement is the processor time of the first call of a freshly compiled model of real sizes (768 wide, 50,257
+tokens) on a short sequence, less that of a second call. What either side imports or builds once for a process or a
+machine is spent on another function before. Rounds alternate; the table shows medians.
 """
 
 import argparse
@@ -52,7 +52,9 @@ def capture_seconds(compile_with: Callable[..., Any], model: Any, arguments: dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, action="append", help="by default all")
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
@@ -69,7 +71,9 @@ def main() -> None:
         if options.profile:
             profile = cProfile.Profile()
             profile.runcall(capture_seconds, compile_core.compile, model, arguments)
-            pstats.Stats(profile).sort_stats("cumulative").print_stats(45).sort_stats("tottime").print_stats(30)
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(45).sort_stats("tottime").print_stats(
+                30
+            )
             continue
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         for _ in range(options.rounds):
