@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +35,8 @@ def compile(
     """Compiles a function or module at its first call; the arguments are those of ``torch.compile``.
 
     Args:
-        model: a function or ``torch.nn.Module``; left out, ``compile`` is a decorator.
+        model: a function, method or ``torch.nn.Module``; left out, ``compile`` is a decorator. Of a class, the method
+            that calls of its instances run is compiled.
         fullgraph: raise ``Unsupported`` where the whole call is not one graph, instead of running that part in Python.
         dynamic: ``None``: sizes are static at first; one that differs at a later call becomes symbolic there, and one
             entry serves all its values from then on. ``True``: all sizes and integers among the arguments are symbolic
@@ -60,10 +63,14 @@ def compile(
 
 
 def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any:
+    if isinstance(model, (staticmethod, classmethod)):
+        return type(model)(_compile_callable(model.__func__, request, disable))
     if not callable(model):
         raise TypeError(f"compile takes a function or a torch.nn.Module, not {type(model).__name__}")
     if disable:
         return model
+    if isinstance(model, type):
+        return _compile_calls_of_instances(model, request)
     if isinstance(model, CompiledModule):
         model = model._orig_mod
     attribute = compiled_by_torch(model)
@@ -74,6 +81,16 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
     plugin = claim(model)
     run = _compile_plain(model, request) if plugin is None else plugin.compile(model, request)
     return wrap_module(model, run)
+
+
+def _compile_calls_of_instances(cls: type, request: CompileRequest) -> type:
+    """The class itself, with a compiled method: the one that calls of its instances run."""
+    name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
+    method = inspect.getattr_static(cls, name, None)
+    if not isinstance(method, (types.FunctionType, CompiledFunction)):
+        raise TypeError(f"calls of {cls.__qualname__} cannot be compiled: it has no method {name}")
+    setattr(cls, name, _compile_plain(method, request))
+    return cls
 
 
 def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> CompiledFunction:

@@ -71,7 +71,7 @@ def test_explain_uses_and_changes_no_entries():
     compiled = compile_core.compile(toy_example, backend="eager")
     explanation = compile_core.explain(compiled)(torch.ones(10), torch.ones(10))
     assert explanation.graph_count == 3
-    assert compiled.entries == []
+    assert not compiled.entries
 
 
 def test_explain_of_a_module():

@@ -96,7 +96,7 @@ def test_reset_forgets_every_entry():
     compiled(torch.ones(2))
     assert counter.frame_count == 2
     compile_core.reset()
-    assert compiled.entries == []
+    assert not compiled.entries
     compiled(torch.ones(2))
     assert counter.frame_count == 4
     counter.clear()
@@ -153,6 +153,74 @@ def test_a_disabled_class_is_made_and_called_plainly():
     compiled = compile_core.compile(uses, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 5.0))
     assert seen == [False, False]
+
+
+def test_static_methods_and_class_methods_in_either_order():
+    class Model:
+        @staticmethod
+        @compile_core.compile(backend="eager")
+        def inner_static(x):
+            return x + 1
+
+        @compile_core.compile(backend="eager")
+        @staticmethod
+        def outer_static(x):
+            return x + 2
+
+        @compile_core.compile(backend="eager")
+        @classmethod
+        def outer_class(cls, x):
+            return cls.outer_static(x) + 1
+
+        @property
+        @compile_core.compile(backend="eager")
+        def value(self):
+            return torch.ones(2)
+
+    one = torch.ones(2)
+    for owner in (Model, Model()):
+        assert torch.equal(owner.inner_static(one), one + 1)
+        assert torch.equal(owner.outer_static(one), one + 2)
+        assert torch.equal(owner.outer_class(one), one + 3)
+    assert torch.equal(Model().value, one)
+
+
+def test_calls_of_the_instances_of_a_class():
+    counter = CompileCounter()
+
+    @compile_core.compile(backend=counter)
+    class Scaler:
+        def __call__(self, x):
+            return x * 2
+
+    @compile_core.compile(backend=counter)
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x * 3
+
+    assert isinstance(Model(), torch.nn.Module) and type(Scaler()) is Scaler
+    assert torch.equal(Scaler()(torch.ones(2)), torch.full((2,), 2.0))
+    model = Model()
+    model.register_forward_hook(lambda module, args, result: result + 1)
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 4.0))
+    assert counter.frame_count == 2
+    with pytest.raises(TypeError, match="has no method __call__"):
+        compile_core.compile(type("Empty", (), {}))
+
+
+def test_a_module_whose_forward_is_compiled_is_captured_in_one():
+    class Inner(torch.nn.Module):
+        @compile_core.compile(backend="eager")
+        def forward(self, x):
+            return x * 3
+
+    counter = CompileCounter()
+    inner = Inner()
+    outer = compile_core.compile(lambda x: inner(x) + 1, backend=counter, fullgraph=True)
+    assert torch.equal(outer(torch.ones(2)), torch.full((2,), 4.0))
+    whole = compile_core.compile(inner, backend=counter, fullgraph=True)
+    assert torch.equal(whole(torch.ones(2)), torch.full((2,), 3.0))
+    assert counter.frame_count == 2
 
 
 def test_methods_are_compiled_in_a_class_body():
