@@ -148,9 +148,9 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
         or output.is_neg() != source.is_neg()
     ):
         raise Unsupported("reinterpreting-view", f"a result is a view of an {kind} with another dtype")
-    if output.requires_grad and not source.requires_grad:
+    if output.requires_grad and not _has_history_of(output, source):
         raise Unsupported(
-            "results-share-storage", "a result takes gradients in memory of one that takes none"
+            "results-share-storage", f"a result in memory of an {kind} has a history of its own in autograd"
         )
     detached = source.requires_grad and not output.requires_grad
     if output is source:
@@ -159,6 +159,12 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
     return ResultAlias(
         kind == "input", position, (tuple(output.shape), tuple(output.stride()), offset), detached
     )
+
+
+def _has_history_of(output: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether autograd knows the two for views of one tensor, so that a view made later is differentiated alike."""
+    root = output if output._base is None else output._base
+    return root is (source if source._base is None else source._base)
 
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ tensors compute shapes.
 Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
 shares memory with another one is changed in place; an input's metadata is changed; results that share memory
 which none of them fills; tensor subclasses, sparse or quantised layouts.
+
+One difference to eager remains: the gradient of an input that was changed under autograd, asked for as that of an
+intermediate (``retain_grad``, a hook), holds what arrives from outside the graph, not from its later uses inside.
 """
 
 from __future__ import annotations
