@@ -7,33 +7,20 @@ from contextlib import contextmanager
 
 import torch
 
+from compile_core.ir.torch_switches import preserved_switches
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
 def preserved_modes() -> Iterator[None]:
-    """Grad mode and autocast are afterwards as before, also where the graph failed between two switches.
+    """Torch's modes and switches are afterwards as before, also where the graph failed between two switches.
 
     Inside, autocast keeps no casts: they would be casts of tensors that are not real.
     """
-    grad_enabled = torch.is_grad_enabled()
-    cache_enabled = torch.is_autocast_cache_enabled()
-    autocast = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _AUTOCAST_DEVICES
-    ]
-    depth = torch.autocast_increment_nesting()
-    torch.set_autocast_cache_enabled(False)
-    try:
+    with preserved_switches():
+        torch.set_autocast_cache_enabled(False)
         yield
-    finally:
-        while torch.autocast_decrement_nesting() >= depth:
-            pass
-        for device, enabled, dtype in autocast:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(cache_enabled)
-        torch.set_grad_enabled(grad_enabled)
 
 
 @contextmanager

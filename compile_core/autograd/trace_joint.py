@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -47,6 +48,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 # torch exports these without declaring them.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 sync: Any = torch._sync  # type: ignore[attr-defined]
+_set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
 from_functional_tensor: Any = torch._from_functional_tensor  # type: ignore[attr-defined]
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -179,12 +181,20 @@ def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
 
 
 def _check_traceable(module: torch.fx.GraphModule) -> None:
-    """Refuse a program whose operations the data choose, in itself or in a body that it holds."""
+    """Refuse a program that does more than compute from its inputs, in itself or in a body that it holds."""
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    if any(node.target in DATA_DEPENDENT for graph in graphs for node in graph.nodes):
-        raise Unsupported(
-            "data-dependent-control-flow", "the program has a torch.cond or torch.while_loop that data decide"
-        )
+    for node in (node for graph in graphs for node in graph.nodes):
+        if node.target in DATA_DEPENDENT:
+            raise Unsupported(
+                "data-dependent-control-flow",
+                "the program has a torch.cond or torch.while_loop that data decide",
+            )
+        if node.target is _enter_inference_mode:
+            raise Unsupported("inference-mode", "the program enters inference mode")
+        if node.target is _set_default_dtype:
+            raise Unsupported("default-dtype", "the program changes the default dtype between its operations")
+        if node.target == "requires_grad_":
+            raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
 
 
 def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:

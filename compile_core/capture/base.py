@@ -207,6 +207,11 @@ class CaptureState:
         self.known: dict[int, tuple[Any, Value]] = {}
         # In-place operations return their operand: the same fake tensor means the same tensor.
         self.tensor_of_fake: dict[int, Any] = {}
+        # What turns modes and switches of torch in the graph; the settings before the capture turned any.
+        self.turned: set[Any] = set()
+        self.switches_at_start: tuple[tuple[Any, ...], ...] = ()
+        self.attention_at_start: tuple[Any, ...] = ()
+        self.in_inference_mode = False
         # Context managers of torch that the capture has entered and not left.
         self.open_modes: list[Any] = []
         # That of the program; the capture itself runs outside of it.

@@ -28,6 +28,7 @@ from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import Source
+from compile_core.ir.torch_switches import read_switches
 
 
 class BodyGraph(OutputGraph):
@@ -81,17 +82,20 @@ class Body:
     tensors: tuple[TensorValue, ...]
 
 
+def _modes(state: CaptureState) -> Any:
+    return torch.is_grad_enabled(), read_switches(), len(state.open_modes), len(state.entered_modes)
+
+
 @contextmanager
 def body_graph(state: CaptureState) -> Iterator[BodyGraph]:
     """Operations go into a new graph inside the present one; nothing outside may change."""
     outer = state.graph
-    open_modes = len(state.open_modes)
-    grad_mode = torch.is_grad_enabled()
+    before = _modes(state)
     state.graph = BodyGraph(outer)
     try:
         with state.effects.only_own_values():
             yield state.graph
-        if len(state.open_modes) != open_modes or torch.is_grad_enabled() != grad_mode:
+        if _modes(state) != before:
             raise state.unsupported(
                 "mode-in-body", "a function that becomes a graph leaves a mode of torch changed"
             )

@@ -19,7 +19,13 @@ from compile_core.capture.constants import ConstantValue
 from compile_core.capture.fake_inputs import has_layout
 from compile_core.capture.frame import BreakRequested, Frame
 from compile_core.capture.functions import FunctionValue
-from compile_core.capture.global_state import autocast_state, default_device, global_state, normal_tensors
+from compile_core.capture.global_state import (
+    attention_kernels,
+    autocast_state,
+    default_device,
+    global_state,
+    normal_tensors,
+)
 from compile_core.capture.graph_breaks import BreakWriter
 from compile_core.capture.guards import compile_check
 from compile_core.capture.modes import restore_modes
@@ -31,6 +37,7 @@ from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from compile_core.ir.sources import ItemSource, LocalSource, Source
+from compile_core.ir.torch_switches import read_switches, turn_back
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
 _NEAR_STEPS = 64
@@ -166,6 +173,8 @@ def _attempt(
     state = Capture(call.original_of, call.history)
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
+    state.attention_at_start = attention_kernels()
+    state.in_inference_mode = torch.is_inference_mode_enabled()
     try:
         with normal_tensors():
             return _interpret(state, call, stop_at_step, reason, watch)
@@ -177,6 +186,7 @@ def _interpret(
     state: Capture, call: _Call, stop_at_step: int | None, reason: Unsupported | None, watch: _Watch | None
 ) -> tuple[CapturedFrame, int | None]:
     grad_mode = torch.is_grad_enabled()
+    state.switches_at_start = read_switches()
     names = argument_names(call.function.__code__, call.cells_argument)
     frame = None
     try:
@@ -200,6 +210,7 @@ def _interpret(
     finally:
         for mode in reversed(state.open_modes):
             mode.__exit__(None, None, None)
+        turn_back(state.switches_at_start)
         torch._C._set_grad_enabled(grad_mode)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from typing import Any
 
 import torch
 from torch.amp import autocast_mode
 
-from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.global_state import autocast_state
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.source_writer import SourceWriter
+from compile_core.ir.torch_switches import SWITCHES
 
 
 class ModeValue(Value):
@@ -38,6 +42,15 @@ class ModeValue(Value):
             return ConstantValue(False)
         return super().call_method(state, name, args, kwargs)
 
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """As a decorator: a function whose calls run under the mode."""
+        (function,) = args
+        if kwargs or not isinstance(function, (FunctionValue, BoundMethodValue, CallableReferenceValue)):
+            raise state.unsupported(
+                "mode-as-decorator", f"{self.describe()} that decorates {function.describe()}"
+            )
+        return DecoratedFunction(self, function)
+
     def enter(self, state: CaptureState) -> None:
         raise NotImplementedError
 
@@ -47,6 +60,28 @@ class ModeValue(Value):
     def rebuild(self, writer: SourceWriter) -> str:
         """The name of a real context manager in the same state, made by lines of the writer."""
         raise NotImplementedError
+
+
+class DecoratedFunction(Value):
+    """A function that runs under a mode."""
+
+    def __init__(self, mode: ModeValue, function: Value) -> None:
+        self.mode = mode
+        self.function = function
+
+    def python_type(self) -> type:
+        return types.FunctionType
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        mode = copy.copy(self.mode)
+        mode.enter(state)
+        try:
+            result = self.function.call(state, args, kwargs)
+        except SymbolicRaise:
+            mode.leave(state)
+            raise
+        mode.leave(state)
+        return result
 
 
 class GradMode(ModeValue):
@@ -78,18 +113,17 @@ def set_grad_mode(state: CaptureState, enabled: bool) -> None:
     state.call_state_op(torch._C._set_grad_enabled, (enabled,))
 
 
-@call_rule(torch.no_grad)
-def _no_grad(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if args or kwargs:
-        raise TypeError("no_grad as a decorator")
-    return GradMode(torch.no_grad, False)
+def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
+    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        made = GradMode(cls, enabled)
+        # Called with a function, as a decorator is, the class decorates it.
+        return made.call(state, args, kwargs) if args or kwargs else made
+
+    return make
 
 
-@call_rule(torch.enable_grad)
-def _enable_grad(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if args or kwargs:
-        raise TypeError("enable_grad as a decorator")
-    return GradMode(torch.enable_grad, True)
+CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
+CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
 
 
 @call_rule(torch.set_grad_enabled)
@@ -153,6 +187,12 @@ def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str
     if enabled != grad_mode:
         set_grad_mode(state, grad_mode)
         lines.append(f"{writer.constant(torch._C._set_grad_enabled)}({enabled})")
+    for switch, before in zip(SWITCHES, state.switches_at_start, strict=True):
+        values = switch.read()
+        if values != before:
+            state.call_state_op(switch.set, (*switch.prefix, *before))
+            shown = ", ".join(writer.constant(value) for value in (*switch.prefix, *values))
+            lines.append(f"{writer.constant(switch.set)}({shown})")
     if state.open_modes:
         raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
     return lines

@@ -7,6 +7,7 @@ import math
 import types
 from typing import Any
 
+import torch
 from torch import fx
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
@@ -29,6 +30,7 @@ from compile_core.capture.symbolic_numbers import SymbolicNumber
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir.captured import RunnerCode
 from compile_core.ir.sources import variable_of
+from compile_core.ir.torch_switches import preserved_switches
 
 
 class RunnerWriter(SourceWriter):
@@ -250,10 +252,21 @@ class RunnerWriter(SourceWriter):
     def finish(self, arguments: tuple[str, ...], has_graph: bool, last_lines: list[str]) -> RunnerCode:
         """The whole runner; ``last_lines`` return or go on after the effects."""
         names = ", ".join(["graph", "inputs", *map(variable_of, arguments)])
-        lines = ["out = graph(*inputs)"] if has_graph else []
+        lines = self._call_graph() if has_graph else []
         lines += [*self.lines, *self._effects, *self.late, *last_lines]
         body = "\n".join(f"    {line}" for line in lines)
         return RunnerCode(f"def run({names}):\n{body}\n", self.constants)
+
+    def _call_graph(self) -> list[str]:
+        """The call of the graph. What it turns is turned back by nodes of it, which do not run where another raises."""
+        turned = self.state.turned
+        if not turned:
+            return ["out = graph(*inputs)"]
+        if turned == {torch._C._set_grad_enabled}:
+            # Grad mode is guarded, so it is the same at every call.
+            turn_back = f"    {self.constant(torch._C._set_grad_enabled)}({torch.is_grad_enabled()})"
+            return ["try:", "    out = graph(*inputs)", "except BaseException:", turn_back, "    raise"]
+        return [f"with {self.constant(preserved_switches)}():", "    out = graph(*inputs)"]
 
 
 def _is_none(value: Value) -> bool:

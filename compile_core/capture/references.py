@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch.backends import ContextProp
+
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.libraries import is_library_name
 from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
@@ -95,6 +97,11 @@ class PythonModuleValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         found = self.real.__dict__.get(name, _MISSING)
         if found is _MISSING:
+            setting = (
+                getattr(type(self.real), name, None) if type(self.real) is not types.ModuleType else None
+            )
+            if isinstance(setting, ContextProp):
+                return state.wrap(setting.getter, None).call(state, [], {})
             try:
                 found = getattr(self.real, name)
             except AttributeError as error:

@@ -13,6 +13,7 @@ from compile_core.capture import (
     function_transforms,
     functional_calls,
     modes,
+    switches,
 )
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue, SuperValue
@@ -49,5 +50,6 @@ SPECIAL_RULES: tuple[Any, ...] = (
     function_transforms,
     functional_calls,
     modes,
+    switches,
     _super,
 )

@@ -218,8 +218,9 @@ class Capture(CaptureState):
         return node
 
     def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
+        self.turned.add(target)
         result = target(*(arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args))
-        if result is not None:
+        if hasattr(result, "__exit__"):
             self.open_modes.append(result)
         for arg in args:
             if isinstance(arg, fx.Node):

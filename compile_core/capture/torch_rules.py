@@ -114,7 +114,10 @@ def tensor_function_rule(function: Any) -> CallRule:
     def record(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if function is functional.scaled_dot_product_attention:
             state.guards.add(
-                [], "{c0}() == {c1}", [attention_kernels, attention_kernels()], "the kernels of attention"
+                [],
+                "{c0}() == {c1}",
+                [attention_kernels, state.attention_at_start],
+                "the kernels of attention",
             )
         return state.call_tensor_op("call_function", function, args, kwargs)
 

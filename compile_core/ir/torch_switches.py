@@ -1,0 +1,107 @@
+"""Switches of torch: settings of the whole process that a program turns and turns back; how each is read and set.
+
+A captured graph turns them by nodes. Whoever runs or traces a graph that may stop between two such nodes keeps them
+with ``preserved_switches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """``get(*prefix)`` reads it, ``set(*prefix, *values)`` turns it; ``get`` gives one value or their tuple."""
+
+    get: Callable[..., Any]
+    set: Callable[..., Any]
+    prefix: tuple[Any, ...] = ()
+
+    def read(self) -> tuple[Any, ...]:
+        found = self.get(*self.prefix)
+        return found if isinstance(found, tuple) else (found,)
+
+    def turn(self, values: tuple[Any, ...]) -> None:
+        self.set(*self.prefix, *values)
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+_PAIRS = [
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    ("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    ("_get_onednn_allow_tf32", "_set_onednn_allow_tf32"),
+    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    ("_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+]
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch(torch.get_default_dtype, _C._set_default_dtype),
+    Switch(_anomaly, torch.set_anomaly_enabled),
+    *(
+        Switch(getattr(_C, get), getattr(_C, put))
+        for get, put in _PAIRS
+        if hasattr(_C, get) and hasattr(_C, put)
+    ),
+    *(
+        Switch(_C._get_fp32_precision_getter, _C._set_fp32_precision_setter, (backend, "all"))
+        for backend in ("cuda", "mkldnn")
+        if hasattr(_C, "_get_fp32_precision_getter")
+    ),
+)
+
+
+def read_switches() -> tuple[tuple[Any, ...], ...]:
+    """The settings of all switches."""
+    return tuple(switch.read() for switch in SWITCHES)
+
+
+def turn_back(settings: tuple[tuple[Any, ...], ...]) -> None:
+    """Give all switches the settings that ``read_switches`` returned."""
+    for switch, before in zip(SWITCHES, settings, strict=True):
+        if switch.read() != before:
+            switch.turn(before)
+
+
+@contextmanager
+def preserved_switches() -> Iterator[None]:
+    """Grad mode, autocast and all switches are afterwards as before, whatever stops in between."""
+    grad_enabled = torch.is_grad_enabled()
+    cache_enabled = torch.is_autocast_cache_enabled()
+    autocast = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _AUTOCAST_DEVICES
+    ]
+    settings = read_switches()
+    depth = torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        while torch.autocast_decrement_nesting() >= depth:
+            pass
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache_enabled)
+        turn_back(settings)
+        torch.set_grad_enabled(grad_enabled)
