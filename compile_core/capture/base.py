@@ -211,7 +211,6 @@ class CaptureState:
         self.turned: set[Any] = set()
         self.switches_at_start: tuple[tuple[Any, ...], ...] = ()
         self.attention_at_start: tuple[Any, ...] = ()
-        self.in_inference_mode = False
         # Context managers of torch that the capture has entered and not left.
         self.open_modes: list[Any] = []
         # That of the program; the capture itself runs outside of it.

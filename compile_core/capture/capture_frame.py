@@ -174,7 +174,6 @@ def _attempt(
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     state.attention_at_start = attention_kernels()
-    state.in_inference_mode = torch.is_inference_mode_enabled()
     try:
         with normal_tensors():
             return _interpret(state, call, stop_at_step, reason, watch)

@@ -4,6 +4,7 @@ objects."""
 from __future__ import annotations
 
 import enum
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -97,9 +98,7 @@ class PythonModuleValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         found = self.real.__dict__.get(name, _MISSING)
         if found is _MISSING:
-            setting = (
-                getattr(type(self.real), name, None) if type(self.real) is not types.ModuleType else None
-            )
+            setting = inspect.getattr_static(type(self.real), name, None)
             if isinstance(setting, ContextProp):
                 return state.wrap(setting.getter, None).call(state, [], {})
             try:

@@ -132,16 +132,16 @@ class InferenceMode(ModeValue):
         self.before = (False, False)
 
     def enter(self, state: CaptureState) -> None:
-        self.before = torch.is_grad_enabled(), state.in_inference_mode
+        self.before = torch.is_grad_enabled(), state.inference_mode
         torch._C._set_grad_enabled(False)
-        state.in_inference_mode = True
+        state.inference_mode = True
         state.turned.add(grad_mode._enter_inference_mode)
         self.node = state.add_scalar_node("call_function", grad_mode._enter_inference_mode, (True,), None)
         state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
         state.entered_modes.remove(self)
-        grad_enabled, state.in_inference_mode = self.before
+        grad_enabled, state.inference_mode = self.before
         torch._C._set_grad_enabled(grad_enabled)
         state.add_scalar_node("call_function", grad_mode._exit_inference_mode, (self.node,), None)
 
@@ -157,9 +157,3 @@ def _inference_mode(state: CaptureState, args: list[Value], kwargs: dict[str, Va
     if given and constants_of(given) != [True]:
         raise state.unsupported("inference-mode", "inference mode turned off")
     return InferenceMode()
-
-
-@call_rule(torch.is_inference_mode_enabled)
-def _is_inference_mode_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    # The capture itself runs outside of the mode, whatever the program does.
-    return ConstantValue(state.in_inference_mode)
