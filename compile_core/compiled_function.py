@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -127,6 +129,31 @@ class CompiledFunction:
         """Compiled functions are descriptors as functions are, so that methods can be compiled in a class
         body."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def __copy__(self) -> CompiledFunction:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
+        """A function is its own copy; of a bound method or an object, the compiled form of its copy is made."""
+        copied = copy.deepcopy(self.original, memo)
+        if copied is self.original:
+            return self
+        return CompiledFunction(
+            copied,
+            self.compile_graph,
+            fullgraph=self.fullgraph,
+            dynamic=self.dynamic,
+            cache_limit=self.cache_limit,
+            observer=self.observer,
+        )
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickled by name where its module has it under its name, else as what it was made from: kernels do not
+        travel."""
+        found: Any = sys.modules.get(self._target.__module__)
+        for name in self._target.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return self._target.__qualname__ if found is self else (_original_of, (self.original,))
 
     def reset(self) -> None:
         """Forget every capture."""

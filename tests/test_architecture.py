@@ -49,7 +49,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
     "run": (*BASE, "capture", "compiled_function", "compiled_module"),
     "explain": (*BASE, "observe", "compiled_function", "compiled_module"),
-    "graph_compiler": (*BASE, "backends", "pipeline"),
+    "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
     "api": (*BASE, *STAGES, "bind_sizes", "pipeline", "planners", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),
     "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),

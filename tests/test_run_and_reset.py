@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -221,6 +224,38 @@ def test_a_module_whose_forward_is_compiled_is_captured_in_one():
     whole = compile_core.compile(inner, backend=counter, fullgraph=True)
     assert torch.equal(whole(torch.ones(2)), torch.full((2,), 3.0))
     assert counter.frame_count == 2
+
+
+@compile_core.compile(backend="eager")
+def known_by_name(x):
+    return x + 1
+
+
+def test_copies_and_pickles():
+    assert copy.deepcopy(known_by_name) is copy.copy(known_by_name) is known_by_name
+    assert pickle.loads(pickle.dumps(known_by_name)) is known_by_name
+    compiled = compile_core.compile(scale, backend="eager")
+    assert pickle.loads(pickle.dumps(compiled)) is scale
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = 2
+            self.scaled = compile_core.compile(self.multiply, backend="eager")
+            self.activation = compile_core.compile(torch.relu, backend="eager")
+
+        def multiply(self, x):
+            return x * self.factor
+
+        def forward(self, x):
+            return self.activation(self.scaled(x))
+
+    model = Model()
+    model(torch.ones(1))
+    other = copy.deepcopy(model)
+    other.factor = 5
+    assert torch.equal(other(torch.ones(1)), torch.full((1,), 5.0))
+    assert torch.equal(model(torch.ones(1)), torch.full((1,), 2.0))
 
 
 def test_methods_are_compiled_in_a_class_body():
