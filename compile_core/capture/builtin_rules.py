@@ -5,10 +5,8 @@ from __future__ import annotations
 import builtins
 import collections
 import functools
-import inspect
 import math
 import operator
-import types
 import typing
 from typing import Any
 
@@ -232,11 +230,6 @@ def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
 @call_rule(typing.cast)
 def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return args[1]
-
-
-@call_rule(inspect.isfunction)
-def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(args[0].python_type() is types.FunctionType)
 
 
 BUILTIN_NAMES = vars(builtins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import types
 from typing import ClassVar
@@ -67,14 +68,7 @@ class GeneratorValue(IteratorValue):
         """Whether Python would run code of the generator when it is dropped: it stands in a try or with block."""
         if not self.started or self.finished:
             return False
-        instructions = self.frame.code.instructions
-        handler = self.frame.code.handler_at(self.frame.current)
-        if handler is None:
-            return False
-        # Since 3.12 the whole body has a handler that only turns StopIteration into RuntimeError.
-        first = instructions[handler.target]
-        implicit = first.name == "CALL_INTRINSIC_1" and INTRINSICS_1.get(first.arg) == "stopiteration_error"
-        return not implicit
+        return _runs_code_at_exit(self.frame, self.frame.current)
 
     def advance(self, state: CaptureState) -> Value | None:
         return self.resume(state)
@@ -179,6 +173,35 @@ class GeneratorValue(IteratorValue):
         "close": close,
         "__next__": send,
     }
+
+
+def _runs_code_at_exit(frame: Frame, index: int) -> bool:
+    """Whether GeneratorExit at an instruction reaches code of the program, on its way out through the handlers."""
+    instructions = frame.code.instructions
+    handler = frame.code.handler_at(index)
+    if handler is None:
+        return False
+    at = handler.target
+    # Since 3.12 the whole body has a handler that only turns StopIteration into RuntimeError.
+    if instructions[at].name == "CALL_INTRINSIC_1":
+        return INTRINSICS_1.get(instructions[at].arg) != "stopiteration_error"
+    if [entry.name for entry in instructions[at : at + 3]] == ["COPY", "POP_EXCEPT", "RERAISE"]:
+        return _runs_code_at_exit(frame, at + 2)
+    if instructions[at].name != "PUSH_EXC_INFO":
+        return True
+    at += 1
+    while instructions[at].name == "LOAD_GLOBAL" and _is_common_exception(frame, instructions[at].value):
+        jump = instructions[at + 2]
+        if instructions[at + 1].name != "CHECK_EXC_MATCH" or "IF_FALSE" not in jump.name:
+            return True
+        at = jump.target
+    return instructions[at].name != "RERAISE" or _runs_code_at_exit(frame, at)
+
+
+def _is_common_exception(frame: Frame, name: str) -> bool:
+    """Whether a global name is a built-in exception that GeneratorExit is none of."""
+    found = None if name in frame.function.scope else getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, Exception)
 
 
 def stop_iteration(state: CaptureState, iterator: Value) -> SymbolicRaise:

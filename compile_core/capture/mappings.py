@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from typing import Any, ClassVar
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
@@ -228,6 +229,37 @@ def _prints(key: Any) -> bool:
     if isinstance(key, tuple):
         return type(key) is tuple and all(_prints(item) for item in key)
     return type(key) in (str, int, bool, type(None), bytes)
+
+
+class ReadOnlyView(DictValue):
+    """``types.MappingProxyType``: reads what the mapping holds, and cannot be changed."""
+
+    def __init__(self, mapping: DictValue) -> None:
+        super().__init__({}, types.MappingProxyType)
+        self.mapping = mapping
+
+    @property
+    def entries(self) -> dict[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mapping.entries
+
+    @entries.setter
+    def entries(self, entries: Any) -> None:
+        """The entries are the mapping's."""
+
+    def guard_keys(self, state: CaptureState) -> None:
+        self.mapping.guard_keys(state)
+
+    def get(self, state: CaptureState, key: Any) -> Value:
+        return self.mapping.get(state, key)
+
+    def find(self, state: CaptureState, key: Value) -> Value | None:
+        return self.mapping.find(state, key)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return self.mapping.contains(state, item)
+
+    def before_change(self, state: CaptureState) -> None:
+        raise state.raise_exception(TypeError, "'mappingproxy' object does not support item assignment")
 
 
 class DictIterator(SequenceIterator):

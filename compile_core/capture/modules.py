@@ -9,7 +9,7 @@ from torch.nn.modules import module as module_registry
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import is_none
-from compile_core.capture.containers import SequenceValue
+from compile_core.capture.containers import SequenceValue, SliceValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, class_lookup
 from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource, Source
@@ -103,6 +103,11 @@ class ModuleValue(InstanceValue):
             return
         self.store(state, name, value)
 
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if isinstance(key, SliceValue) and _slices_are_new_modules(self.cls):
+            return ModuleSlice(state, self, key)
+        return super().get_item(state, key)
+
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if self.cls.__call__ is not torch.nn.Module.__call__:
             return super().call(state, args, kwargs)
@@ -153,6 +158,31 @@ class ModuleValue(InstanceValue):
         assert isinstance(hooks, DictValue)
         hooks.guard_keys(state)
         return [hooks.get(state, key) for key in list(hooks.entries)]
+
+
+class ModuleSlice(ModuleValue):
+    """``layers[a:b]``: a new ``ModuleList`` or ``Sequential`` of some of the children."""
+
+    def __init__(self, state: CaptureState, parent: ModuleValue, key: SliceValue) -> None:
+        modules = parent.own_attribute(state, "_modules")
+        assert isinstance(modules, DictValue)
+        modules.guard_keys(state)
+        for name in modules.entries:
+            parent.table_entry(
+                state, name
+            )  # known from here on, so that the slice's children are the parent's
+        super().__init__(parent.cls, parent.real[key.as_constant()], None)
+        self.parent = parent
+        self.key = key
+
+
+def _slices_are_new_modules(cls: type) -> bool:
+    """Whether a module's slices are made as torch makes them, by code that nobody replaced."""
+    return any(
+        issubclass(cls, torch_class)
+        and all(getattr(cls, name) is getattr(torch_class, name) for name in ("__getitem__", "__init__"))
+        for torch_class in (torch.nn.ModuleList, torch.nn.Sequential)
+    )
 
 
 def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:

@@ -55,7 +55,8 @@ def bind_class_entry(
     """What an entry of the class gives when it is read from an instance (or through ``super()``)."""
     if isinstance(entry, (property, staticmethod, classmethod)):
         guard_entry(state, owner, name, entry)
-    if isinstance(entry, types.FunctionType) or state.original_of(entry) is not entry:
+    binds = isinstance(entry, (types.FunctionType, functools._lru_cache_wrapper))
+    if binds or state.original_of(entry) is not entry:
         return BoundMethodValue(wrap_class_entry(state, cls, owner, name, entry), owner_value)
     if isinstance(entry, property):
         if entry.fget is None:

@@ -19,7 +19,7 @@ from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.modes import ModeValue
-from compile_core.capture.modules import ModuleValue
+from compile_core.capture.modules import ModuleSlice, ModuleValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.rebuild_iterators import build_iterator
@@ -106,6 +106,8 @@ class RunnerWriter(SourceWriter):
             return self.constant(value.real)
         if isinstance(value, ExceptionValue):
             return self._build_exception(value)
+        if isinstance(value, ModuleSlice):
+            return self.bind(f"{self.emit(value.parent)}[{self.emit(value.key)}]")
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
         if isinstance(value, ModeValue):

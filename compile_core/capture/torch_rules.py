@@ -15,7 +15,7 @@ from torch.nn import functional
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.global_state import attention_kernels
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.references import CALL_RULES, CallRule, ReferenceValue, call_rule
 from compile_core.capture.tensors import TensorValue
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.
@@ -234,3 +234,29 @@ def _assert(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
     if condition.truth(state):
         return ConstantValue(None)
     raise state.raise_exception(AssertionError, message.as_constant())
+
+
+class NumberLimits(ReferenceValue):
+    """``torch.finfo`` or ``torch.iinfo`` of a dtype."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        try:
+            return ConstantValue(getattr(self.real, name))
+        except AttributeError as error:
+            raise state.raise_exception(AttributeError, str(error)) from None
+
+
+def _limits_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        real = [argument.as_constant() for argument in args]
+        named = {name: argument.as_constant() for name, argument in kwargs.items()}
+        try:
+            return NumberLimits(cls(*real, **named))
+        except TypeError as error:
+            raise state.raise_exception(TypeError, str(error)) from None
+
+    return call
+
+
+for _limits in (torch.finfo, torch.iinfo):
+    CALL_RULES[_limits] = _limits_rule(_limits)

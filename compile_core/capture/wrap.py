@@ -6,12 +6,14 @@ import collections
 import functools
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.builtin_methods import method_of_builtin_type
+from compile_core.capture.cached_functions import CachedFunctionValue
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
@@ -25,7 +27,7 @@ from compile_core.capture.functions import (
     FunctionValue,
 )
 from compile_core.capture.libraries import is_library_name
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.opaque import wrap_opaque
@@ -39,7 +41,7 @@ from compile_core.capture.references import (
 )
 from compile_core.capture.symbolic_numbers import SymbolicInt
 from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import find_torch_rule
+from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
@@ -152,6 +154,9 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if isinstance(real, _BUILTIN_CALLABLES):
         _guard_identity(state, real, source)
         return _wrap_builtin(real, source)
+    if type(real) is functools._lru_cache_wrapper:
+        _guard_identity(state, real, source)
+        return CachedFunctionValue(real, source)
     if type(real) is functools.partial:
         if source is not None:
             state.guards.type_is(source, functools.partial)
@@ -171,9 +176,10 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     container = _wrap_container(state, real, source)
     if container is not None:
         return container
-    if isinstance(real, torch._ops.OpOverloadPacket):
+    if isinstance(real, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+        # An operator of torch or of a library that registered its own; what it means for fake tensors comes with it.
         _guard_identity(state, real, source)
-        return CallableReferenceValue(real, find_torch_rule(real), source)
+        return CallableReferenceValue(real, find_call_rule(real) or tensor_function_rule(real), source)
     instance = _wrap_instance(state, real, source)
     if instance is not None:
         return instance
@@ -339,10 +345,12 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
         return SliceValue(
             [state.wrap(getattr(real, name), part) for name, part in zip(names, parts, strict=True)]
         )
-    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set):
+    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set, types.MappingProxyType):
         return None
     if source is not None:
         state.guards.type_is(source, cls)
+    if cls is types.MappingProxyType:
+        return ReadOnlyView(_dictionary(real.items(), dict, source))
     return _container(state, real, cls, source)
 
 
@@ -356,22 +364,23 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
             state.guards.length(source, len(items))
         made: Any = ListValue(_lazy_items(items, source), source)
     else:
-        entries: dict[Any, tuple[Value, Any]] = {
-            key: (
-                _key_value(key),
-                LazyValue(item, None if source is None else container_item(source, key)),
-            )
-            for key, item in cls.items(real)
-        }
-        made = DictValue(entries, cls, source)
+        made = _dictionary(cls.items(real), cls, source)
         if cls is collections.defaultdict:
-            if any(isinstance(key, ConstantValue) for key, _ in entries.values()):
+            if any(isinstance(key, ConstantValue) for key, _ in made.entries.values()):
                 made.guard_keys(state)  # reading an entry that is gone would make a new one
             factory = None if source is None else AttributeSource(source, "default_factory")
             if real.default_factory is not None:
                 made.default_factory = state.wrap(real.default_factory, factory)
     made.trusted = source is None
     return made
+
+
+def _dictionary(items: Iterable[tuple[Any, Any]], cls: type, source: Source | None) -> DictValue:
+    entries: dict[Any, tuple[Value, Any]] = {
+        key: (_key_value(key), LazyValue(item, None if source is None else container_item(source, key)))
+        for key, item in items
+    }
+    return DictValue(entries, cls, source)
 
 
 def _wrap_instance(state: CaptureState, real: Any, source: Source | None) -> Value | None:

@@ -1,0 +1,48 @@
+"""Rules for ``inspect`` and for read-only views, which answer questions about functions."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.classes import ClassValue
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.mappings import DictValue, ReadOnlyView
+from compile_core.capture.references import CallableReferenceValue, call_rule
+
+
+@call_rule(types.MappingProxyType)
+def _read_only(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mapping,) = args
+    if not isinstance(mapping, DictValue):
+        raise state.unsupported("call-of-builtin", f"MappingProxyType of {mapping.describe()}")
+    return ReadOnlyView(mapping)
+
+
+@call_rule(inspect.signature)
+def _signature(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (function,) = args
+    if kwargs:
+        raise TypeError("signature() with options")
+    try:
+        signature = inspect.signature(_real_callable(state, function))
+    except (TypeError, ValueError) as error:
+        raise state.raise_exception(type(error), *error.args) from None
+    return state.wrap(signature, None)
+
+
+def _real_callable(state: CaptureState, value: Value) -> Any:
+    """An existing callable with the same signature as a value."""
+    if isinstance(value, BoundMethodValue):
+        return types.MethodType(_real_callable(state, value.function), object())
+    if isinstance(value, (FunctionValue, ClassValue, CallableReferenceValue)) and value.real is not None:
+        return value.real
+    raise state.unsupported("signature", f"the signature of {value.describe()}")
+
+
+@call_rule(inspect.isfunction)
+def _isfunction(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(args[0].python_type() is types.FunctionType)

@@ -1,0 +1,72 @@
+"""Questions about functions and numbers that are answered at capture."""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from compile_core.compiled_function import CompiledFunction
+
+
+def compile_eager(function):
+    return CompiledFunction(function, lambda graph, inputs: graph.module, fullgraph=True)
+
+
+class Layer(nn.Module):
+    def chunk(self, x, mask=None):
+        return x
+
+    def forward(self, x):
+        count = len(inspect.signature(self.chunk).parameters)
+        return x + count, [*inspect.signature(self.chunk).parameters]
+
+
+def limits(x):
+    return x.clamp(torch.finfo(x.dtype).min, torch.finfo(torch.float16).max), torch.iinfo(torch.int8).bits
+
+
+def code(x):
+    return x + len(limits.__code__.co_varnames), limits.__code__.co_argcount
+
+
+def read_only(x):
+    held = {"a": x}
+    view = types.MappingProxyType(held)
+    held["b"] = x + 1
+    try:
+        view["c"] = x
+    except TypeError:
+        return [*view], view["b"], len(view), "a" in view
+    return None
+
+
+def first_of_sequence(x, items):
+    return x + next(item for item in items if item > 1), any(item == 1 for item in items)
+
+
+@pytest.mark.parametrize(
+    "function", [Layer(), limits, code, read_only], ids=lambda function: str(function)[:12]
+)
+def test_same_as_plain(function):
+    x = torch.ones(2)
+    assert str(compile_eager(function)(x)) == str(function(x))
+
+
+def test_a_dropped_generator_runs_no_code():
+    """``Sequence.__iter__`` stands in a try block, whose except clause does not take GeneratorExit."""
+
+    class Items(collections.abc.Sequence):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index > 2:
+                raise IndexError
+            return index
+
+    assert compile_eager(first_of_sequence)(torch.ones(1), Items())[0].item() == 3
