@@ -16,7 +16,7 @@ from compile_core.capture.containers import ListValue
 from compile_core.capture.content import CONTENT_BASES, overrides
 from compile_core.capture.mappings import DictValue, SetValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CallRule
+from compile_core.capture.references import CallRule, call_rule
 
 Method = Callable[..., Value]
 
@@ -79,6 +79,16 @@ for _symbol in operators.IN_PLACE:
     _PROTOCOL["__i" + operators.BINARY[_symbol[:-1]][1][2:]] = _operator(_symbol)
 for _symbol, (_, _method, _) in operators.COMPARE.items():
     _PROTOCOL[_method] = _comparison(_symbol)
+
+@call_rule(dict.__dict__["fromkeys"], collections.OrderedDict.__dict__["fromkeys"])
+def _fromkeys(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, keys, *rest = args
+    made = cls.call(state, [], {})
+    value = rest[0] if rest else kwargs.get("value", ConstantValue(None))
+    for key in state.items_of(keys):
+        made.set_item(state, key, value)
+    return made
+
 
 # C methods of OrderedDict that call these methods of a subclass where it has its own.
 _CALLED_BACK = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__missing__")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
+
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.content import content_base, make_content
@@ -21,8 +23,16 @@ from compile_core.capture.objects import (
 from compile_core.capture.references import ReferenceValue, find_call_rule
 
 
+# Where torch takes a dtype it takes these classes of Python too.
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
 class ClassValue(ReferenceValue):
     """A class."""
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        dtype = _DTYPES.get(self.real)
+        return super().graph_argument(state) if dtype is None else dtype
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -111,7 +121,7 @@ def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: st
         function = state.wrap_trusted_function(entry.__func__)
         return function if isinstance(entry, staticmethod) else BoundMethodValue(function, cls)
     if isinstance(entry, types.ClassMethodDescriptorType):
-        raise state.unsupported("class-attribute", f"{cls.real.__qualname__}.{name}")
+        return BoundMethodValue(state.wrap(entry, None), cls)
     return wrap_class_entry(state, cls.real, owner, name, entry)
 
 

@@ -234,8 +234,8 @@ def _prints(key: Any) -> bool:
 class ReadOnlyView(DictValue):
     """``types.MappingProxyType``: reads what the mapping holds, and cannot be changed."""
 
-    def __init__(self, mapping: DictValue) -> None:
-        super().__init__({}, types.MappingProxyType)
+    def __init__(self, mapping: DictValue, source: Any = None) -> None:
+        super().__init__({}, types.MappingProxyType, source)
         self.mapping = mapping
 
     @property

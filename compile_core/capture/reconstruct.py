@@ -17,7 +17,7 @@ from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
 from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.iterators import IteratorValue
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modes import ModeValue
 from compile_core.capture.modules import ModuleSlice, ModuleValue
 from compile_core.capture.objects import InstanceValue
@@ -81,6 +81,8 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, InstanceDict):
             assert isinstance(value.instance, InstanceValue)
             return self.bind(f"object.__getattribute__({self.emit(value.instance)}, '__dict__')")
+        if isinstance(value, ReadOnlyView):
+            return self.bind(f"{self.constant(value.cls)}({self.emit(value.mapping)})")
         if isinstance(value, DictValue):
             return self._build_dict(value)
         if isinstance(value, SetValue):

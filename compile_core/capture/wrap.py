@@ -56,6 +56,7 @@ from compile_core.ir.sources import (
 _BUILTIN_CALLABLES = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
     types.WrapperDescriptorType,
     types.MethodWrapperType,
 )
@@ -350,7 +351,7 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
     if source is not None:
         state.guards.type_is(source, cls)
     if cls is types.MappingProxyType:
-        return ReadOnlyView(_dictionary(real.items(), dict, source))
+        return ReadOnlyView(_dictionary(real.items(), dict, source), source)
     return _container(state, real, cls, source)
 
 

@@ -45,12 +45,19 @@ def read_only(x):
     return None
 
 
+VIEW = types.MappingProxyType({"scale": 2})
+
+
+def existing_view(x):
+    return x * VIEW["scale"], VIEW, types.MappingProxyType({"x": x}), "nothing" in VIEW
+
+
 def first_of_sequence(x, items):
     return x + next(item for item in items if item > 1), any(item == 1 for item in items)
 
 
 @pytest.mark.parametrize(
-    "function", [Layer(), limits, code, read_only], ids=lambda function: str(function)[:12]
+    "function", [Layer(), limits, code, read_only, existing_view], ids=lambda function: str(function)[:12]
 )
 def test_same_as_plain(function):
     x = torch.ones(2)
