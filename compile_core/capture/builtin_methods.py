@@ -80,6 +80,7 @@ for _symbol in operators.IN_PLACE:
 for _symbol, (_, _method, _) in operators.COMPARE.items():
     _PROTOCOL[_method] = _comparison(_symbol)
 
+
 @call_rule(dict.__dict__["fromkeys"], collections.OrderedDict.__dict__["fromkeys"])
 def _fromkeys(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     cls, keys, *rest = args

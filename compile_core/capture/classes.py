@@ -22,7 +22,6 @@ from compile_core.capture.objects import (
 )
 from compile_core.capture.references import ReferenceValue, find_call_rule
 
-
 # Where torch takes a dtype it takes these classes of Python too.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
