@@ -42,8 +42,9 @@ def compile(
             entry serves all its values from then on. ``True``: all sizes and integers among the arguments are symbolic
             from the first call on, as far as the program allows. ``False``: other sizes compile another entry.
         backend: a name of ``list_backends()``, or a callable of ``(torch.fx.GraphModule, example_inputs)``.
-        mode: a name of ``list_mode_options()``.
-        options: settings by name, see ``list_options()``.
+        mode: a name of ``list_mode_options()``; a backend of the user's gets it as a keyword argument, if it is given
+            and is not "default".
+        options: settings by name, see ``list_options()``; a backend of the user's gets them likewise.
         disable: return ``model`` as it is.
 
     Returns:
@@ -56,7 +57,11 @@ def compile(
     """
     if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
-    request = CompileRequest(resolve_backend(backend), parse_options(mode, options), bool(fullgraph), dynamic)
+    resolved = resolve_backend(backend)
+    if isinstance(resolved, GraphBackend) and resolved.takes_options:
+        resolved = resolved.with_options(mode, options)
+        mode = options = None
+    request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)
     if model is None:
         return lambda decorated: _compile_callable(decorated, request, disable)
     return _compile_callable(model, request, disable)

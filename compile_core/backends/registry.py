@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -22,11 +22,22 @@ GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callabl
 
 @dataclass(frozen=True)
 class GraphBackend:
-    """Takes a whole captured graph, before autograd; gradients are torch's own."""
+    """Takes a whole captured graph, before autograd; gradients are torch's own.
+
+    Attributes:
+        takes_options: ``mode`` and ``options`` of a compilation are the backend's own; else they are this compiler's.
+    """
 
     name: str
     compile: GraphCompiler
     tags: frozenset[str] = frozenset()
+    takes_options: bool = True
+
+    def with_options(self, mode: str | None, options: Mapping[str, Any] | None) -> GraphBackend:
+        """The backend that is called with these as keyword arguments, as far as they are given."""
+        given = {} if mode in (None, "default") else {"mode": mode}
+        given |= {"options": dict(options)} if options else {}
+        return replace(self, compile=functools.partial(self.compile, **given)) if given else self
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ DEFAULT_BACKEND = "triton"
 _DEBUG = frozenset(["debug"])
 
 _backends: dict[str, Backend] = {
-    "eager": GraphBackend("eager", eager.compile_graph, _DEBUG),
+    "eager": GraphBackend("eager", eager.compile_graph, _DEBUG, takes_options=False),
     "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG),
     "triton": RegionBackend("triton", triton.compile_region, triton.decompositions),
 }

@@ -109,6 +109,20 @@ def test_what_a_backend_returns_is_what_runs():
     )
 
 
+def test_a_users_backend_gets_mode_and_options():
+    seen = []
+
+    def backend(gm, example_inputs, **given):
+        seen.append(given)
+        return gm.forward
+
+    for arguments in ({}, {"mode": "default"}, {"mode": "fast"}, {"options": {"level": 3}}):
+        compile_core.compile(lambda x: x + 1, backend=backend, **arguments)(torch.ones(1))
+    assert seen == [{}, {}, {"mode": "fast"}, {"options": {"level": 3}}]
+    with pytest.raises(ValueError, match="unknown option 'level'"):
+        compile_core.compile(lambda x: x + 1, backend="eager", options={"level": 3})
+
+
 def test_tags_of_backends():
     assert "triton" in compile_core.list_backends()
     assert not {"eager", "aot_eager"} & set(compile_core.list_backends())
