@@ -23,8 +23,20 @@ _NO_MARKS = SizeMarks()
 
 
 def marks_of(tensor: torch.Tensor) -> SizeMarks:
-    """The marks of a tensor; read only."""
-    return getattr(tensor, _ATTRIBUTE, _NO_MARKS)
+    """The marks of a tensor, those made with torch's own functions of these names included; read only."""
+    attributes = getattr(tensor, "__dict__", None)
+    if not attributes:
+        return _NO_MARKS
+    marks = attributes.get(_ATTRIBUTE, _NO_MARKS)
+    dynamic = dict.fromkeys(attributes.get("_dynamo_dynamic_indices", ()), (None, None))
+    dynamic |= {
+        bounds.dim: (bounds.min, bounds.max) for bounds in attributes.get("_dynamo_dynamic_range", ())
+    }
+    return SizeMarks(
+        dynamic | marks.dynamic,
+        marks.maybe_dynamic | attributes.get("_dynamo_weak_dynamic_indices", set()),
+        marks.static | attributes.get("_dynamo_static_indices", set()),
+    )
 
 
 def mark_dynamic(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 import compile_core
 
@@ -126,3 +127,19 @@ def test_never_is_never() -> None:
 def test_a_dim_that_is_not_there() -> None:
     with pytest.raises(IndexError, match="dim 2 of a tensor with 2 dims"):
         compile_core.mark_dynamic(torch.randn(3, 4), 2)
+
+
+def test_marks_of_torch_are_heeded() -> None:
+    x = torch.randn(3, 4)
+    torch._dynamo.mark_dynamic(x, 0, max=512)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    made = compiled(lambda x: x * 2)
+    made(x)
+    made(torch.randn(5, 6))
+    assert len(made.entries) == 1
+    y = torch.randn(3, 4)
+    torch._dynamo.mark_static(y, 0)
+    made = compiled(lambda x: x * 2, dynamic=True)
+    made(y)
+    made(torch.randn(5, 6))
+    assert len(made.entries) == 2
