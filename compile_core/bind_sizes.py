@@ -116,13 +116,15 @@ def bind_sizes(captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
     entries = []
     given = iter(zip(captured.inputs, inputs, strict=True))
     for node in captured.module.graph.nodes:
-        entry, value = next(given) if node.op == "placeholder" else (None, None)
-        if entry is not None and not isinstance(value, torch.Tensor):
-            made[node] = value
+        if node.op != "placeholder":
+            made[node] = graph.node_copy(node, made.__getitem__)
             continue
-        copy = made[node] = graph.node_copy(node, made.__getitem__)
-        if entry is not None:
+        entry, value = next(given)
+        if isinstance(value, torch.Tensor):
+            copy = made[node] = graph.node_copy(node)
             copy.meta["example_value"] = make_fake(mode, value, None)
             entries.append(replace(entry, name=copy.name, example=copy.meta["example_value"]))
+        else:
+            made[node] = value
     module = fx.GraphModule(captured.module, graph, type(captured.module).__name__)
     return CapturedGraph(module, tuple(entries))

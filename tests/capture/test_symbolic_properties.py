@@ -63,7 +63,9 @@ def run(function: Any, rows: int, columns: int, n: int) -> tuple[Any, ...]:
         return type(error).__name__, kept
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 @given(st.lists(STATEMENTS, min_size=1, max_size=5), st.sampled_from([None, True]))
 def test_programs_over_sizes(statements: list[str], dynamic: bool | None) -> None:
     lines = [
