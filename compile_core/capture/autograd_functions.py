@@ -21,7 +21,7 @@ from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.modes import set_grad_mode
-from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.references import call_rule
 from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
@@ -62,7 +62,7 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
         with _without_gradients(state):
             results = _run_forward(state, cls, context, args)
         if torch.is_grad_enabled() and any(context.needs_input_grad):
-            if class_lookup(cls.real, "backward")[0] is _BASE:
+            if find_class_entry(state, cls.real, "backward")[0] is _BASE:
                 raise state.unsupported("autograd-function", f"{cls.real.__qualname__} has no backward")
             gradients = [_gradient(graph, value) for value in results]
             with _without_gradients(state):
@@ -97,7 +97,7 @@ def _run_forward(
     state: CaptureState, cls: ClassValue, context: FunctionContext, args: list[Value]
 ) -> list[Value]:
     forward = cls.get_attribute(state, "forward")
-    if class_lookup(cls.real, "setup_context")[0] is _BASE:
+    if find_class_entry(state, cls.real, "setup_context")[0] is _BASE:
         result = forward.call(state, [context, *args], {})
     else:
         result = forward.call(state, list(args), {})

@@ -205,6 +205,8 @@ class CaptureState:
         self.frames: list[FrameLike] = []
         # Existing objects with identity that were met, so that a second path to one finds the same value.
         self.known: dict[int, tuple[Any, Value]] = {}
+        # What names of classes were found to mean, with the guards for it made: (class, name, after) -> class, entry.
+        self.class_entries: dict[tuple[type, str, type | None], tuple[type | None, Any]] = {}
         # In-place operations return their operand: the same fake tensor means the same tensor.
         self.tensor_of_fake: dict[int, Any] = {}
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.

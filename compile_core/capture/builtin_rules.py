@@ -18,7 +18,7 @@ from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, SetValue, new_dict
-from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.symbolic_numbers import call_with_numbers
@@ -148,7 +148,7 @@ def _callable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
     if isinstance(value, always):
         return ConstantValue(True)
     if isinstance(value, InstanceValue):
-        return ConstantValue(class_lookup(value.cls, "__call__")[0] is not None)
+        return ConstantValue(find_class_entry(state, value.cls, "__call__")[0] is not None)
     if isinstance(value, (ConstantValue, TensorValue, SequenceValue, DictValue, SetValue)):
         return ConstantValue(False)
     raise state.unsupported("call-of-builtin", f"callable() of {value.describe()}")

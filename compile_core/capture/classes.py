@@ -15,7 +15,7 @@ from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.objects import (
     InstanceValue,
     bind_class_entry,
-    class_lookup,
+    find_class_entry,
     guard_entry,
     is_plain_layout,
     wrap_class_entry,
@@ -36,7 +36,7 @@ class ClassValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__name__", "__qualname__", "__module__", "__doc__"):
             return state.from_constant(getattr(self.real, name))
-        owner, entry = class_lookup(self.real, name)
+        owner, entry = find_class_entry(state, self.real, name)
         if owner is None:
             if hasattr(self.real, name):
                 raise state.unsupported(
@@ -63,7 +63,7 @@ class ClassValue(ReferenceValue):
             raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
         made = self._new(state, args, kwargs)
         if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
-            owner, init = class_lookup(made.cls, "__init__")
+            owner, init = find_class_entry(state, made.cls, "__init__")
             if owner is not None and owner is not object:
                 bind_class_entry(state, made, made.cls, owner, "__init__", init).call(state, args, kwargs)
         return made
@@ -71,7 +71,7 @@ class ClassValue(ReferenceValue):
     def _new(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """What ``__new__`` makes."""
         cls = self.real
-        owner, entry = class_lookup(cls, "__new__")
+        owner, entry = find_class_entry(state, cls, "__new__")
         if isinstance(entry, staticmethod):
             return self.get_attribute(state, "__new__").call(state, [self, *args], kwargs)
         if owner is object and (args or kwargs) and cls.__init__ is object.__init__:
@@ -88,7 +88,7 @@ class ClassValue(ReferenceValue):
 
     def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         cls = self.real
-        if class_lookup(cls, "__new__")[0] is not next(
+        if find_class_entry(state, cls, "__new__")[0] is not next(
             (entry for entry in cls.__mro__ if "_fields" in entry.__dict__), None
         ):
             raise state.unsupported("class-call", f"{cls.__qualname__} has its own __new__")
@@ -136,7 +136,7 @@ class SuperValue(Value):
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         cls = self.owner.real if isinstance(self.owner, ClassValue) else self.owner.python_type()
-        defining, entry = class_lookup(cls, name, self.after)
+        defining, entry = find_class_entry(state, cls, name, self.after)
         if defining is None:
             raise state.raise_exception(AttributeError, f"'super' object has no attribute {name!r}")
         if isinstance(self.owner, ClassValue):

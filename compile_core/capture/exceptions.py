@@ -14,7 +14,7 @@ from compile_core.capture.base import CaptureState, NotConstant, SymbolicRaise, 
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.instance_dict import MISSING
-from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
+from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
 from compile_core.capture.references import ReferenceValue
 
 
@@ -51,7 +51,7 @@ class ExceptionValue(InstanceValue):
             if self.was_raised:
                 raise state.unsupported("exception-traceback", "the traceback of a caught exception")
             return ConstantValue(None)
-        owner, entry = class_lookup(self.cls, name)
+        owner, entry = find_class_entry(state, self.cls, name)
         if name in self.methods and owner is BaseException:
             return BuiltinMethod(self, name)
         if isinstance(entry, (types.GetSetDescriptorType, types.MemberDescriptorType)) and owner is not None:
@@ -88,7 +88,7 @@ class ExceptionValue(InstanceValue):
             self.suppresses_context = value.truth(state)
         elif name == "__traceback__":
             raise state.unsupported("exception-traceback", "a store to __traceback__")
-        elif isinstance(class_lookup(self.cls, "__setattr__")[1], types.WrapperDescriptorType):
+        elif isinstance(find_class_entry(state, self.cls, "__setattr__")[1], types.WrapperDescriptorType):
             self.store(state, name, value)
         else:
             super().set_attribute(state, name, value)
@@ -97,7 +97,7 @@ class ExceptionValue(InstanceValue):
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
         method = self.methods.get(name)
-        if method is None or class_lookup(self.cls, name)[0] is not BaseException:
+        if method is None or find_class_entry(state, self.cls, name)[0] is not BaseException:
             return super().call_method(state, name, args, kwargs)
         return method(self, state, *args, **kwargs)
 
@@ -148,9 +148,9 @@ def make_exception(
     state: CaptureState, cls: type[BaseException], args: list[Value], kwargs: dict[str, Value]
 ) -> ExceptionValue:
     made = ExceptionValue(cls, args)
-    owner, init = class_lookup(cls, "__init__")
+    owner, init = find_class_entry(state, cls, "__init__")
     builtin = made.builtin_class
-    if isinstance(class_lookup(cls, "__new__")[1], staticmethod):
+    if isinstance(find_class_entry(state, cls, "__new__")[1], staticmethod):
         raise state.unsupported("exception-call", f"{cls.__name__} defines __new__")
     if owner is not None and isinstance(init, types.FunctionType):
         if issubclass(builtin, _KEEP_MORE):

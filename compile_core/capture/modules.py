@@ -11,7 +11,7 @@ from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import is_none
 from compile_core.capture.containers import SequenceValue, SliceValue
 from compile_core.capture.mappings import DictValue
-from compile_core.capture.objects import InstanceValue, class_lookup
+from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource, Source
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -40,7 +40,10 @@ class ModuleValue(InstanceValue):
         return f"the module {self.source or self.cls.__name__}"
 
     def truth(self, state: CaptureState) -> bool:
-        if class_lookup(self.cls, "__len__")[0] is None and class_lookup(self.cls, "__bool__")[0] is None:
+        if (
+            find_class_entry(state, self.cls, "__len__")[0] is None
+            and find_class_entry(state, self.cls, "__bool__")[0] is None
+        ):
             return True
         return super().truth(state)
 
@@ -53,7 +56,7 @@ class ModuleValue(InstanceValue):
         return super().own_attribute(state, name)
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
-        owner, _ = class_lookup(self.cls, "__getattr__")
+        owner, _ = find_class_entry(state, self.cls, "__getattr__")
         if owner is not torch.nn.Module:
             return super().missing_attribute(state, name)
         found = self.table_entry(state, name)
@@ -82,7 +85,7 @@ class ModuleValue(InstanceValue):
         return None
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        owner, _ = class_lookup(self.cls, "__setattr__")
+        owner, _ = find_class_entry(state, self.cls, "__setattr__")
         if owner is not torch.nn.Module:
             raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
         own = self.real.__dict__

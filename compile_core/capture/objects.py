@@ -28,6 +28,35 @@ def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type 
     return None, MISSING
 
 
+def find_class_entry(
+    state: CaptureState, cls: type, name: str, after: type | None = None
+) -> tuple[type | None, Any]:
+    """``class_lookup`` on behalf of the captured program: that it finds the same next time is guarded.
+
+    Classes of libraries do not change. A plain value is guarded by who reads it; that it is there, here.
+    """
+    key = (cls, name, after)
+    if key not in state.class_entries:
+        owner, entry = state.class_entries[key] = class_lookup(cls, name, after)
+        order = cls.__mro__
+        order = order if after is None else order[order.index(after) + 1 :]
+        for searched in order:
+            if is_library_object(searched):
+                if searched is owner:
+                    break
+                continue
+            names = AttributeSource(state.reference_source(searched.__qualname__, searched), "__dict__")
+            if searched is not owner:
+                state.guards.absent(names, name)
+                continue
+            if hasattr(type(entry), "__get__"):
+                state.guards.is_object(ItemSource(names, name), entry)
+            else:
+                state.guards.present(names, name)
+            break
+    return state.class_entries[key]
+
+
 def wrap_class_entry(state: CaptureState, cls: type, owner: type, name: str, entry: Any) -> Value:
     """The value of a raw entry of a class, guarded unless the class is a library's."""
     if is_library_object(owner):
@@ -108,7 +137,7 @@ class InstanceValue(Value):
 
     def truth(self, state: CaptureState) -> bool:
         for name in ("__bool__", "__len__"):
-            owner, entry = class_lookup(self.cls, name)
+            owner, entry = find_class_entry(state, self.cls, name)
             if owner is not None:
                 result = bind_class_entry(state, self, self.cls, owner, name, entry).call(state, [], {})
                 return result.truth(state)
@@ -132,13 +161,13 @@ class InstanceValue(Value):
 
     def _call_getattribute(self, state: CaptureState, name: str) -> Value | None:
         """The user's own ``__getattribute__``; None where it raises AttributeError and ``__getattr__`` follows."""
-        owner, entry = class_lookup(self.cls, "__getattribute__")
+        owner, entry = find_class_entry(state, self.cls, "__getattribute__")
         assert owner is not None
         bound = bind_class_entry(state, self, self.cls, owner, "__getattribute__", entry)
         try:
             return bound.call(state, [ConstantValue(name)], {})
         except SymbolicRaise as raised:
-            follows = class_lookup(self.cls, "__getattr__")[0] is not None
+            follows = find_class_entry(state, self.cls, "__getattr__")[0] is not None
             if follows and issubclass(raised.value.python_type(), AttributeError):
                 return None
             raise
@@ -150,7 +179,7 @@ class InstanceValue(Value):
             return state.wrap(cls, None)
         if name == "__dict__":
             return self.instance_dict(state)
-        owner, entry = class_lookup(cls, name)
+        owner, entry = find_class_entry(state, cls, name)
         if owner is not None and isinstance(entry, types.MemberDescriptorType):
             return self._slot(state, name)
         if owner is not None and _is_data_descriptor(entry):
@@ -209,7 +238,7 @@ class InstanceValue(Value):
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
         """``__getattr__``, or AttributeError."""
-        owner, entry = class_lookup(self.cls, "__getattr__")
+        owner, entry = find_class_entry(state, self.cls, "__getattr__")
         if owner is not None:
             bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
             return bound.call(state, [ConstantValue(name)], {})
@@ -230,7 +259,7 @@ class InstanceValue(Value):
         """What ``object.__setattr__`` does."""
         if name in ("__dict__", "__class__"):
             raise state.unsupported("attribute-store", f"a store to {name}")
-        owner, entry = class_lookup(self.cls, name)
+        owner, entry = find_class_entry(state, self.cls, name)
         if isinstance(entry, property):
             if entry.fset is None:
                 raise state.raise_exception(AttributeError, f"property {name!r} has no setter")
@@ -260,7 +289,7 @@ class InstanceValue(Value):
 
     def remove(self, state: CaptureState, name: str) -> None:
         """What ``object.__delattr__`` does."""
-        _, entry = class_lookup(self.cls, name)
+        _, entry = find_class_entry(state, self.cls, name)
         if _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
             raise state.unsupported(
                 "descriptor", f"a deletion of the descriptor {self.cls.__qualname__}.{name}"
@@ -283,13 +312,13 @@ class InstanceValue(Value):
             state.effects.attributes.pop((id(self), name), None)
 
     def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
-        owner, entry = class_lookup(self.cls, name)
+        owner, entry = find_class_entry(state, self.cls, name)
         if owner is None or entry is None or owner is object:
             return None
         return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, {})
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        owner, entry = class_lookup(self.cls, "__call__")
+        owner, entry = find_class_entry(state, self.cls, "__call__")
         if owner is None:
             raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
         return bind_class_entry(state, self, self.cls, owner, "__call__", entry).call(state, args, kwargs)
@@ -302,7 +331,7 @@ class InstanceValue(Value):
         return super().iterate(state) if result is None else result
 
     def advance(self, state: CaptureState) -> Value | None:
-        owner, entry = class_lookup(self.cls, "__next__")
+        owner, entry = find_class_entry(state, self.cls, "__next__")
         if owner is None:
             return super().advance(state)
         try:

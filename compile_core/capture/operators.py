@@ -11,7 +11,7 @@ from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
+from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.scalars import compute_scalar
 from compile_core.capture.symbolic_numbers import (
@@ -130,7 +130,7 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
         return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
     if isinstance(left, InstanceValue):
         name = f"__i{BINARY[symbol[:-1]][1][2:]}"
-        owner, entry = class_lookup(left.cls, name)
+        owner, entry = find_class_entry(state, left.cls, name)
         if owner is None:
             return None
         result = bind_class_entry(state, left, left.cls, owner, name, entry).call(state, [right], {})
@@ -164,7 +164,7 @@ def _special(state: CaptureState, left: Value, right: Value, method: str, reflec
     """A user's operator method; None where neither operand has one."""
     for owner, other, name in ((left, right, method), (right, left, reflected)):
         if isinstance(owner, InstanceValue):
-            defining, _ = class_lookup(owner.cls, name)
+            defining, _ = find_class_entry(state, owner.cls, name)
             if defining is None or defining is object:
                 continue
             found = owner.get_attribute(state, name)

@@ -26,7 +26,7 @@ from compile_core.capture.generators import GeneratorValue
 from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
 from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import bind_class_entry, class_lookup
+from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake
@@ -117,7 +117,7 @@ class Capture(CaptureState):
 
     def class_attribute(self, owner: Value, name: str) -> Value:
         cls = owner.python_type()
-        defining, entry = class_lookup(cls, name)
+        defining, entry = find_class_entry(self, cls, name)
         if defining is None:
             raise self.raise_exception(AttributeError, f"{cls.__name__!r} object has no attribute {name!r}")
         return bind_class_entry(self, owner, cls, defining, name, entry)

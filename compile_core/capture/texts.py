@@ -11,7 +11,7 @@ from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.mappings import DictValue, SetValue
-from compile_core.capture.objects import InstanceValue, bind_class_entry, class_lookup
+from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
 
 
 def text(state: CaptureState, value: Value) -> Value:
@@ -83,7 +83,7 @@ def _is_literal_text(value: Value) -> bool:
 
 def _own_method(state: CaptureState, value: InstanceValue, name: str, args: list[Value]) -> Value | None:
     """What a method gives that the class defines in Python; None where Python's own is in place."""
-    owner, entry = class_lookup(value.cls, name)
+    owner, entry = find_class_entry(state, value.cls, name)
     if owner is None or isinstance(entry, (types.WrapperDescriptorType, types.MethodDescriptorType)):
         return None
     return bind_class_entry(state, value, value.cls, owner, name, entry).call(state, args, {})

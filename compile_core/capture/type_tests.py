@@ -13,7 +13,7 @@ from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.libraries import is_library_object
-from compile_core.capture.objects import bind_class_entry, class_lookup
+from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.references import ReferenceValue, call_rule
 from compile_core.capture.tensors import TensorValue
 
@@ -64,7 +64,7 @@ def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
 
 def _own_test(state: CaptureState, wanted: type, name: str, value: Value) -> bool | None:
     """What a metaclass of the program says; None where Python's own test (or an ABC's) is in place."""
-    owner, entry = class_lookup(type(wanted), name)
+    owner, entry = find_class_entry(state, type(wanted), name)
     if owner in (None, type, abc.ABCMeta) or is_library_object(owner):
         return None
     assert owner is not None

@@ -254,6 +254,8 @@ def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source
     else:
         _guard_identity(state, real, source)
         owner = None if library else state.reference_source(real.__qualname__, real)
+        if owner is not None:
+            state.guards.is_object(AttributeSource(owner, "__code__"), real.__code__)
     cells = []
     for index, cell in enumerate(real.__closure__ or ()):
         name = real.__code__.co_freevars[index]

@@ -9,7 +9,6 @@ import collections
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,29 +17,7 @@ from torch import nn
 
 import compile_core
 from compile_core.capture import guards
-from compile_core.capture.guard_interpreter import guard_interpreter
-
-X = torch.arange(6.0).reshape(2, 3)
-
-
-@pytest.fixture(params=["interpreted", "python"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which form of the check is in use."""
-    if request.param == "python":
-        monkeypatch.setattr(guards, "guard_interpreter", lambda: None)
-    else:
-        assert guard_interpreter() is not None, "this machine has a compiler, so the interpreter must load"
-    return request.param
-
-
-@dataclass
-class Case:
-    """A function of ``world``; ``read`` changes what it read, ``unread`` something beside that."""
-
-    function: Callable[..., Any]
-    world: Callable[[], Any]
-    read: Callable[[Any], Any]
-    unread: Callable[[Any], Any]
+from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 
 class Options:
@@ -52,14 +29,9 @@ class Options:
         self.other = 1
 
 
-class Bag:
-    """Holds what it is given."""
-
-    def __init__(self, **held: Any) -> None:
-        self.__dict__.update(held)
-
-
 class Layer(nn.Module):
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
@@ -73,11 +45,6 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.weight + self.mean
         return self.inner(y) if self.kind == "relu" else y
-
-
-def put(owner: Any, name: str, value: Any) -> None:
-    """An assignment as an expression."""
-    setattr(owner, name, value)
 
 
 def set_cell(function: Any, name: str, value: Any) -> None:
@@ -315,45 +282,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def values(result: Any) -> Any:
-    """Something that compares."""
-    if result.device.type == "meta" or result.layout != torch.strided:
-        return result.shape, result.device, result.layout
-    return result.tolist(), result.dtype
-
-
-def call(function: Callable[..., Any], world: Any) -> Any:
-    try:
-        return values(function(world))
-    except Exception as error:
-        return type(error), str(error)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_read_is_guarded(name: str, form: str) -> None:
-    case = CASES[name]
-    plain, compiled_world = case.world(), case.world()
-    if isinstance(plain, nn.Module):
-        compiled_world.load_state_dict(plain.state_dict())
-    compiled = compile_core.compile(case.function, backend="eager")
-    assert call(compiled, compiled_world) == call(case.function, plain)
-    assert len(compiled.entries) == 1
-    for world in (plain, compiled_world):
-        case.unread(world)
-    assert call(compiled, compiled_world) == call(case.function, plain)
-    assert len(compiled.entries) == 1, "a change of what was not read costs nothing"
-    first = compiled.entries[0]
-    for world in (plain, compiled_world):
-        case.read(world)
-    assert type(first.check(compiled_world)) is not list
-    assert call(compiled, compiled_world) == call(case.function, plain)
+def test_what_was_read_is_guarded(name: str, guard_form: str) -> None:
+    check_case(CASES[name])
 
 
 SCALE = 2
 UNREAD = 2
 
 
-def test_globals(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals(guard_form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_core.compile(lambda x: x * SCALE, backend="eager")
     compiled(X)
     monkeypatch.setitem(globals(), "UNREAD", 3)
@@ -364,7 +302,7 @@ def test_globals(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled.entries) == 2
 
 
-def test_a_global_that_goes_away(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_global_that_goes_away(guard_form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_core.compile(lambda x: x * SCALE, backend="eager")
     compiled(X)
     monkeypatch.delitem(globals(), "SCALE")
@@ -383,7 +321,7 @@ def test_both_forms_return_the_same_inputs() -> None:
     assert all(one is other for one, other in zip(python, interpreted, strict=True))
 
 
-def test_a_check_does_not_keep_objects_alive(form: str) -> None:
+def test_a_check_does_not_keep_objects_alive(guard_form: str) -> None:
     class Owner:
         def __init__(self) -> None:
             self.shift = 3
@@ -397,7 +335,7 @@ def test_a_check_does_not_keep_objects_alive(form: str) -> None:
     assert reference() is None
 
 
-def test_an_interrupt_during_a_check_is_passed_on(form: str) -> None:
+def test_an_interrupt_during_a_check_is_passed_on(guard_form: str) -> None:
     class Switch:
         interrupts = False
 
