@@ -12,7 +12,7 @@ import torch
 
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
 from compile_core.bind_sizes import CompileGraph, compile_per_sizes
-from compile_core.capture.directives import compiled_by_torch
+from compile_core.capture.directives import compiled_by_torch, leave_alone
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.observe.compile_profiler import CompileProfiler
@@ -22,6 +22,7 @@ from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest, claim
 
 
+@leave_alone
 def compile(
     model: Callable[..., Any] | None = None,
     *,

@@ -32,7 +32,7 @@ from compile_core.capture import (
     resume_function,
     run_to_end,
 )
-from compile_core.capture.directives import disabled_frame, is_disabled
+from compile_core.capture.directives import disabled_frame, is_disabled, leave_alone
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
@@ -436,6 +436,7 @@ def living_functions() -> list[CompiledFunction]:
     return [function for _, function in sorted(_living.items())]
 
 
+@leave_alone
 def reset() -> None:
     """Forget everything that was compiled: the next call of every compiled function captures anew."""
     for function in living_functions():

@@ -13,6 +13,7 @@ from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 
 
+@directives.leave_alone
 def disable(
     fn: Callable[..., Any] | None = None, recursive: bool = True, *, reason: str | None = None
 ) -> Any:
@@ -30,6 +31,8 @@ def disable(
     """
     if fn is None:
         return functools.partial(disable, recursive=recursive, reason=reason)
+    if isinstance(fn, (staticmethod, classmethod)):
+        return type(fn)(disable(fn.__func__, recursive, reason=reason))
     if isinstance(fn, type):
         fn.__init__ = disable(fn.__init__, recursive, reason=reason)
         if "__call__" in fn.__dict__:

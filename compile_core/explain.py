@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from compile_core.capture.directives import leave_alone
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedFrame
@@ -16,6 +17,7 @@ from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import Stopwatch, print_times
 
 
+@leave_alone
 def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any:
     """Runs a function once, compiled with the backend "eager", and reports its graphs and graph breaks.
 
@@ -24,6 +26,7 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
     older form of the same.
     """
 
+    @leave_alone
     def run(*args: Any, **kwargs: Any) -> ExplainOutput:
         seen = _SeenFrames()
         stopwatch = Stopwatch()

@@ -14,6 +14,7 @@ from compile_core.compiled_function import CompiledFunction, living_functions
 from compile_core.compiled_module import CompiledModule, wrap_module
 
 
+@directives.leave_alone
 def run(fn: Callable[..., Any] | None = None) -> Any:
     """A function that uses the compiled entries of ``fn`` and makes none: a call that fits none runs as plain Python.
 

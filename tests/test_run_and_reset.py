@@ -137,6 +137,24 @@ def test_disable_forms():
         compile_core.disable(3)
 
 
+def test_disabled_static_methods_and_class_methods():
+    class Model:
+        @compile_core.disable
+        @staticmethod
+        def static(x):
+            return x + 1
+
+        @compile_core.disable
+        @classmethod
+        def of_class(cls, x):
+            return cls.static(x) + 1
+
+    counter = CompileCounter()
+    compiled = compile_core.compile(lambda x: Model.static(x * 2) + Model.of_class(x), backend=counter)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 6.0))
+    assert counter.op_count == 2
+
+
 def test_a_disabled_class_is_made_and_called_plainly():
     seen = []
 
@@ -275,3 +293,18 @@ def test_methods_are_compiled_in_a_class_body():
     assert torch.equal(model.scaled(torch.ones(2)), torch.full((2,), 3.0))
     assert torch.equal(model.shifted(torch.ones(2), by=2), torch.full((2,), 3.0))
     assert torch.equal(Model.shifted(model, torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_what_controls_compilation_is_not_compiled_itself():
+    inner = compile_core.compile(scale, backend="eager")
+
+    def controls(x):
+        x = x + compile_core.explain(scale)(x, 2).graph_count
+        compile_core.reset()
+        x = compile_core.run(inner)(x, 2)
+        x = compile_core.compile(lambda y: y + 1, backend="eager")(x)
+        return compile_core.disable(scale)(x, 3)
+
+    compiled = compile_core.compile(controls, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 15.0))

@@ -124,6 +124,12 @@ def mark_disabled(wrapper: Any, original: Any, recursive: bool, reason: str | No
     setattr(wrapper, _WRAPPER_ID, id(wrapper))
 
 
+def leave_alone(function: Any) -> Any:
+    """A decorator for functions that control compilation: called in compiled code, they run as plain Python."""
+    mark_disabled(function, function, True, "it controls compilation")
+    return function
+
+
 def is_disabled(function: Any) -> bool:
     return bool(getattr(function, DISABLED, False))
 

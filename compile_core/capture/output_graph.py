@@ -211,6 +211,8 @@ class OutputGraph:
 
     def name_after(self, node: fx.Node, variable: str) -> None:
         """Give an operation the name of the first of the user's variables that holds its result."""
+        if variable == "self":
+            return  # in the generated code, that is the graph module
         if node.op != "placeholder" and node not in self._named_after_variable:
             self._named_after_variable.add(node)
             node._rename(variable)

@@ -48,6 +48,21 @@ def test_variables_of_inlined_functions_count_too():
     assert "shifted" in named(graph_of(lambda a: inner(a), torch.ones(2)))
 
 
+def test_a_variable_named_self_or_torch_does_not_disturb_the_graph():
+    def f(x):
+        self = x + 1
+        torch_ = self * 2
+        forward = torch_ - 1
+        return shadows_torch(forward)
+
+    def shadows_torch(x):
+        torch = x.abs()
+        return torch.sin()
+
+    x = torch.randn(3)
+    assert torch.equal(graph_of(f, x)(x)[0], f(x))
+
+
 def test_placeholders_tell_where_their_tensors_are():
     class Model(torch.nn.Module):
         def __init__(self):
