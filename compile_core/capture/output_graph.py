@@ -6,12 +6,14 @@ import itertools
 import operator
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -183,7 +185,7 @@ class OutputGraph:
         fake_kwargs = map_arg(kwargs, _fake_of)
         run = example_by or target
         try:
-            with self.fake_mode:
+            with self.fake_mode, self._kernels_of_sizes():
                 if isinstance(run, str):
                     example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
                 else:
@@ -208,6 +210,10 @@ class OutputGraph:
         node.meta["example_value"] = example
         node.meta["stack_trace"] = stack_trace
         return node
+
+    def _kernels_of_sizes(self) -> AbstractContextManager[Any]:
+        """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
+        return nullcontext() if self.fake_mode.shape_env is None else enable_python_dispatcher()
 
     def name_after(self, node: fx.Node, variable: str) -> None:
         """Give an operation the name of the first of the user's variables that holds its result."""

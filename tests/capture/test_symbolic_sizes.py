@@ -292,3 +292,8 @@ def test_data_dependent_sizes_still_break_the_graph() -> None:
         x = torch.arange(rows)
         assert_same(made(x), x.nonzero() + 1)
     assert made.break_reasons
+
+
+def test_padding_keeps_sizes_open() -> None:
+    """Torch's operator asks for numbers where it runs in C++."""
+    check(lambda x: torch.nn.functional.pad(x, (0, 1), value=-1) * 2, batches(2, 3, 4, 5), entries=2)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from compile_core import api
 from compile_core.compiled_function import CompiledFunction
-from tests.capture.transformers_models import MODELS, Inputs
+from tests.capture.transformers_models import MODELS, Inputs, padded_text
 
 
 def compile_module(module: nn.Module) -> tuple[Any, CompiledFunction]:
@@ -40,8 +39,8 @@ def train_once(module: nn.Module, inputs: Inputs, seed: int) -> list[Any]:
     module.zero_grad()
     torch.manual_seed(seed)
     output = module(**inputs)
-    assert isinstance(output, ModelOutput)
-    output["loss"].backward()
+    loss = output["loss"] if isinstance(output, dict) else output[0]
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     return leaves([output, gradients, dict(module.named_buffers()), torch.get_rng_state()])
 
@@ -64,10 +63,65 @@ def same_as_eager(module: nn.Module, batches: list[Inputs]) -> CompiledFunction:
     return function
 
 
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name].make().train()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_one_graph(name):
-    torch.manual_seed(0)
-    model = MODELS[name]
-    function = same_as_eager(model.make().train(), [model.inputs(batch) for batch in (2, 2, 3)])
-    assert len(function.entries) <= 2  # one for each batch size, at most
-    assert function.entries[-1].captured.graph is not None
+    function = same_as_eager(make(name), [MODELS[name].inputs(batch) for batch in (2, 2, 3, 5)])
+    assert len(function.entries) == 2  # the first batch size, and all others
+    assert all(entry.captured.graph is not None for entry in function.entries)
+
+
+def test_a_padding_mask_is_data():
+    module = make("gpt2")
+    inputs = padded_text(2)
+    other = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    assert len(same_as_eager(module, [inputs, other]).entries) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"output_hidden_states": True}, {"return_dict": False}, {"use_cache": False}]
+)
+def test_arguments_that_change_the_result(arguments):
+    module = make("mistral")
+    module(**MODELS["mistral"].inputs(2), **arguments)  # transformers installs hooks at the first request
+    batch = MODELS["mistral"].inputs(2) | arguments
+    assert len(same_as_eager(module, [batch, batch]).entries) == 1
+
+
+def test_attention_weights():
+    module = make("vit")
+    module.set_attn_implementation("eager")
+    module(**MODELS["vit"].inputs(2), output_attentions=True)
+    same_as_eager(module, [MODELS["vit"].inputs(2) | {"output_attentions": True}] * 2)
+
+
+def test_gradient_checkpointing():
+    module = make("gpt2")
+    module.activation_checkpointing_enable()
+    same_as_eager(module, [MODELS["gpt2"].inputs(2)] * 2)
+
+
+def test_inference_under_autocast():
+    module = make("llama").eval()
+    compiled, function = compile_module(copy.deepcopy(module))
+    inputs = MODELS["llama"].inputs(2)
+    for _ in range(2):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert_same(leaves(compiled(**inputs)), leaves(module(**inputs)))
+    assert len(function.entries) == 1
+
+
+def test_a_cache_that_is_passed_in_grows():
+    module = make("llama").eval()
+    compiled, _ = compile_module(copy.deepcopy(module))
+    tokens = MODELS["llama"].inputs(2)["input_ids"]
+    results = []
+    for model in (module, compiled):
+        with torch.no_grad():
+            cache = model(input_ids=tokens[:, :4]).past_key_values
+            results.append(leaves([model(input_ids=tokens[:, 4:5], past_key_values=cache), cache]))
+    assert_same(results[1], results[0])
