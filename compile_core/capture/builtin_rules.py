@@ -26,7 +26,7 @@ from compile_core.capture.tensors import TensorValue
 
 _PURE = (
     [abs, bin, bytes, chr, complex, divmod, hex, oct, ord, pow, round, range]
-    + [value for name, value in vars(math).items() if callable(value)]
+    + [value for name, value in vars(math).items() if callable(value) and name != "prod"]
     + [int.from_bytes]
 )
 

@@ -81,6 +81,21 @@ def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
     return total(ListValue(list(items)), *args[1:], **kwargs)
 
 
+@call_rule(math.prod)
+def _product_of_all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def total(iterable: Value, *, start: Value | None = None) -> Value:
+        first = ConstantValue(1) if start is None else start
+        items = state.items_of(iterable)
+        values = [first, *items]
+        if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
+            return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
+        for item in items:
+            first = operators.binary(state, "*", first, item)
+        return first
+
+    return total(*args, **kwargs)
+
+
 def _extremum_rule(function: Any, symbol: str) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if set(kwargs) - {"key", "default"}:

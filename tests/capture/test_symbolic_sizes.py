@@ -297,3 +297,8 @@ def test_data_dependent_sizes_still_break_the_graph() -> None:
 def test_padding_keeps_sizes_open() -> None:
     """Torch's operator asks for numbers where it runs in C++."""
     check(lambda x: torch.nn.functional.pad(x, (0, 1), value=-1) * 2, batches(2, 3, 4, 5), entries=2)
+
+
+def test_products_of_sizes() -> None:
+    check(lambda x: x * math.prod(x.shape) + math.prod(size + 1 for size in x.shape), batches(2, 3, 4, 5), 2)
+    check(lambda x: x * math.prod([2, 3.5], start=2) + math.prod([]), batches(2), 1)
