@@ -10,6 +10,7 @@ from compile_core.capture.directives import (
     graph_break,
     is_compiling,
 )
+from compile_core.capture.numpy_wrapper import wrap_numpy
 from compile_core.capture.size_marks import mark_dynamic, mark_static, maybe_mark_dynamic
 from compile_core.compiled_function import reset
 from compile_core.disable import disable
@@ -45,4 +46,5 @@ __all__ = [
     "reset",
     "run",
     "testing",
+    "wrap_numpy",
 ]

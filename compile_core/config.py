@@ -59,6 +59,12 @@ SETTINGS: Mapping[str, Setting] = {
         "True or False",
         "where a backend raises, log it and run the graph with torch's own kernels",
     ),
+    "trace_numpy": Setting(
+        True,
+        _is_flag,
+        "True or False",
+        "capture what a function does with NumPy arrays; else NumPy itself runs it, between graphs",
+    ),
     "log_level": Setting(
         None,
         lambda value: value is None or _is_number(value),
@@ -132,6 +138,7 @@ cache_size_limit: int
 error_on_recompile: bool
 suppress_errors: bool
 log_level: int | None
+trace_numpy: bool
 patch: Callable[..., contextlib.AbstractContextManager[None]]
 
 for _name, _setting in SETTINGS.items():

@@ -196,7 +196,10 @@ def dense_spec(spec: TensorSpec) -> TensorSpec:
 def failures_explained() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except Unsupported:
+        raise
+    except Exception as error:
+        # Also what torch's own tracing asserts, of operators with effects for one.
         raise Unsupported(
             "trace-failed", f"the captured graph does not run on fake tensors: {error}"
         ) from error

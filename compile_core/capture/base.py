@@ -209,6 +209,8 @@ class CaptureState:
         self.class_entries: dict[tuple[type, str, type | None], tuple[type | None, Any]] = {}
         # In-place operations return their operand: the same fake tensor means the same tensor.
         self.tensor_of_fake: dict[int, Any] = {}
+        # The arrays of NumPy, by the identity of the tensor that stands for each.
+        self.array_of_tensor: dict[int, Any] = {}
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
         self.turned: set[Any] = set()
         self.switches_at_start: tuple[tuple[Any, ...], ...] = ()

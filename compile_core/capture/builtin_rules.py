@@ -18,6 +18,7 @@ from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, SetValue, new_dict
+from compile_core.capture.numpy_arrays import operate
 from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
@@ -33,6 +34,9 @@ _PURE = (
 
 def _fold_rule(function: Any) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        array = operate(state, operator.abs, *args) if function is abs else None
+        if array is not None:
+            return array
         if function is abs and isinstance(args[0], TensorValue):
             return state.call_tensor_op("call_method", "abs", args, {})
         if function is pow and any(isinstance(argument, TensorValue) for argument in args):

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +36,7 @@ from compile_core.capture.state import Capture
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from compile_core.ir.sources import ItemSource, LocalSource, Source
+from compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
 from compile_core.ir.torch_switches import read_switches, turn_back
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
@@ -330,6 +330,7 @@ def _check_inputs(state: Capture) -> None:
         if fake._version != record.version:
             changed.append(index)
     for index in changed:
+        _check_arrays(state, tensors[index], tensors)
         for other, record in enumerate(tensors):
             if other != index and _overlap(tensors[index].real, record.real):
                 raise state.unsupported(
@@ -337,6 +338,15 @@ def _check_inputs(state: Capture) -> None:
                     f"{tensors[index].entry.source}, which is changed, shares memory with {record.entry.source}",
                 )
         state.guards.no_overlap([record.entry for record in tensors], index)
+
+
+def _check_arrays(state: Capture, changed: Any, tensors: Sequence[Any]) -> None:
+    """Tensors of arrays begin where the array does, so that nothing tells whether two share memory."""
+    arrays = [record for record in tensors if isinstance(record.entry.source, ConvertedSource)]
+    if changed in arrays and len(arrays) > 1:
+        raise state.unsupported(
+            "overlapping-inputs", f"{changed.entry.source} is changed, beside other arrays"
+        )
 
 
 def _overlap(one: Any, other: Any) -> bool:

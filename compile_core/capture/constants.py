@@ -6,6 +6,7 @@ import enum
 import types
 from typing import Any
 
+import numpy as np
 import torch
 
 from compile_core.capture.base import CaptureState, NotConstant, Value, constants_of
@@ -30,7 +31,7 @@ LITERAL_TYPES = (
 
 def is_literal(real: object) -> bool:
     """Whether an object is immutable, compares by value, and prints as itself."""
-    return type(real) in LITERAL_TYPES or isinstance(real, enum.Enum)
+    return type(real) in LITERAL_TYPES or isinstance(real, (enum.Enum, np.dtype))
 
 
 class ConstantValue(Value):

@@ -1,6 +1,6 @@
 """Which code is trusted not to change while a program runs.
 
-Note [Trusted libraries]: globals, classes and functions of torch and of the standard library are read
+Note [Trusted libraries]: globals, classes and functions of torch, NumPy and the standard library are read
 without guards.
 A program that replaces ``torch.nn.functional.linear`` or ``math.sqrt`` between two calls keeps the compiled
 behaviour of the first. Guarding them would triple the cost of every call, for names that no training program
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_TRUSTED_ROOTS = (frozenset(sys.stdlib_module_names) | {"torch"}) - {"__main__"}
+_TRUSTED_ROOTS = (frozenset(sys.stdlib_module_names) | {"torch", "numpy"}) - {"__main__"}
 
 
 def is_library_name(module_name: object) -> bool:

@@ -6,11 +6,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.numpy_arrays import ArrayValue, operate
 from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
 from compile_core.capture.references import ReferenceValue
 from compile_core.capture.scalars import compute_scalar
@@ -77,6 +80,9 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
             return changed
         symbol = symbol[:-1]
     function, method, reflected = BINARY[symbol]
+    array = operate(state, function, left, right)
+    if array is not None:
+        return array
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
         if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
             raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
@@ -126,6 +132,8 @@ def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value
 
 def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
     """``left symbol right`` where the left operand changes itself; None where it has no such operator."""
+    if isinstance(left, ArrayValue):
+        return operate(state, IN_PLACE[symbol], left, right)
     if isinstance(left, TensorValue):
         return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
     if isinstance(left, InstanceValue):
@@ -179,6 +187,9 @@ def _special(state: CaptureState, left: Value, right: Value, method: str, reflec
 
 def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
     function, method = UNARY[symbol]
+    array = operate(state, function, operand)
+    if array is not None:
+        return array
     if isinstance(operand, TensorValue):
         return state.call_tensor_op("call_function", function, [operand], {})
     if isinstance(operand, InstanceValue):
@@ -193,6 +204,9 @@ def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
 
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     function, method, reflected = COMPARE[symbol]
+    array = operate(state, function, left, right)
+    if array is not None:
+        return array
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
         none = [side for side in (left, right) if is_none(side)]
         if none and symbol in ("==", "!="):
@@ -212,6 +226,11 @@ def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Valu
 
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
     """``left == right`` with Python's identity shortcut of containers for values without data."""
+    if any(isinstance(side, ConstantValue) and isinstance(side.value, np.dtype) for side in (left, right)):
+        compared = operate(state, operator.eq, left, right)
+        return compared is not None and compared.truth(state)
+    if left is not right and (isinstance(left, ArrayValue) or isinstance(right, ArrayValue)):
+        raise state.unsupported("array-equality", "a comparison of containers whose items are arrays")
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
         if left is right:
             return True  # containers compare by identity first

@@ -20,6 +20,7 @@ from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modes import ModeValue
 from compile_core.capture.modules import ModuleSlice, ModuleValue
+from compile_core.capture.numpy_arrays import ArrayValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.rebuild_iterators import build_iterator
@@ -114,6 +115,8 @@ class RunnerWriter(SourceWriter):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
         if isinstance(value, ModeValue):
             return value.rebuild(self)
+        if isinstance(value, ArrayValue):
+            return value.rebuild(self, self.emit(value.tensor))
         if isinstance(value, (IteratorValue, SequenceIterator)):
             return self._name(value, build_iterator(self, value))
         raise self.state.unsupported("result", f"no rule to hand out {value.describe()}")

@@ -15,6 +15,8 @@ from compile_core.capture import (
     functional_calls,
     inspect_rules,
     modes,
+    numpy_rules,
+    numpy_wrapper,
     switches,
 )
 from compile_core.capture.base import CaptureState, Value
@@ -54,6 +56,8 @@ SPECIAL_RULES: tuple[Any, ...] = (
     functional_calls,
     inspect_rules,
     modes,
+    numpy_rules,
+    numpy_wrapper,
     switches,
     _super,
 )

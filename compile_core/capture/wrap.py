@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
@@ -29,6 +30,7 @@ from compile_core.capture.functions import (
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modules import ModuleValue
+from compile_core.capture.numpy_arrays import NUMPY_FUNCTIONS, wrap_array
 from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.partials import PartialValue
@@ -138,6 +140,11 @@ def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
 def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value:
     if isinstance(real, torch.Tensor):
         return _wrap_tensor(state, real, source)
+    if isinstance(real, (np.ndarray, np.generic)):
+        return wrap_array(state, real, source)
+    if isinstance(real, NUMPY_FUNCTIONS):
+        _guard_identity(state, real, source)
+        return CallableReferenceValue(real, find_call_rule(real), source)
     if isinstance(real, torch.nn.Module):
         if source is not None:
             state.guards.type_is(source, type(real))

@@ -226,6 +226,19 @@ class ModuleEntrySource(_Step):
         return f"{self.parent}.{self.key}"
 
 
+@dataclass(frozen=True)
+class ConvertedSource(_Step):
+    """``function(parent)``: what an object becomes on its way into the graph, as the tensor of an array."""
+
+    function: Reference
+
+    def expression(self, base: str, name_of: NameOf) -> str:
+        return f"{name_of(self.function)}({base})"
+
+    def __str__(self) -> str:
+        return str(self.parent)
+
+
 def container_item(container: Source, key: Any) -> Source:
     """An item of a list, tuple or dictionary that lies at a source."""
     if isinstance(container, ContentSource):
@@ -250,7 +263,7 @@ def path_words(source: Source) -> list[str]:
     before = path_words(source.parent)
     if isinstance(source, KeySource):
         return [*before, str(source.index)]
-    if isinstance(source, (CallSource, OwnDictSource, ContentSource, KeysSource)):
+    if isinstance(source, (CallSource, OwnDictSource, ContentSource, KeysSource, ConvertedSource)):
         return before
     if isinstance(source, AttributeSource):
         return before if source.name in ("__dict__", "cell_contents") else [*before, source.name]

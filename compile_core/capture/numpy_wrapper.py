@@ -1,0 +1,72 @@
+"""``wrap_numpy``: a function of arrays as a function of tensors, which is differentiable and runs on any device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import ListValue, SequenceValue
+from compile_core.capture.mappings import DictValue
+from compile_core.capture.numpy_arrays import ArrayValue, as_array
+from compile_core.capture.references import call_rule
+from compile_core.capture.tensors import TensorValue
+
+
+def wrap_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function from arrays to arrays as a function from tensors to tensors, for ``compile(fullgraph=True)``.
+
+    Compiled, it computes on the tensors themselves, wherever they lie, and gradients flow through it. Called as plain
+    Python it hands NumPy the tensors' arrays, which do neither.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = arrays_of((args, kwargs))
+        return tensors_of(function(*given[0], **given[1]))
+
+    return wrapped
+
+
+def arrays_of(structure: Any) -> Any:
+    """The structure with arrays for tensors."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.numpy(), structure)
+
+
+def tensors_of(structure: Any) -> Any:
+    """The structure with tensors for arrays and NumPy scalars."""
+    return pytree.tree_map_only((np.ndarray, np.generic), torch.as_tensor, structure)
+
+
+@call_rule(arrays_of)
+def _arrays_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return _map(
+        state, args[0], lambda value: as_array(state, value) if isinstance(value, TensorValue) else value
+    )
+
+
+@call_rule(tensors_of)
+def _tensors_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return _map(state, args[0], lambda value: value.tensor if isinstance(value, ArrayValue) else value)
+
+
+def _map(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:
+    if isinstance(value, SequenceValue):
+        items: list[Any] = [_map(state, item, change) for item in value.all(state)]
+        return ListValue(items) if value.cls is list else SequenceValue(items, value.cls)
+    if isinstance(value, DictValue) and value.cls is dict:
+        value.guard_keys(state)
+        entries: dict[Any, Any] = {
+            key: (name, _map(state, value.get(state, key), change))
+            for key, (name, _) in list(value.entries.items())
+        }
+        return DictValue(entries, dict)
+    if isinstance(value, (TensorValue, ArrayValue, ConstantValue)):
+        return change(value)
+    raise state.unsupported("wrap-numpy", f"{value.describe()} goes in or out of a function of arrays")

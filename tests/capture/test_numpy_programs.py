@@ -1,0 +1,204 @@
+"""Programs of NumPy, and of NumPy and torch together, in captured code."""
+
+# ruff: noqa: N803, N806 - arrays have the names that they have in the reference pages
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import compile_core
+from compile_core.errors import Unsupported
+from tests.capture.same_as_plain import check_same
+
+BACKENDS = ["eager", "aot_eager", "triton"]
+
+
+def matrix():
+    return (np.random.default_rng(torch.randint(100, ()).item()).standard_normal((4, 5)),)
+
+
+def sum_of_products(X, Y):
+    return np.sum(X[:, :, None] * Y[:, None, :], axis=(-2, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arrays_in_and_out(backend):
+    random = np.random.default_rng(0)
+    X, Y = random.standard_normal((8, 4)), random.standard_normal((8, 4))
+    compiled = compile_core.compile(sum_of_products, backend=backend, fullgraph=True)
+    for _ in range(2):
+        Z = compiled(X, Y)
+        assert isinstance(Z, np.ndarray)
+        np.testing.assert_allclose(Z, sum_of_products(X, Y), rtol=1e-12)
+    assert len(compiled.entries) == 1
+    compiled(X[:3], Y[:3])
+    np.testing.assert_allclose(compiled(X[:3], Y[:3]), sum_of_products(X[:3], Y[:3]), rtol=1e-12)
+
+
+def there_and_back(X):
+    t = torch.from_numpy(X)
+    y = (t * 2).numpy()
+    return torch.sin(torch.from_numpy(np.exp(y))), torch.tensor(X), torch.as_tensor(X).sum(), y
+
+
+def returns_its_argument(X):
+    return X, X[1:], X.T
+
+
+def changes_its_argument(X):
+    X[0] = 1
+    X += 2
+    X[:, 1] *= 3
+    return X
+
+
+def scalars(X):
+    scale = np.float32(3)
+    return X * scale, X.astype(np.float32) * scale + 1, np.sqrt(2.0) + X
+
+
+def shapes(X):
+    rows, columns = X.shape
+    return np.zeros((columns, rows), dtype=X.dtype) + X.T, X.ndim, X.size, len(X), [row.sum() for row in X]
+
+
+def asks_types(X):
+    return isinstance(X, np.ndarray), X.dtype == np.float64, X.dtype.name, type(X) is np.ndarray
+
+
+PROGRAMS = [there_and_back, returns_its_argument, changes_its_argument, scalars, shapes, asks_types]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_same_as_plain(program, backend):
+    check_same(program, matrix, backend=backend)
+
+
+def test_an_argument_that_is_returned_is_the_same_object():
+    X = np.ones(3)
+    compiled = compile_core.compile(lambda X: (X, X + 1), backend="eager", fullgraph=True)
+    assert compiled(X)[0] is X
+
+
+def test_a_view_shares_its_memory():
+    X = np.zeros(3)
+    view = compile_core.compile(lambda X: X[1:], backend="eager", fullgraph=True)(X)
+    view[0] = 5
+    assert X[1] == 5
+
+
+def test_a_graph_break_hands_out_real_arrays(capsys):
+    def program(X):
+        Y = X * 2
+        print(type(Y).__name__, Y.sum())
+        return np.sum(Y, axis=0)
+
+    compiled = compile_core.compile(program, backend="eager")
+    X = np.ones((2, 3))
+    assert np.array_equal(compiled(X), np.full(3, 4.0))
+    assert capsys.readouterr().out == "ndarray 12.0\n"
+
+
+class Special(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "b"]),
+        np.array([np.datetime64("2020-01-01")]),
+        np.ones(2, dtype=[("x", float)]),
+        np.ma.masked_array([1.0, 2.0], mask=[True, False]),
+        np.ones(2).view(Special),
+        np.ones(2, dtype=np.uint16),
+        np.ones(2, dtype=">f8"),
+        np.ones(4)[::-1],
+        np.broadcast_to(np.ones(1), (3,)),
+    ],
+    ids=[
+        "strings",
+        "dates",
+        "structured",
+        "masked",
+        "subclass",
+        "uint16",
+        "big-endian",
+        "reversed",
+        "read-only",
+    ],
+)
+def test_other_arrays_are_left_to_numpy(array):
+    def program(X):
+        return np.concatenate([X, X]), X.shape
+
+    compiled = compile_core.compile(program, backend="eager")
+    expected, found = program(array), compiled(array)
+    assert type(found[0]) is type(expected[0])
+    assert found[0].dtype == expected[0].dtype
+    assert found[0].tolist() == expected[0].tolist()
+    with pytest.raises(Unsupported):
+        compile_core.compile(program, backend="eager", fullgraph=True)(array)
+
+
+def test_arrays_that_share_memory_and_change():
+    def program(X, Y):
+        X += 1
+        return X + Y
+
+    compiled = compile_core.compile(program, backend="aot_eager")
+    X = np.zeros(4)
+    assert np.array_equal(compiled(X[:3], X[1:]), [2.0, 2.0, 1.0])
+
+
+def test_trace_numpy_can_be_turned_off():
+    compiled = compile_core.compile(lambda X: np.sum(X), backend="eager", fullgraph=True)
+    with compile_core.config.patch(trace_numpy=False), pytest.raises(Unsupported):
+        compiled(np.ones(3))
+    assert compiled(np.ones(3)) == 3
+
+
+def test_random_numbers_are_numpys_own():
+    compiled = compile_core.compile(lambda X: X + np.random.rand(3), backend="eager")
+    np.random.seed(0)
+    found = compiled(np.zeros(3))
+    np.random.seed(0)
+    assert np.array_equal(found, np.random.rand(3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrap_numpy_is_differentiable(backend):
+    @compile_core.compile(backend=backend, fullgraph=True)
+    @compile_core.wrap_numpy
+    def program(X, Y):
+        return np.mean(np.sum(X[:, :, None] * Y[:, None, :], axis=(-2, -1)))
+
+    X, Y = torch.randn(8, 4, dtype=torch.float64, requires_grad=True), torch.randn(8, 4, dtype=torch.float64)
+    Z = program(X, Y)
+    assert isinstance(Z, torch.Tensor)
+    Z.backward()
+    expected = (X.detach()[:, :, None] * Y[:, None, :]).sum((-2, -1)).mean()
+    torch.testing.assert_close(Z.detach(), expected)
+    torch.testing.assert_close(X.grad, Y.sum(1, keepdim=True).expand_as(X) / 8)
+
+
+def test_wrap_numpy_uncompiled():
+    found = compile_core.wrap_numpy(lambda X: {"sum": np.sum(X), "more": X + 1})(torch.ones(3))
+    assert torch.equal(found["sum"], torch.tensor(3.0))
+    assert torch.equal(found["more"], torch.full((3,), 2.0))
+
+
+def test_a_default_device():
+    compiled = compile_core.compile(sum_of_products, backend="eager", fullgraph=True)
+    X = np.ones((2, 3))
+    with torch.device("cpu"):
+        assert isinstance(compiled(X, X), np.ndarray)
+
+
+def test_an_operator_that_cannot_be_traced_runs_with_torchs_kernels():
+    compiled = compile_core.compile(lambda X: np.linalg.inv(X), backend="aot_eager", fullgraph=True)
+    X = np.eye(3) * 2
+    assert np.array_equal(compiled(X), np.eye(3) / 2)
