@@ -25,6 +25,7 @@ _NOT_MAPPED = frozenset(
     ]
 )  # fmt: skip
 
+
 def _rule(name: str) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         result = call_numpy(state, name, args, kwargs)
