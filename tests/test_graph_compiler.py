@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import torch
 import torch._dynamo
 
 from compile_core.graph_compiler import gradsplit
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +37,7 @@ class Small(torch.nn.Module):
 
 
 def test_the_entry_point_is_declared():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["torch_dynamo_backends"]["gradsplit"].partition(":")
     assert getattr(importlib.import_module(module), name) is gradsplit
 
@@ -102,3 +107,23 @@ def test_conjugated_inputs_run_with_torchs_kernels(caplog):
     compiled = torch.compile(lambda z: z * 2, backend=gradsplit, dynamic=False)
     z = torch.randn(3, dtype=torch.complex64).conj()
     assert torch.equal(compiled(z), z * 2)
+
+
+def test_installed_it_is_known_to_torch_by_name(tmp_path):
+    """In a process of its own, since torch looks for entry points once."""
+    information = tmp_path / "gradsplit_for_test-0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gradsplit-for-test\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(
+        "[torch_dynamo_backends]\ngradsplit = compile_core.graph_compiler:gradsplit\n"
+    )
+    program = (
+        "import torch\n"
+        "x = torch.ones(3, requires_grad=True)\n"
+        "torch.compile(lambda x: (x * 3).sum(), backend='gradsplit')(x).backward()\n"
+        "assert torch.equal(x.grad, torch.full((3,), 3.0))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=100
+    )
