@@ -223,8 +223,8 @@ class OutputGraph:
             self._named_after_variable.add(node)
             node._rename(variable)
 
-    def item(self, node: fx.Node, index: int) -> fx.Node:
-        """The node of one tensor out of a node with several."""
+    def item(self, node: fx.Node, index: Any) -> fx.Node:
+        """The node of one part out of a node with several: by position, or by key in a dictionary."""
         item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
         item.meta["example_value"] = node.meta["example_value"][index]
         item.meta["stack_trace"] = node.meta.get("stack_trace", "")

@@ -185,21 +185,20 @@ class Capture(CaptureState):
             cls = type(example)
             items: list[Any] = []
             for index, item in enumerate(example):
-                if item is None:
-                    items.append(ConstantValue(None))
-                    continue
                 if isinstance(item, types.FunctionType):
                     items.append(PullBackValue(self.graph.item(node, index)))
                     continue
-                if not isinstance(item, torch.Tensor):
-                    raise self.unsupported(
-                        "operation-result", f"{target} returned {type(item).__name__} in a tuple"
-                    )
-                items.append(self._wrap_result(self.graph.item(node, index), item, target))
+                items.append(self._wrap_part(node, index, item, target))
             if issubclass(cls, list):
                 return ListValue(items)
             if cls is tuple or sequence_fields(cls):
                 return SequenceValue(items, cls)
+        if type(example) is dict and all(is_literal(key) for key in example):
+            entries: dict[Any, Any] = {
+                key: (ConstantValue(key), self._wrap_part(node, key, item, target))
+                for key, item in example.items()
+            }
+            return DictValue(entries)
         if example is None:
             return ConstantValue(None)
         if isinstance(example, torch.SymInt):
@@ -210,6 +209,12 @@ class Capture(CaptureState):
             f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",
             "keep data-dependent Python values out of the compiled function",
         )
+
+    def _wrap_part(self, node: fx.Node, key: Any, part: Any, target: Any) -> Value:
+        """A part of a result. Fakes cannot give numbers that depend on data, so a literal is always the same."""
+        if is_literal(part):
+            return ConstantValue(part)
+        return self._wrap_result(self.graph.item(node, key), part, target)
 
     def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
         node = self.graph.graph.create_node(op, target, args, {})

@@ -122,6 +122,23 @@ def test_a_function_is_allowed_inside_of_compiled_code():
     assert [target.__name__ for target in graph_targets(compiled)] == ["inner"]
 
 
+def test_results_of_allowed_functions_may_be_nested():
+    @compile_core.allow_in_graph
+    def several(x, n):
+        return x + n, (x * 2, [x - 1, None]), {"size": x.shape[0], "same": x, 3: torch.ones(2)}
+
+    def uses(x):
+        first, (second, (third, nothing)), named = several(x, 3)
+        assert nothing is None and list(named) == ["size", "same", 3]
+        return first + second * third * named["size"] + named["same"] + named[3], named
+
+    compiled = compile_eager(uses, fullgraph=True)
+    x = torch.randn(2)
+    (result, named), (expected, plainly) = compiled(x), uses(x)
+    assert torch.equal(result, expected)
+    assert named.keys() == plainly.keys() and named["same"] is x and named["size"] == 2
+
+
 def test_allowed_functions_that_bear_another_functions_name():
     summed = compile_core.allow_in_graph(
         torch.vmap(torch.sum)
