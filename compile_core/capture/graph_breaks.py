@@ -21,6 +21,7 @@ from compile_core.capture.objects import InstanceValue
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.reconstruct import RunnerWriter
 from compile_core.capture.resume import (
+    FIRST_ARGUMENT,
     HANDLED,
     LAST_INSTRUCTION,
     NULL_PLACE,
@@ -32,6 +33,9 @@ from compile_core.capture.resume import (
     make_break_code,
     make_resume_code,
     origin_of,
+    sees_its_frame,
+    split_locals,
+    uses_super,
 )
 from compile_core.ir.captured import ResumePoint
 
@@ -74,6 +78,8 @@ class BreakWriter:
         instruction = frame.code.instructions[frame.index]
         if frame.index < self.shift or not can_break_at(instruction):
             raise state.unsupported("break-at-instruction", f"a graph break at {instruction.name}")
+        if sees_its_frame(self.code):
+            raise state.unsupported("break-in-seen-frame", "a graph break in a function that reads its frame")
         if not can_resume(self.code):
             raise state.unsupported(
                 "break-with-cells", "a graph break in a function with a cell of a comprehension"
@@ -100,12 +106,20 @@ class BreakWriter:
             names = (*self.code.co_cellvars, *self.code.co_freevars)
             cells = [self.writer.emit(frame.cells[name]) for name in names]
         # The stack parameters of a resume function are dead once its prologue has pushed them.
-        local_texts = {
-            name: self.writer.emit(frame.locals[name])
-            for name in self.code.co_varnames
-            if frame.locals.get(name, NULL) is not NULL
-        }
+        local_texts = self._first_argument() if uses_super(self.code) else {}
+        for name in self.code.co_varnames:
+            if frame.locals.get(name, NULL) is not NULL:
+                local_texts[name] = self.writer.emit(frame.locals[name])
         return tuple(places), shown, local_texts, cells
+
+    def _first_argument(self) -> dict[str, str]:
+        """The variable that ``super()`` looks for, which must come first."""
+        name = self.code.co_varnames[0]
+        cell = self.frame.cells.get(name)
+        value = self.frame.locals.get(name, NULL) if cell is None else cell.content or NULL
+        if value is NULL:
+            raise self.state.unsupported("break-without-self", "the first argument of a method was deleted")
+        return {FIRST_ARGUMENT if cell is not None else name: self.writer.emit(value)}
 
     def build(self) -> None:
         """Note the lines that come after the effects."""
@@ -129,7 +143,9 @@ class BreakWriter:
             real = types.FunctionType(broken.code, function.__globals__, function.__name__, None, closure)
             made = self.writer.constant(real)
         exits = [self._exit(way_out, names) for way_out in broken.exits]
-        arguments = ", ".join([*exits, *shown, *local_texts.values()])
+        leading, others = split_locals(self.code, names)
+        passed = [local_texts[name] for name in leading], [local_texts[name] for name in others]
+        arguments = ", ".join([*passed[0], *exits, *shown, *passed[1]])
         self.lines.append(f"return run_to_end({made}({arguments}))")
 
     def _exit(self, way_out: Exit, local_names: tuple[str, ...]) -> str:

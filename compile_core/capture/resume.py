@@ -5,8 +5,8 @@ instruction. *Break code* runs a single instruction, a copy under the same excep
 calling one of the functions it was given: one for going on behind the instruction, one for its jump. What the
 instruction raises is handled by the function's own handlers, from where on the frame stays plain.
 
-The parameters are the stack values, bottom first, then the local variables that are set. What cannot be
-passed is made by the prologue: NULLs, the state of an exception that is being handled, and the place of an
+The parameters are the stack values, bottom first, then the local variables that are set; for ``super()``, which
+looks for the frame's first argument, that comes before all others. What cannot be passed is made by the prologue: NULLs, the state of an exception that is being handled, and the place of an
 instruction that raised. Cell variables become free variables: the cells exist already, and inner functions
 made before share them.
 """
@@ -75,6 +75,11 @@ _NOT_BREAKABLE = frozenset(
         "JUMP_BACKWARD_NO_INTERRUPT",
     ]
 )
+_FRAME_READERS = frozenset(["locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"])
+
+# The parameter that holds the frame's first argument where that lies in a cell.
+FIRST_ARGUMENT = "_gs_first"
+
 _NO_FALL_THROUGH = frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"])
 
 
@@ -132,6 +137,24 @@ def can_resume(code: types.CodeType) -> bool:
     return "MAKE_CELL" not in names[names.index("RESUME") :] if "RESUME" in names else False
 
 
+def split_locals(
+    code: types.CodeType, local_names: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The local variables that are passed before everything else, and those that are passed last."""
+    leading = 1 if uses_super(code) else 0
+    return local_names[:leading], local_names[leading:]
+
+
+def uses_super(code: types.CodeType) -> bool:
+    """Whether the code may call ``super()``, which takes the frame's first argument from its first place."""
+    return "__class__" in code.co_freevars and code.co_argcount > 0
+
+
+def sees_its_frame(code: types.CodeType) -> bool:
+    """Whether the code may look at its local variables from outside, and would find those that are added here."""
+    return not _FRAME_READERS.isdisjoint(code.co_names)
+
+
 def can_break_at(instruction: Instruction) -> bool:
     return instruction.name not in _NOT_BREAKABLE
 
@@ -182,7 +205,7 @@ def _make_break_code(
         if label is jumped and instruction.name == "FOR_ITER":
             # The interpreter skips the instructions that end a loop, but they must be there.
             tail += [bytecode.Instr(name, lineno=instruction.line) for name in END_OF_FOR]
-        tail += _leave(at, way_out, places, local_names, instruction.line)
+        tail += _leave(at, way_out, places, split_locals(code, local_names), instruction.line)
     if not exits:
         tail += [behind, bytecode.Instr("NOP", lineno=instruction.line)]
         tail += [bytecode.Instr("LOAD_CONST", 0, lineno=instruction.line)]
@@ -234,7 +257,11 @@ def _loads_method(instruction: Instruction) -> bool:
 
 
 def _leave(
-    at: int, way_out: Exit, entered: tuple[Place, ...], local_names: tuple[str, ...], line: int
+    at: int,
+    way_out: Exit,
+    entered: tuple[Place, ...],
+    local_names: tuple[tuple[str, ...], tuple[str, ...]],
+    line: int,
 ) -> list[bytecode.Instr]:
     """Take the stack down, ending the handling of exceptions on the way, and hand everything to the exit."""
 
@@ -252,14 +279,14 @@ def _leave(
             lines.append(make("STORE_FAST", f"{_OUT_PREFIX}{place}"))
     callee = [make("PUSH_NULL"), make(PLAIN_LOAD_FAST, f"{_EXIT_PREFIX}{at}")]
     lines += reversed(callee) if NULL_IS_ABOVE_CALLABLE else callee
-    names = []
+    names = list(local_names[0])
     for place, item in enumerate(way_out.places):
         if item.kind == HANDLED.kind:
             assert entered[place].kind == HANDLED.kind
             names.append(f"{STACK_PREFIX}{place}")
         elif item.kind == VALUE.kind:
             names.append(f"{_OUT_PREFIX}{place}")
-    names += local_names
+    names += local_names[1]
     lines += [make(PLAIN_LOAD_FAST, name) for name in names]
     prefix = [make("PRECALL", len(names))] if CALL_NEEDS_PRECALL else []
     return [*lines, *prefix, make("CALL", len(names)), make("RETURN_VALUE")]
@@ -351,7 +378,8 @@ class _EditedCode:
         def put(name: str, *arguments: Any) -> None:
             prologue.append(bytecode.Instr(name, *arguments, lineno=line))
 
-        parameters = list(first_parameters)
+        leading, others = split_locals(self.code, local_names)
+        parameters = [*leading, *first_parameters]
         for position, place in enumerate(places):
             if place.kind == NULL_PLACE.kind:
                 put("PUSH_NULL")
@@ -366,7 +394,7 @@ class _EditedCode:
                 put("PUSH_EXC_INFO")
                 put("POP_TOP")
         put("JUMP_FORWARD", entry)
-        parameters += local_names
+        parameters += others
         resume = next(number for number, item in enumerate(self.own) if item.name == "RESUME")
         at = self._position(resume) + 1
         self.body[at:at] = prologue
