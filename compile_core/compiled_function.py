@@ -254,6 +254,12 @@ class CompiledFunction:
             raise InternalError(f"{self.name}: fresh guards fail: {entry.explain(arguments)}")
         return entry.run(entry.compiled, inputs, *arguments)
 
+    def _run_again(self, failure: Exception, *arguments: Any) -> Any:
+        """The graph raised: plain Python raises the same at the user's line, after the effects that come before."""
+        result = self._call_plain(*arguments)
+        logger.warning("%s: the graph raised %r, which plain Python did not", self.name, failure)
+        return result
+
     def _make_entry_if_allowed(self, arguments: tuple[Any, ...]) -> Entry | None:
         """A new entry; None where this call must run as plain Python."""
         reason = self._table.note_miss(arguments)
@@ -283,7 +289,7 @@ class CompiledFunction:
             check = compile_check(captured)
         run = compiled = None
         if captured.runner is not None:
-            constants = dict(captured.runner.constants)
+            constants = {**captured.runner.constants, "run_again": self._run_again}
             if captured.break_reason is not None:
                 constants["compiled_form"] = self._compiled_form
                 # A resume function leaves its own continuations to the call that the user made.

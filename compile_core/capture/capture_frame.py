@@ -278,13 +278,13 @@ def _finish(
         last_lines, points = ending.lines, ending.points
     writer.replay(state.effects)
     _guard_distinct(state)
-    _check_inputs(state)
+    writes_inputs = _check_inputs(state)
     has_graph = state.graph.has_operations()
     graph = None
     if has_graph:
         graph = state.graph.finish(writer.outputs)
         verify_captured_graph(graph)
-    runner = writer.finish(names, has_graph, [*mode_lines, *last_lines])
+    runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None
     return CapturedFrame(graph, state.all_guards(), names, runner, reason, tuple(points), late_guards)
 
@@ -315,8 +315,9 @@ def _guard_distinct(state: CaptureState) -> None:
             state.guards.all_distinct(touched, untouched)
 
 
-def _check_inputs(state: Capture) -> None:
-    """Inputs that the graph writes to keep their metadata, and no other input may overlap them."""
+def _check_inputs(state: Capture) -> bool:
+    """Inputs that the graph writes to keep their metadata, and no other input may overlap them. Returns whether there
+    are any."""
     graph = state.graph
     changed = []
     tensors = [record for record in graph.records if isinstance(record.real, torch.Tensor)]
@@ -338,6 +339,7 @@ def _check_inputs(state: Capture) -> None:
                     f"{tensors[index].entry.source}, which is changed, shares memory with {record.entry.source}",
                 )
         state.guards.no_overlap([record.entry for record in tensors], index)
+    return bool(changed)
 
 
 def _check_arrays(state: Capture, changed: Any, tensors: Sequence[Any]) -> None:

@@ -256,13 +256,30 @@ class RunnerWriter(SourceWriter):
         if value is not MISSING:
             self._effects.append(f"{prefix}setattr{suffix}({name}, {attribute!r}, {self.emit(value)})")
 
-    def finish(self, arguments: tuple[str, ...], has_graph: bool, last_lines: list[str]) -> RunnerCode:
-        """The whole runner; ``last_lines`` return or go on after the effects."""
-        names = ", ".join(["graph", "inputs", *map(variable_of, arguments)])
-        lines = self._call_graph() if has_graph else []
-        lines += [*self.lines, *self._effects, *self.late, *last_lines]
+    def finish(
+        self, arguments: tuple[str, ...], has_graph: bool, writes_inputs: bool, last_lines: list[str]
+    ) -> RunnerCode:
+        """The whole runner; ``last_lines`` return or go on after the effects.
+
+        Where the graph raises, no effect of the program has happened yet, not even those before the operation that
+        raised. If the graph itself has changed nothing either, the call is made again, as plain Python.
+        """
+        names = list(map(variable_of, arguments))
+        lines = [*self.lines, *self._effects, *self.late, *last_lines]
+        if has_graph and writes_inputs:
+            lines = [*self._call_graph(), *lines]
+        elif has_graph:
+            lines = [
+                "try:",
+                *(f"    {line}" for line in self._call_graph()),
+                "except Exception as error:",
+                "    failed = error",
+                "else:",
+                *(f"    {line}" for line in lines),
+                f"return run_again({', '.join(['failed', *names])})",
+            ]
         body = "\n".join(f"    {line}" for line in lines)
-        return RunnerCode(f"def run({names}):\n{body}\n", self.constants)
+        return RunnerCode(f"def run({', '.join(['graph', 'inputs', *names])}):\n{body}\n", self.constants)
 
     def _call_graph(self) -> list[str]:
         """The call of the graph. What it turns is turned back by nodes of it, which do not run where another raises."""

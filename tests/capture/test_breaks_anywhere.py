@@ -461,3 +461,133 @@ def test_same_as_plain(function):
         assert sys.exc_info() == (None, None, None)
         assert_same(found, outcome(function, arguments(function, seed)))
     assert not any("runs as plain Python" in str(reason) for reason in compiled.break_reasons)
+
+
+class Base:
+    def speak(self, x):
+        note("base")
+        return x + 1
+
+
+class Derived(Base):
+    def speak(self, x):
+        note("derived")
+        x = super().speak(x)
+        note("again")
+        return super().speak(x) * 2
+
+    def with_cell(self, x):
+        note("cell")
+        found = [(lambda: self)() for _ in range(2)]
+        note(len(found))
+        return super().speak(x)
+
+
+def calls_super(x):
+    return Derived().speak(x) + Derived().with_cell(x)
+
+
+def test_super_behind_breaks():
+    compiled = CompiledFunction(calls_super, lambda graph, inputs: graph.module)
+    for seed in (0, 1):
+        given = arguments(calls_super, seed)
+        assert_same(outcome(compiled, given), outcome(calls_super, given))
+
+
+def test_locals_are_those_of_the_user():
+    def reads(x):
+        y = x + 1
+        note("before")
+        return sorted(locals()), y
+
+    compiled = CompiledFunction(reads, lambda graph, inputs: graph.module)
+    assert compiled(torch.ones(1))[0] == ["x", "y"]
+
+
+def test_a_graph_that_raises_runs_again_as_plain_python():
+    def fails(x, index, log):
+        log.append("before")
+        x = x * 2
+        x = x[index]
+        log.append("after")
+        return x
+
+    compiled = CompiledFunction(fails, lambda graph, inputs: graph.module)
+    for indexes in ([0, 1], [0, 9], [1, 1]):
+        outcomes = []
+        for run in (compiled, fails):
+            log = []
+            try:
+                result = run(torch.ones(3), torch.tensor(indexes), log).tolist()
+            except IndexError as error:
+                result = [str(error), [entry.line for entry in traceback.extract_tb(error.__traceback__)][-1]]
+            outcomes.append((result, log))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_loops_with_breaks_compile_each_piece_once():
+    graphs = []
+
+    def compile_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.module
+
+    def steps(x, count):
+        for i in range(count):
+            x = x + 1
+            note("step")
+            x = x * 2
+        return x
+
+    compiled = CompiledFunction(steps, compile_graph)
+    assert torch.equal(compiled(torch.ones(2), 3), steps(torch.ones(2), 3))
+    made, functions = len(graphs), len(compiled.continuations)
+    assert made == 3  # x + 1; x * 2; x + 1 of the later rounds
+    # Deeper than Python's limit of nested calls, with nothing new to compile.
+    count = sys.getrecursionlimit() + 500
+    assert torch.equal(compiled(torch.ones(2), count), steps(torch.ones(2), count))
+    assert len(compiled.continuations) == functions and len(graphs) == made + 1
+
+
+def test_functions_made_for_one_call_are_compiled_once():
+    def outer(x, scale):
+        def inner(v, shift=scale):
+            v = v * scale
+            note("inner")
+            return v + shift
+
+        return inner(x) + inner(x, shift=1)
+
+    compiled = CompiledFunction(outer, lambda graph, inputs: graph.module)
+    for _ in range(3):
+        assert torch.equal(compiled(torch.ones(2), 3), outer(torch.ones(2), 3))
+    (inner,) = [callee for callee in compiled.callees if callee.name.endswith("inner")]
+    assert len(inner.entries) == 2  # the default is another constant than the argument
+
+
+def test_traceback_has_the_users_lines():
+    def fails(x):
+        with torch.no_grad():
+            y = x + 1
+            note("before")
+            y = int("word") + y
+        return y
+
+    compiled = CompiledFunction(fails, lambda graph, inputs: graph.module)
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            compiled(torch.ones(1))
+        places = [entry for entry in traceback.extract_tb(caught.value.__traceback__) if entry.filename == __file__]
+        assert [entry.line for entry in places][1:] == ['y = int("word") + y']
+        assert [entry.name for entry in places][1:] == ["fails"]
+        assert torch.is_grad_enabled()
+
+
+def test_fullgraph_raises_at_the_first_break():
+    from compile_core.errors import Unsupported
+
+    compiled = CompiledFunction(in_no_grad, lambda graph, inputs: graph.module, fullgraph=True)
+    with pytest.raises(Unsupported) as caught:
+        compiled(torch.ones(2, 2))
+    assert caught.value.location is not None and "flush" in caught.value.location.text
+    assert torch.is_grad_enabled()
