@@ -5,10 +5,10 @@ instruction. *Break code* runs a single instruction, a copy under the same excep
 calling one of the functions it was given: one for going on behind the instruction, one for its jump. What the
 instruction raises is handled by the function's own handlers, from where on the frame stays plain.
 
-The parameters are the stack values, bottom first, then the local variables that are set; for ``super()``, which
-looks for the frame's first argument, that comes before all others. What cannot be passed is made by the prologue: NULLs, the state of an exception that is being handled, and the place of an
-instruction that raised. Cell variables become free variables: the cells exist already, and inner functions
-made before share them.
+The parameters are the stack values, bottom first, then the local variables that are set. ``super()`` looks for the
+frame's first argument, which hence comes before all others where that may be called. What cannot be passed is made by
+the prologue: NULLs, the state of an exception that is being handled, and the place of an instruction that raised.
+Cell variables become free variables: the cells exist already, and inner functions made before share them.
 """
 
 from __future__ import annotations

@@ -160,6 +160,10 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     if isinstance(real, types.MethodType):
         return _wrap_method(state, real, source)
     if isinstance(real, _BUILTIN_CALLABLES):
+        owner = getattr(real, "__self__", None)
+        is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
+        if is_bound and source is not None and isinstance(_root(source), LocalSource):
+            return wrap_opaque(state, real, source, None)  # made anew at each look-up
         _guard_identity(state, real, source)
         return _wrap_builtin(real, source)
     if type(real) is functools._lru_cache_wrapper:

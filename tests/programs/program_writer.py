@@ -1,9 +1,9 @@
 """Writes random Python programs: one function over tensors, numbers, containers and objects, with all it calls.
 
 A program is a tree of statements, so that a smaller one with the same behaviour can be looked for by removing parts.
-Its variables keep their kinds (``x``, ``y``, ``z`` are tensors of one shape, ``n``, ``m``, ``k`` numbers, ``items`` and
-``other`` lists of tensors, ``table`` a dictionary, ``box`` an object), so that most programs run; where one raises, that
-is part of its behaviour.
+Its variables keep their kinds (``x``, ``y``, ``z`` are tensors of one shape, ``n``, ``m``, ``k`` numbers, ``items``
+and ``other`` lists of tensors, ``table`` a dictionary, ``box`` an object), so that most programs run; where one raises,
+that is part of its behaviour.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-PRELUDE = '''
+PRELUDE = """
 import collections
 import contextlib
 import functools
@@ -150,7 +150,7 @@ class Model(nn.Module):
         return value + self.steps
 
 
-'''
+"""
 
 TENSORS = ("x", "y", "z")
 NUMBERS = ("n", "m", "k")
@@ -277,7 +277,11 @@ class ProgramWriter:
             ]
         choices += [f"helper{i}({t}, {n})" for i in range(self.helpers)]
         if self.breaks:
-            choices += [f"talking({t})", f"({t} * float({u}.detach().sum() > 0))", f"[talking(v) for v in ({t},)][0]"]
+            choices += [
+                f"talking({t})",
+                f"({t} * float({u}.detach().sum() > 0))",
+                f"[talking(v) for v in ({t},)][0]",
+            ]
         return self.pick(*choices)
 
     def number(self, depth: int = 1) -> str:
@@ -324,7 +328,13 @@ class ProgramWriter:
 
     def condition(self, depth: int = 1) -> str:
         n, m = self.number(depth - 1), self.number(depth - 1)
-        choices = [f"({n} > {m})", f"({n} % 2 == 0)", f"(not {n})", f"0 < {n} <= 3", f"{self.tensor(0)}.shape[0] == 2"]
+        choices = [
+            f"({n} > {m})",
+            f"({n} % 2 == 0)",
+            f"(not {n})",
+            f"0 < {n} <= 3",
+            f"{self.tensor(0)}.shape[0] == 2",
+        ]
         if not self.locals_only:
             choices += [
                 "len(items) < 3",
@@ -349,11 +359,22 @@ class ProgramWriter:
     # Statements
 
     def block(self, depth: int, top: bool = False) -> list[Statement]:
-        return [self.statement(depth) for _ in range(self.random.randint(2, 6) if top else self.random.randint(1, 3))]
+        return [
+            self.statement(depth)
+            for _ in range(self.random.randint(2, 6) if top else self.random.randint(1, 3))
+        ]
 
     def statement(self, depth: int) -> Statement:
         if depth > 0 and self.chance(0.45):
-            makers = [self.branch, self.branch, self.loop, self.loop, self.attempt, self.attempt, self.manager]
+            makers = [
+                self.branch,
+                self.branch,
+                self.loop,
+                self.loop,
+                self.attempt,
+                self.attempt,
+                self.manager,
+            ]
             makers += [self.closure, self.repeat, self.match, self.local_class]
             return self.random.choice(makers)(depth)
         return Statement(self.simple())
@@ -473,7 +494,9 @@ class ProgramWriter:
         self.in_loop += 1
         body = self.block(depth - 1)
         if self.chance(0.5) and not self.locals_only:
-            body.insert(0, Statement(self.pick("CALLS.append('round')", "if len(items) < 6: items.append(y)")))
+            body.insert(
+                0, Statement(self.pick("CALLS.append('round')", "if len(items) < 6: items.append(y)"))
+            )
         self.in_loop -= 1
         blocks = [(self.pick(*headers), body)]
         if self.chance(0.2):
@@ -517,11 +540,15 @@ class ProgramWriter:
                 "except (ArithmeticError, RuntimeError, AttributeError) as error:",
             )
             handler = [
-                Statement(self.pick("n += len(error.args)", "CALLS.append(str(error))", "CALLS.append(type(error))")),
+                Statement(
+                    self.pick("n += len(error.args)", "CALLS.append(str(error))", "CALLS.append(type(error))")
+                ),
                 *self.block(depth - 1),
             ]
             if self.chance(0.1):
-                handler.append(Statement(self.pick("raise", "raise Problem('again')", "raise Problem('x') from error")))
+                handler.append(
+                    Statement(self.pick("raise", "raise Problem('again')", "raise Problem('x') from error"))
+                )
             blocks.append((header, handler))
         if kinds == 2:
             blocks.append(("except Exception:", self.block(depth - 1)))
@@ -595,7 +622,9 @@ class ProgramWriter:
         self.functions += 1
         name = f"Local{self.functions}"
         method = Statement(
-            blocks=[("def apply(self, v):", [Statement("self.seen += 1"), Statement("return v * self.seen + n")])]
+            blocks=[
+                ("def apply(self, v):", [Statement("self.seen += 1"), Statement("return v * self.seen + n")])
+            ]
         )
         make = Statement(blocks=[("def __init__(self):", [Statement("self.seen = 0")])])
         return Statement(

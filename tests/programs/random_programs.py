@@ -1,6 +1,6 @@
 """Random programs, compiled and plain: results, side effects, exceptions, gradients and changes of arguments are equal.
 
-``python -m tests.capture.random_programs --count 20000 --seed 0 --processes 2`` runs many, and prints the first that
+``python -m tests.programs.random_programs --count 20000 --seed 0 --processes 2`` runs many, and prints the first that
 differs, made as small as removing statements makes it.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from compile_core.compiled_function import CompiledFunction
-from tests.capture.program_writer import Program, ProgramWriter, Statement
+from tests.programs.program_writer import Program, ProgramWriter, Statement
 
 _SECONDS_PER_PROGRAM = 120
 _numbers = itertools.count()
@@ -153,7 +153,11 @@ class Description:
             return f"{type(value).__name__} of {len(value)}"
         if isinstance(value, type) or callable(value):
             return getattr(value, "__qualname__", type(value).__name__)
-        return f"object {type(value).__name__}" if hasattr(value, "__dict__") else f"{type(value).__name__} {value!r}"
+        return (
+            f"object {type(value).__name__}"
+            if hasattr(value, "__dict__")
+            else f"{type(value).__name__} {value!r}"
+        )
 
     def _parts(self, value: Any) -> Iterator[Any]:
         if isinstance(value, (list, tuple)):
@@ -277,7 +281,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--keep-going", action="store_true", help="name every seed that differs, without its program")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="name every seed that differs, without its program"
+    )
     arguments = parser.parse_args()
     logging.getLogger("compile_core").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -296,7 +302,11 @@ def main() -> None:
         program = minimized(ProgramWriter(int(wrong[0].split(":")[0].split()[1])).write())
         print(program.text()[program.text().index("class Model") :])
         print(check_text(program.text()))
-    print(f"{len(wrong)} of {len(seeds)} programs differ" if arguments.keep_going or not wrong else "one differs")
+    print(
+        f"{len(wrong)} of {len(seeds)} programs differ"
+        if arguments.keep_going or not wrong
+        else "one differs"
+    )
     sys.stdout.flush()
     os._exit(1 if wrong else 0)
 
