@@ -109,11 +109,11 @@ def lines_of(error: BaseException) -> list[tuple[int | None, str]]:
 
 
 def gradients(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    outputs = [tensor.sum() for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    if not outputs or not inputs:
-        return []
     try:
+        outputs = [tensor.sum() for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
+        if not outputs or not inputs:
+            return []
         return list(torch.autograd.grad(outputs, inputs, allow_unused=True))
     except RuntimeError as error:
         return [str(error).split(":")[0]]  # type: ignore[list-item]
@@ -147,7 +147,13 @@ class Description:
             self.tensors.append(value)
             storage = value.untyped_storage()._cdata
             memory = self._storages.setdefault(storage, len(self._storages))
-            kind = (type(value).__name__, value.dtype, tuple(value.shape), value.requires_grad, value.is_leaf)
+            kind = (
+                type(value).__name__,
+                value.dtype,
+                tuple(value.shape),
+                value.requires_grad,
+                has_history(value),
+            )
             return f"{kind} memory {memory} {value.detach().tolist()}"
         if isinstance(value, (list, tuple, dict)):
             return f"{type(value).__name__} of {len(value)}"
@@ -190,6 +196,14 @@ def show_difference(expected: list[str], found: list[str]) -> str:
             before = "\n".join(f"    {line}" for line in expected[max(0, number - 4) : number])
             return f"{before}\n  plain    {one}\n  compiled {other}"
     return ""
+
+
+def has_history(tensor: torch.Tensor) -> bool | str:
+    """Whether autograd can go back from a tensor; a view may forbid the question."""
+    try:
+        return not tensor.is_leaf
+    except RuntimeError as error:
+        return str(error)
 
 
 @contextlib.contextmanager
