@@ -185,7 +185,8 @@ class CompiledFunction:
         function = self._target
         signature, passed = signature_text(function, skip_first=self._owner is not NO_OWNER)
         if self._cells_argument:
-            signature, passed = f"_gs_cells, {signature}", f"_gs_cells, {passed}"
+            signature = f"_gs_cells, {signature}"
+            passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
         # The parameters keep the user's names, so everything else has a name that no program uses.
         text = (
             f"def dispatch({signature}):\n"

@@ -569,6 +569,20 @@ def test_functions_made_for_one_call_are_compiled_once():
     assert len(inner.entries) <= 2  # the default is another number than the argument
 
 
+def closure_without_arguments(x):
+    def inner():
+        note("inner")
+        return x * 2
+
+    return inner() + inner()
+
+
+def test_a_closure_without_arguments():
+    compiled = CompiledFunction(closure_without_arguments, lambda graph, inputs: graph.module)
+    given = arguments(closure_without_arguments, 0)
+    assert_same(outcome(compiled, given), outcome(closure_without_arguments, given))
+
+
 def test_traceback_has_the_users_lines():
     def fails(x):
         with torch.no_grad():
