@@ -221,6 +221,8 @@ class CaptureState:
         self.inference_mode = torch.is_inference_mode_enabled()
         # Those among them that must be entered for real where the capture ends inside of them.
         self.entered_modes: list[Any] = []
+        # Whether the captured function is what goes on behind a graph break.
+        self.is_continuation = False
         self._references: dict[int, Reference] = {}
 
     def location(self) -> CodeLocation | None:

@@ -31,6 +31,7 @@ from compile_core.capture.guards import compile_check
 from compile_core.capture.modes import restore_modes
 from compile_core.capture.modules import ModuleValue, check_no_hooks
 from compile_core.capture.reconstruct import RunnerWriter
+from compile_core.capture.resume import origin_of
 from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.state import Capture
 from compile_core.capture.wrap import wrap_cell
@@ -171,6 +172,7 @@ def _attempt(
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
     did."""
     state = Capture(call.original_of, call.history)
+    state.is_continuation = origin_of(call.function.__code__).shift > 0
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     state.attention_at_start = attention_kernels()

@@ -51,7 +51,11 @@ class SizeHistory:
         changed = self._note(("integer", str(source)), [value])
         return bool(changed) or (self.dynamic is True and _is_argument(source))
 
-    def _note(self, key: tuple[Any, ...], values: Sequence[int]) -> set[int]:
+    def has_changed(self, source: Source, value: float) -> bool:
+        """Whether the float at ``source`` has differed between calls."""
+        return bool(self._note(("float", str(source)), [value]))
+
+    def _note(self, key: tuple[Any, ...], values: Sequence[float]) -> set[int]:
         seen = self._seen.setdefault(key, list(values))
         changed = self._changed.setdefault(key, set())
         changed.update(index for index, value in enumerate(values) if value != seen[index])

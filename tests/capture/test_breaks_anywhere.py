@@ -569,6 +569,22 @@ def test_functions_made_for_one_call_are_compiled_once():
     assert len(inner.entries) <= 2  # the default is another number than the argument
 
 
+def test_the_data_behind_item_does_not_recompile():
+    def uses(x, log):
+        value = x.detach().sum().item()
+        log.append(value)
+        y = x * value + 1
+        return y * 2, f"{value:.3f}", -value, value > 0
+
+    compiled = CompiledFunction(uses, lambda graph, inputs: graph.module)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        x, one, other = torch.randn(3), [], []
+        assert_same(compiled(x, one), uses(x, other))
+        assert one == other
+    assert all(len(piece.entries) <= 2 for piece in compiled.continuations)
+
+
 def closure_without_arguments(x):
     def inner():
         note("inner")
