@@ -26,7 +26,7 @@ class SizeHistory:
 
     def __init__(self, dynamic: bool | None = None) -> None:
         self.dynamic = dynamic
-        self._seen: dict[tuple[Any, ...], list[int]] = {}
+        self._seen: dict[tuple[Any, ...], list[float | str]] = {}
         self._changed: dict[tuple[Any, ...], set[int]] = {}
 
     def open_sizes(self, source: Source, sizes: Sequence[int]) -> set[int]:
@@ -51,11 +51,11 @@ class SizeHistory:
         changed = self._note(("integer", str(source)), [value])
         return bool(changed) or (self.dynamic is True and _is_argument(source))
 
-    def has_changed(self, source: Source, value: float) -> bool:
-        """Whether the float at ``source`` has differed between calls."""
-        return bool(self._note(("float", str(source)), [value]))
+    def has_changed(self, source: Source, value: float | str) -> bool:
+        """Whether the float or string at ``source`` has differed between calls."""
+        return bool(self._note(("literal", str(source)), [value]))
 
-    def _note(self, key: tuple[Any, ...], values: Sequence[float]) -> set[int]:
+    def _note(self, key: tuple[Any, ...], values: Sequence[float | str]) -> set[int]:
         seen = self._seen.setdefault(key, list(values))
         changed = self._changed.setdefault(key, set())
         changed.update(index for index, value in enumerate(values) if value != seen[index])

@@ -102,8 +102,9 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
         if number is not None:
             state.guards.type_is(source, int)
             return SymbolicInt(number, source)
-        # What ``.item()`` gave before a break differs at every call; the uses of it are not worth a capture each.
-        passed_on = state.is_continuation and isinstance(source, LocalSource) and type(real) is float
+        # What ``.item()`` gave before a break, or its text, differs at every call; the uses of it are not worth a
+        # capture each.
+        passed_on = state.is_continuation and isinstance(source, LocalSource) and type(real) in (float, str)
         if passed_on and state.sizes.history.has_changed(source, real):
             return wrap_opaque(state, real, source, None)
         state.guards.constant(source, real)
