@@ -81,15 +81,20 @@ def _nowhere() -> CodeLocation | None:
     return None
 
 
+class _Name(str):
+    """The name of a source is an attribute in some versions of torch and a method in others."""
+
+    def __call__(self) -> str:
+        return str(self)
+
+
 class _Place(TorchSource):
     """Torch's notion of a source, which it needs for names only."""
 
-    def __init__(self, source: Source) -> None:
-        self._text = str(source)
+    name: Any = ""
 
-    @property
-    def _name_template(self) -> str:
-        return self._text
+    def __init__(self, source: Source) -> None:
+        object.__setattr__(self, "name", _Name(source))
 
 
 class SymbolicSizes:

@@ -209,6 +209,19 @@ def short_batch_on_one_rank() -> None:
 
 
 @case
+def sizes_that_differ_between_steps() -> None:
+    """The second size opens the batch; the buckets of the first graph serve what is compiled for all sizes."""
+    stock, compiled = pair()
+    for step, rows in enumerate((6, 4, 5, 4, 6 if dist.get_rank() == 0 else 3)):
+        for model in (stock, compiled):
+            model.zero_grad()
+            model(data(step, rows)).square().mean().backward()
+        check_gradients(stock, compiled)
+    assert is_in_graph(compiled)
+    assert len(inspect_ddp(compiled)._in_graph.entries) == 2
+
+
+@case
 def parameter_used_outside_the_module_too() -> None:
     stock, compiled = pair()
     for step in range(2):
