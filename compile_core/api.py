@@ -13,6 +13,7 @@ import torch
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
 from compile_core.bind_sizes import CompileGraph, compile_per_sizes
 from compile_core.capture.directives import compiled_by_torch, leave_alone
+from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.observe.compile_profiler import CompileProfiler
@@ -82,6 +83,7 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
     attribute = compiled_by_torch(model)
     if attribute is not None:
         model = getattr(model, attribute)
+    model = form_of_torchs_wrapper(model) or model
     if not isinstance(model, torch.nn.Module):
         return _compile_plain(model, request)
     plugin = claim(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,16 @@ def wrap_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
         return tensors_of(function(*given[0], **given[1]))
 
     return wrapped
+
+
+def form_of_torchs_wrapper(function: Any) -> Any:
+    """What ``torch.compiler.wrap_numpy`` returned as what ``wrap_numpy`` returns; None for anything else."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    place = (function.__globals__.get("__name__"), function.__code__.co_qualname)
+    if place != ("torch._dynamo.external_utils", "wrap_numpy.<locals>.wrap"):
+        return None
+    return wrap_numpy(vars(function)["__wrapped__"])
 
 
 def arrays_of(structure: Any) -> Any:

@@ -31,6 +31,7 @@ from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.numpy_arrays import NUMPY_FUNCTIONS, wrap_array
+from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
 from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.partials import PartialValue
@@ -72,6 +73,11 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
             state.guards.is_object(source, real)
             source = AttributeSource(source, "original")
         return wrap(state, original, source)
+    of_arrays = form_of_torchs_wrapper(real)
+    if of_arrays is not None:
+        if source is not None:
+            state.guards.is_object(source, real)
+        return wrap(state, of_arrays, None)
     attribute = compiled_by_torch(real)
     if attribute is not None:
         if source is not None:
