@@ -305,6 +305,8 @@ class CompiledFunction:
                     )
                 with normal_tensors():
                     compiled = self.compile_graph(captured.graph, inputs)
+                if isinstance(compiled, torch.fx.GraphModule):
+                    compiled = compiled.forward  # hooks on all modules of the program are not for this one
         if captured.late_guards is not None:
             captured = replace(captured, guards=captured.late_guards(), late_guards=None)
             check = compile_check(captured)

@@ -6,7 +6,6 @@ from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.classes import ClassValue, new_instance
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.content import CONTENT_BASES, content_base
-from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
@@ -56,8 +55,8 @@ def _vars(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
 
 
 def _plain_instance(state: CaptureState, owner: Value, method: str) -> InstanceValue:
-    """The owner of a call of one of ``object``'s own methods; modules keep attributes in tables too."""
-    if isinstance(owner, InstanceValue) and not isinstance(owner, ModuleValue):
+    """The owner of a call of one of ``object``'s own methods."""
+    if isinstance(owner, InstanceValue):
         return owner
     raise state.unsupported("object-method", f"object.{method} of {owner.describe()}")
 

@@ -267,10 +267,6 @@ class CaptureState:
         elsewhere."""
         return self.wrap(function, None)
 
-    def is_module_class(self, cls: type) -> bool:
-        """Whether a class is one of ``torch.nn.Module``."""
-        raise NotImplementedError
-
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
         """An exception that the captured program raises here; the caller raises the result."""
         raise NotImplementedError

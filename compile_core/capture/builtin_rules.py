@@ -23,7 +23,7 @@ from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.symbolic_numbers import call_with_numbers
-from compile_core.capture.tensors import TensorValue
+from compile_core.capture.tensors import METHOD_RULES, TensorValue
 
 _PURE = (
     [abs, bin, bytes, chr, complex, divmod, hex, oct, ord, pow, round, range]
@@ -100,6 +100,10 @@ def _bool(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
 def _number_rule(cls: type) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if args and isinstance(args[0], TensorValue):
+            rule = METHOD_RULES.get(f"__{cls.__name__}__")
+            found = None if rule is None else rule(state, args[0], [], {})
+            if found is not None:
+                return found
             raise state.unsupported(
                 "data-dependent-value",
                 f"{cls.__name__}() of {args[0].describe()} depends on its data",

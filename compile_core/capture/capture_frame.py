@@ -29,7 +29,8 @@ from compile_core.capture.global_state import (
 from compile_core.capture.graph_breaks import BreakWriter
 from compile_core.capture.guards import compile_check
 from compile_core.capture.modes import restore_modes
-from compile_core.capture.modules import ModuleValue, check_no_hooks
+from compile_core.capture.modules import ModuleValue
+from compile_core.capture.output_graph import InputRecord
 from compile_core.capture.reconstruct import RunnerWriter
 from compile_core.capture.resume import origin_of
 from compile_core.capture.size_history import SizeHistory
@@ -199,7 +200,8 @@ def _interpret(
             first = names[call.cells_argument]
             module = state.realize(frame.locals.get(first) or _content(frame, first))
             assert isinstance(module, ModuleValue)
-            check_no_hooks(state, module)
+            if module.has_hooks(state):
+                raise state.unsupported("module-hooks", f"{module.describe()} has hooks")
         with suppress(BreakRequested):
             frame.run()
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
@@ -321,25 +323,28 @@ def _check_inputs(state: Capture) -> bool:
     """Inputs that the graph writes to keep their metadata, and no other input may overlap them. Returns whether there
     are any."""
     graph = state.graph
-    changed = []
     tensors = [record for record in graph.records if isinstance(record.real, torch.Tensor)]
-    for index, record in enumerate(tensors):
+    owners: dict[int, list[InputRecord]] = {}
+    for record in tensors:
         fake, real = record.entry.example, record.real
         assert isinstance(real, torch.Tensor)
         if fake.requires_grad != real.requires_grad or not has_layout(fake, record.layout):
             raise state.unsupported(
                 "input-metadata", f"the function changes the metadata of {record.entry.source}"
             )
-        if fake._version != record.version:
-            changed.append(index)
-    for index in changed:
+        if real.numel():
+            owners.setdefault(real.untyped_storage().data_ptr(), []).append(record)
+    changed = {index for index, record in enumerate(tensors) if graph.is_changed(record)}
+    for shared in owners.values():
+        written = next((record for record in shared if graph.is_changed(record)), None)
+        if written is not None and len(shared) > 1:
+            other = next(record for record in shared if record is not written)
+            raise state.unsupported(
+                "overlapping-inputs",
+                f"{written.entry.source}, which is changed, shares memory with {other.entry.source}",
+            )
+    for index in sorted(changed):
         _check_arrays(state, tensors[index], tensors)
-        for other, record in enumerate(tensors):
-            if other != index and _overlap(tensors[index].real, record.real):
-                raise state.unsupported(
-                    "overlapping-inputs",
-                    f"{tensors[index].entry.source}, which is changed, shares memory with {record.entry.source}",
-                )
         state.guards.no_overlap([record.entry for record in tensors], index)
     return bool(changed)
 
@@ -351,10 +356,3 @@ def _check_arrays(state: Capture, changed: Any, tensors: Sequence[Any]) -> None:
         raise state.unsupported(
             "overlapping-inputs", f"{changed.entry.source} is changed, beside other arrays"
         )
-
-
-def _overlap(one: Any, other: Any) -> bool:
-    return (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.numel() * other.numel() != 0
-    )

@@ -12,6 +12,7 @@ from compile_core.capture.containers import SequenceValue
 from compile_core.capture.content import content_base, make_content
 from compile_core.capture.exceptions import make_exception
 from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import (
     InstanceValue,
     bind_class_entry,
@@ -59,7 +60,7 @@ class ClassValue(ReferenceValue):
             return make_exception(state, cls, args, kwargs)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             return self._make_named_tuple(state, args, kwargs)
-        if type(cls).__call__ is not type.__call__ or state.is_module_class(cls):
+        if type(cls).__call__ is not type.__call__:
             raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
         made = self._new(state, args, kwargs)
         if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
@@ -109,6 +110,8 @@ def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict
         raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
     if getattr(cls, "__abstractmethods__", None):
         raise state.raise_exception(TypeError, f"Can't instantiate abstract class {cls.__name__}")
+    if issubclass(cls, torch.nn.Module) and base is None:
+        return ModuleValue(cls, None, None)
     content = None if base is None else make_content(state, base, args, kwargs)
     return InstanceValue(cls, None, None, content)
 

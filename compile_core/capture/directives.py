@@ -134,11 +134,18 @@ def is_disabled(function: Any) -> bool:
     return bool(getattr(function, DISABLED, False))
 
 
-def part_of_optimizer(function: Any) -> Any:
-    """What torch's front end, once it is loaded, excludes of ``torch.optim`` for reasons of its own; None for all
-    else."""
-    excluded = is_disabled(function) and str(getattr(function, "__module__", "")).startswith("torch.optim.")
-    return getattr(function, ORIGINAL, None) if excluded else None
+def beneath_torch_front_end(function: Any) -> Any:
+    """What torch's front end, once it is loaded, has wrapped for reasons of its own; None for all else.
+
+    It excludes parts of ``torch.optim``, and notes when modules are made.
+    """
+    module = str(getattr(function, "__module__", ""))
+    if is_disabled(function) and module.startswith("torch.optim."):
+        return getattr(function, ORIGINAL, None)
+    if module == "torch._dynamo.mutation_guard" and getattr(function, "__name__", "") == "patched_init":
+        (cell,) = function.__closure__
+        return cell.cell_contents
+    return None
 
 
 def is_disabled_recursively(function: Any) -> bool:

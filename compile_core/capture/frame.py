@@ -29,6 +29,12 @@ def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
     return register
 
 
+def calling_module(state: CaptureState) -> str:
+    """The name of the Python module whose code runs now."""
+    frame = state.frames[-1]
+    return str(frame.function.scope.get("__name__")) if isinstance(frame, Frame) else ""
+
+
 class BreakRequested(Exception):
     """The frame came to the step at which an earlier attempt found that the capture must end."""
 

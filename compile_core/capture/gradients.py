@@ -76,6 +76,15 @@ def _grad_fn(state: CaptureState, tensor: TensorValue) -> Value:
     return ConstantValue(None)
 
 
+@attribute_read("data")
+def _data(state: CaptureState, tensor: TensorValue) -> Value:
+    """The same memory outside of autograd, with a count of changes of its own."""
+    made = state.call_tensor_op("call_function", getattr, [tensor, ConstantValue("data")], {})
+    if isinstance(made, TensorValue):
+        state.graph.alias_made(tensor.node, made.fake)
+    return made
+
+
 @method_rule("requires_grad_")
 def _requires_grad(
     state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]

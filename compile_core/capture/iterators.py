@@ -8,6 +8,7 @@ from typing import Any
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue, SequenceIterator, is_none
 from compile_core.capture.containers import SequenceValue
+from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.references import call_rule
 
 
@@ -129,15 +130,27 @@ class ChainIterator(IteratorValue):
 class SliceIterator(IteratorValue):
     cls = itertools.islice
 
-    def __init__(self, iterator: Value, left: int) -> None:
+    def __init__(self, iterator: Value, start: int, stop: int | None, step: int) -> None:
         self.iterator = iterator
-        self.left = left
+        self.next = start
+        self.stop = stop
+        self.step = step
+        self.passed = 0
 
     def advance(self, state: CaptureState) -> Value | None:
-        if self.left <= 0:
+        while self.passed < self.next:
+            if self.iterator.advance(state) is None:
+                return None
+            self.passed += 1
+        if self.stop is not None and self.passed >= self.stop:
             return None
-        self.left -= 1
-        return self.iterator.advance(state)
+        item = self.iterator.advance(state)
+        self.passed += 1
+        self.next += self.step
+        if self.stop is not None:
+            # Behind its last item a slice with steps still takes what lies before its end.
+            self.next = min(self.next, self.stop)
+        return item
 
 
 @call_rule(zip)
@@ -187,8 +200,15 @@ def _repeat(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
 
 @call_rule(itertools.islice)
 def _islice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterable, stop = args
-    return SliceIterator(iterable.iterate(state), stop.as_constant())
+    def bind(iterable: Value, *bounds: Value) -> Value:
+        limits = slice(*(bound.as_constant() for bound in bounds))
+        try:
+            itertools.islice((), limits.start, limits.stop, limits.step)
+        except ValueError as error:
+            raise state.raise_exception(ValueError, str(error)) from None
+        return SliceIterator(iterable.iterate(state), limits.start or 0, limits.stop, limits.step or 1)
+
+    return bind(*args, **kwargs)
 
 
 @call_rule(itertools.product)
@@ -208,6 +228,12 @@ def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
         return SequenceIterator(list(reversed(sequence.all(state))), reversed)
     if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str)):
         return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
+    if (
+        isinstance(sequence, InstanceValue)
+        and find_class_entry(state, sequence.cls, "__reversed__")[0] is None
+    ):
+        positions = reversed(range(sequence.length(state)))
+        return SequenceIterator([sequence.get_item(state, ConstantValue(k)) for k in positions], reversed)
     raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
 
 

@@ -1,4 +1,4 @@
-"""``torch.nn.Module``: parameters, buffers, submodules, and calls without running hooks."""
+"""``torch.nn.Module``: parameters, buffers, submodules, calls and hooks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_registry
 
-from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import is_none
-from compile_core.capture.containers import SequenceValue, SliceValue
+from compile_core.capture.base import CaptureState, LazyValue, SymbolicRaise, Value
+from compile_core.capture.constants import ConstantValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, find_class_entry
-from compile_core.ir.sources import AttributeSource, ItemSource, ModuleEntrySource, Source
+from compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -27,12 +26,24 @@ GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
     )
 )
 
+_GLOBAL_TABLES_OF_FORWARD = (
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_pre_hooks",
+)
+
 
 class ModuleValue(InstanceValue):
-    """An existing module."""
+    """A module: one that exists, or one that was made in the frame, whose ``real`` is None.
+
+    What is registered lies in three tables. Of an existing module the tables are read entry by entry, without a value
+    of their own, until the program itself looks at them or changes them.
+    """
 
     def __init__(self, cls: type, real: Any, source: Source | None) -> None:
         super().__init__(cls, real, source)
+        self._tables: dict[str, DictValue] = {}
         # Tensors that stand in for entries of its tables while ``functional_call`` runs.
         self.replaced: dict[str, Value] = {}
 
@@ -48,155 +59,110 @@ class ModuleValue(InstanceValue):
         return super().truth(state)
 
     def hash_key(self, state: CaptureState) -> Any:
-        return self.real
+        return self if self.real is None else self.real
 
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
-        if (self.changes or self.replaced) and name in (*_TABLES, "__dict__"):
-            raise state.unsupported("module-tables", f"reading {name} of a module after a store to it")
+        if self.replaced and name in (*_TABLES, "__dict__"):
+            raise state.unsupported("module-tables", f"reading {name} of a module in functional_call")
+        if name in _TABLES and name not in self.changes and self.source is not None:
+            return self._table(state, name)
         return super().own_attribute(state, name)
+
+    def _table(self, state: CaptureState, name: str) -> Value | None:
+        """A table of an existing module as a dictionary."""
+        place = self.dict_source()
+        real = self.real_dict().get(name)
+        if name in self._tables or place is None or self.source is None or real is None:
+            return self._tables.get(name)
+        source = ItemSource(place, name)
+        state.guards.type_is(source, type(real))
+        entries: dict[Any, tuple[Value, Any]] = {
+            key: (ConstantValue(key), LazyValue(item, ModuleEntrySource(self.source, name, key)))
+            for key, item in real.items()
+        }
+        made = self._tables[name] = DictValue(entries, type(real), source)
+        state.known[id(real)] = (real, made)
+        return made
 
     def missing_attribute(self, state: CaptureState, name: str) -> Value:
         owner, _ = find_class_entry(state, self.cls, "__getattr__")
         if owner is not torch.nn.Module:
             return super().missing_attribute(state, name)
+        return self.registered_attribute(state, name)
+
+    def registered_attribute(self, state: CaptureState, name: str) -> Value:
+        """What ``torch.nn.Module.__getattr__`` finds: a parameter, buffer or submodule."""
         found = self.table_entry(state, name)
-        if found is not None:
-            return found
-        self.guard_absent(state, name)
-        if self.source is not None:
-            for table in _TABLES:
-                state.guards.absent(ItemSource(AttributeSource(self.source, "__dict__"), table), name)
-        raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
+        if found is None:
+            shown = f"{self.cls.__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, shown)
+        return found
 
     def table_entry(self, state: CaptureState, name: str) -> Value | None:
         """A parameter, buffer or submodule; None where there is none of this name."""
         if name in self.replaced:
             return self.replaced[name]
+        unread = [table for table in _TABLES if table not in self._tables and table not in self.changes]
         for table in _TABLES:
-            entries = self.real.__dict__[table]
-            known = state.known.get(id(entries))
-            if known is not None and id(known[1]) in state.effects.containers:
-                raise state.unsupported(
-                    "module-tables", f"reading {name!r} of a module after a store to {table}"
-                )
-            if name in entries and name not in self.changes:
-                source = None if self.source is None else ModuleEntrySource(self.source, table, name)
-                return state.wrap(entries[name], source)
+            if table in unread:
+                entries = self.real_dict().get(table, {})
+                if name in entries:
+                    source = None if self.source is None else ModuleEntrySource(self.source, table, name)
+                    return state.wrap(entries[name], source)
+                continue
+            known = self.changes.get(table) or self._tables.get(table)
+            found = known.find(state, ConstantValue(name)) if isinstance(known, DictValue) else None
+            if found is not None:
+                return found
+        place = self.dict_source()
+        if place is not None:
+            for table in unread:
+                state.guards.absent(ItemSource(place, table), name)
         return None
-
-    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        owner, _ = find_class_entry(state, self.cls, "__setattr__")
-        if owner is not torch.nn.Module:
-            raise state.unsupported("setattr", f"{self.cls.__qualname__} defines __setattr__")
-        own = self.real.__dict__
-        is_special = issubclass(value.python_type(), (torch.nn.Parameter, torch.nn.Module))
-        if (
-            is_special
-            or name in own["_parameters"]
-            or name in own["_modules"]
-            or name in (*_TABLES, *_HOOK_TABLES)
-        ):
-            raise state.unsupported("module-store", f"a store of {value.describe()} to {name!r} of a module")
-        if name in own["_buffers"]:
-            if not issubclass(value.python_type(), (torch.Tensor, type(None))):
-                raise state.unsupported(
-                    "module-store", f"a store of {value.describe()} to the buffer {name!r}"
-                )
-            self.change(state, name, value)
-            return
-        self.store(state, name, value)
-
-    def get_item(self, state: CaptureState, key: Value) -> Value:
-        if isinstance(key, SliceValue) and _slices_are_new_modules(self.cls):
-            return ModuleSlice(state, self, key)
-        return super().get_item(state, key)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if self.cls.__call__ is not torch.nn.Module.__call__:
             return super().call(state, args, kwargs)
         if isinstance(self.real, torch.jit.ScriptModule):
             raise state.unsupported("script-module", f"{self.describe()} is a TorchScript module")
-        if not self._has_forward_hooks():
-            check_no_hooks(state, self)
+        if self.cls._call_impl is not torch.nn.Module._call_impl:
+            return self.get_attribute(state, "_call_impl").call(state, args, kwargs)
+        if not self.has_hooks(state):
             return self.get_attribute(state, "forward").call(state, args, kwargs)
         return self._call_with_hooks(state, args, kwargs)
 
-    def _has_forward_hooks(self) -> bool:
-        own = self.real.__dict__
-        return bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
+    def has_hooks(self, state: CaptureState) -> bool:
+        """Whether a call is more than its forward; that it is not is guarded."""
+        if any(GLOBAL_HOOK_TABLES):
+            return True
+        if self.real is None:
+            tables = [self.own_attribute(state, table) for table in _HOOK_TABLES]
+            return any(table is not None and table.truth(state) for table in tables)
+        if any(self.real_dict().get(table) for table in _HOOK_TABLES):
+            return True
+        place = self.dict_source()
+        if place is not None:
+            state.guards.all_false(place, _HOOK_TABLES, f"{self.source} has no hooks")
+        return False
 
     def _call_with_hooks(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        """Pre-hooks, forward, hooks, in the order of ``nn.Module._call_impl``."""
-        own = self.real.__dict__
-        special = (
-            "_forward_hooks_with_kwargs",
-            "_forward_hooks_always_called",
-            "_forward_pre_hooks_with_kwargs",
-        )
-        backward = own["_backward_hooks"] or own["_backward_pre_hooks"]
-        if backward or any(GLOBAL_HOOK_TABLES) or any(own[table] for table in special):
-            raise state.unsupported(
-                "module-hooks",
-                f"{self.describe()} has backward hooks, or hooks that take keywords or run always",
-                "remove the hooks, or call what they do in forward",
-            )
-        if self.source is not None:
-            tables = AttributeSource(self.source, "__dict__")
-            for table in (*special, "_backward_hooks", "_backward_pre_hooks"):
-                state.guards.length(ItemSource(tables, table), 0)
-        for hook in self._hooks(state, "_forward_pre_hooks"):
-            changed = hook.call(state, [self, SequenceValue(list(args), tuple)], {})
-            if not is_none(changed):
-                is_tuple = isinstance(changed, SequenceValue) and issubclass(changed.cls, tuple)
-                args = state.items_of(changed) if is_tuple else [changed]
-        result = self.get_attribute(state, "forward").call(state, args, kwargs)
-        for hook in self._hooks(state, "_forward_hooks"):
-            changed = hook.call(state, [self, SequenceValue(list(args), tuple), result], {})
-            if not is_none(changed):
-                result = changed
-        return result
-
-    def _hooks(self, state: CaptureState, table: str) -> list[Value]:
-        hooks = self.own_attribute(state, table)
-        assert isinstance(hooks, DictValue)
-        hooks.guard_keys(state)
-        return [hooks.get(state, key) for key in list(hooks.entries)]
-
-
-class ModuleSlice(ModuleValue):
-    """``layers[a:b]``: a new ``ModuleList`` or ``Sequential`` of some of the children."""
-
-    def __init__(self, state: CaptureState, parent: ModuleValue, key: SliceValue) -> None:
-        modules = parent.own_attribute(state, "_modules")
-        assert isinstance(modules, DictValue)
-        modules.guard_keys(state)
-        for name in modules.entries:
-            parent.table_entry(
-                state, name
-            )  # known from here on, so that the slice's children are the parent's
-        super().__init__(parent.cls, parent.real[key.as_constant()], None)
-        self.parent = parent
-        self.key = key
-
-
-def _slices_are_new_modules(cls: type) -> bool:
-    """Whether a module's slices are made as torch makes them, by code that nobody replaced."""
-    return any(
-        issubclass(cls, torch_class)
-        and all(getattr(cls, name) is getattr(torch_class, name) for name in ("__getitem__", "__init__"))
-        for torch_class in (torch.nn.ModuleList, torch.nn.Sequential)
-    )
-
-
-def check_no_hooks(state: CaptureState, module: ModuleValue) -> None:
-    """A module call is its forward only while no hook is registered; guard that."""
-    own = module.real.__dict__
-    if any(own[table] for table in _HOOK_TABLES) or any(GLOBAL_HOOK_TABLES):
-        raise state.unsupported(
-            "module-hooks",
-            f"{module.describe()} has hooks",
-            "remove the hooks, or call what they do in forward",
-        )
-    if module.source is not None:
-        owner = AttributeSource(module.source, "__dict__")
-        state.guards.all_false(owner, _HOOK_TABLES, f"{module.source} has no hooks")
+        """``torch.nn.Module._call_impl``, which runs the hooks; they are guarded as all that it reads."""
+        for table in ("_backward_hooks", "_backward_pre_hooks"):
+            hooks = self.own_attribute(state, table)
+            if getattr(module_registry, f"_global{table}") or (hooks is not None and hooks.truth(state)):
+                raise state.unsupported(
+                    "module-hooks", f"{self.describe()} has backward hooks", "use hooks of tensors instead"
+                )
+        for name in _GLOBAL_TABLES_OF_FORWARD:
+            table = getattr(module_registry, name)
+            state.wrap(table, state.reference_source(name, table))
+        run = state.wrap(torch.nn.Module._call_impl, None)
+        try:
+            return run.call(state, [self, *args], kwargs)
+        except SymbolicRaise:
+            always = self.own_attribute(state, "_forward_hooks_always_called")
+            if module_registry._global_forward_hooks_always_called or (always and always.truth(state)):
+                raise state.unsupported(
+                    "module-hooks", f"{self.describe()} raises and has hooks that run all the same"
+                ) from None
+            raise

@@ -359,7 +359,13 @@ class InstanceValue(Value):
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         result = self._special(state, "__contains__", [item])
-        return super().contains(state, item) if result is None else result.truth(state)
+        if result is not None:
+            return result.truth(state)
+        iterator = self.iterate(state)
+        while (member := iterator.advance(state)) is not None:
+            if member is item or state.equal(member, item):
+                return True
+        return False
 
 
 def _is_data_descriptor(entry: Any) -> bool:

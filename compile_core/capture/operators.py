@@ -260,6 +260,9 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         return bool(left.as_constant() == right.as_constant())
     except NotConstant:
         pass
+    by_identity = left.python_type().__eq__ is right.python_type().__eq__ is object.__eq__
+    if by_identity and isinstance(left, InstanceValue) and isinstance(right, (InstanceValue, ReferenceValue)):
+        return is_same(state, left, right)
     identities = (InstanceValue, ReferenceValue)
     if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
         return bool(left.real is right.real)

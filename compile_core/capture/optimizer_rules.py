@@ -20,12 +20,10 @@ from torch._compile import _disable_dynamo
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.frame import Frame
+from compile_core.capture.frame import calling_module
 from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.modes import set_grad_mode
 from compile_core.capture.references import call_rule, decorator_rule
-from compile_core.capture.scalars import read_scalar
-from compile_core.capture.tensors import TensorValue, method_rule
 
 _SCOPE = "torch.optim."
 _GLOBAL_HOOKS = {
@@ -40,23 +38,9 @@ def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType
     return dict(cells)[variable].cell_contents
 
 
-def in_optimizer(state: CaptureState) -> bool:
-    """Whether the call comes from a function of ``torch.optim``."""
-    frame = state.frames[-1]
-    return isinstance(frame, Frame) and str(frame.function.scope.get("__name__")).startswith(_SCOPE)
-
-
 @call_rule(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)
 def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(not in_optimizer(state))
-
-
-@method_rule("item")
-def _item(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
-    """Step counts are read out of tensors, and what is computed from them goes back into tensor operations."""
-    return read_scalar(state, tensor) if in_optimizer(state) and not args and not kwargs else None
+    return ConstantValue(not calling_module(state).startswith(_SCOPE))
 
 
 @decorator_rule(_disable_dynamo(lambda: None))
@@ -132,7 +116,7 @@ for _name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_he
         call_rule(getattr(library.Optimizer, _name))(_no_check)
 
 
-@call_rule(library.Optimizer._group_tensors_by_device_and_dtype)
+@call_rule(library.Optimizer._group_tensors_by_device_and_dtype, torch._C._group_tensors_by_device_and_dtype)
 def _group_tensors(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     """Lists of tensors side by side, cut into groups by the device and dtype of the first list."""
 

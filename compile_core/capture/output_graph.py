@@ -63,6 +63,7 @@ class OutputGraph:
         self.fake_mode = sizes.fake_mode
         self.sizes = sizes
         self.records: list[InputRecord] = []
+        self._aliases: list[tuple[fx.Node, torch.Tensor, int]] = []
         self.held: dict[str, Any] = {}
         self.node_of_source: dict[Source, fx.Node] = {}
         self._number_nodes: dict[sympy.Expr, fx.Node] = {}
@@ -141,6 +142,17 @@ class OutputGraph:
         node.meta["example_value"] = example
         node.meta["is_pure"] = True
         return node
+
+    def alias_made(self, node: fx.Node, fake: torch.Tensor) -> None:
+        """``fake`` is memory of an input, whose own version tells nothing of changes through the alias."""
+        self._aliases.append((node, fake, fake._version))
+
+    def is_changed(self, record: InputRecord) -> bool:
+        """Whether the graph writes to an input."""
+        through_alias = (
+            fake._version != version for node, fake, version in self._aliases if node is record.node
+        )
+        return record.entry.example._version != record.version or any(through_alias)
 
     def hold(self, name: str, value: Any) -> fx.Node:
         """The node of an object that is no tensor, such as the graph of a body; the graph module holds it."""

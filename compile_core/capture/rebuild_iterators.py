@@ -45,7 +45,10 @@ def build_iterator(writer: Any, value: Value) -> str:
         current = [] if value.current is None else [value.current]
         return make(value.cls, *emit_all([*current, *value.iterables]))
     if isinstance(value, SliceIterator):
-        return make(value.cls, writer.emit(value.iterator), str(max(value.left, 0)))
+        left = None if value.stop is None else value.stop - value.passed
+        return make(
+            value.cls, writer.emit(value.iterator), f"{value.next - value.passed}, {left}, {value.step}"
+        )
     raise value_cannot_be_rebuilt(writer, value)
 
 

@@ -19,7 +19,6 @@ from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modes import ModeValue
-from compile_core.capture.modules import ModuleSlice, ModuleValue
 from compile_core.capture.numpy_arrays import ArrayValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.partials import PartialValue
@@ -109,8 +108,6 @@ class RunnerWriter(SourceWriter):
             return self.constant(value.real)
         if isinstance(value, ExceptionValue):
             return self._build_exception(value)
-        if isinstance(value, ModuleSlice):
-            return self.bind(f"{self.emit(value.parent)}[{self.emit(value.key)}]")
         if isinstance(value, InstanceValue):
             return self.constant(value.real) if value.real is not None else self._build_instance(value)
         if isinstance(value, ModeValue):
@@ -249,8 +246,7 @@ class RunnerWriter(SourceWriter):
     def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""
         name, value = self.emit(owner), owner.changes[attribute]
-        by_class = isinstance(owner, (ModuleValue, FunctionValue))
-        prefix, suffix = ("", "") if by_class else ("object.__", "__")
+        prefix, suffix = ("", "") if isinstance(owner, FunctionValue) else ("object.__", "__")
         if isinstance(owner, InstanceValue) and attribute in owner.deleted:
             self._effects.append(f"{prefix}delattr{suffix}({name}, {attribute!r})")
         if value is not MISSING:

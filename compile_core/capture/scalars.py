@@ -53,7 +53,7 @@ def read_scalar(state: CaptureState, tensor: TensorValue) -> ScalarValue:
 
 
 _OPERATIONS = frozenset(
-    [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos]
+    [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, float]
 )
 
 

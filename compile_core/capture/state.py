@@ -26,10 +26,12 @@ from compile_core.capture.generators import GeneratorValue
 from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
 from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.module_rules import MODULE_RULES
 from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake
+from compile_core.capture.scalar_rules import SCALAR_RULES
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.special_rules import SPECIAL_RULES
@@ -43,7 +45,7 @@ from compile_core.ir.sources import Source
 
 # Naming the families makes sure that their handlers are registered.
 FAMILIES = (opcodes_build, opcodes_control, opcodes_data, opcodes_match)
-RULES = (SPECIAL_RULES, LANGUAGE_RULES, GRADIENT_ATTRIBUTES, OPTIMIZER_RULES)
+RULES = (SPECIAL_RULES, LANGUAGE_RULES, GRADIENT_ATTRIBUTES, OPTIMIZER_RULES, MODULE_RULES, SCALAR_RULES)
 assert OPCODES
 
 _DEPTH_LIMIT = 120
@@ -102,9 +104,6 @@ class Capture(CaptureState):
 
     def representation_of(self, value: Value) -> Value:
         return texts.representation(self, value)
-
-    def is_module_class(self, cls: type) -> bool:
-        return issubclass(cls, torch.nn.Module)
 
     def loaded_module(self, name: str) -> Value | None:
         module = sys.modules.get(name)

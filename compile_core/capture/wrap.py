@@ -20,7 +20,7 @@ from compile_core.capture.constants import ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.content import content_base
 from compile_core.capture.directive_rules import directive_rule
-from compile_core.capture.directives import compiled_by_torch, part_of_optimizer
+from compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
 from compile_core.capture.function_transforms import transformed_function_rule
 from compile_core.capture.functions import (
     BoundMethodValue,
@@ -253,7 +253,7 @@ def _input_kind(source: Source) -> InputKind:
 
 
 def _wrap_function(state: CaptureState, real: types.FunctionType, source: Source | None) -> Value:
-    included = part_of_optimizer(real)
+    included = beneath_torch_front_end(real)
     if included is not None:
         _guard_identity(state, real, source)
         return state.wrap(included, None)

@@ -1,0 +1,30 @@
+"""Rules for functions that torch's module classes are written with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import ConstantValue
+from compile_core.capture.modules import ModuleValue
+from compile_core.capture.references import call_rule
+
+
+@call_rule(torch.nn.Module.__getattr__)
+def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Called by name where a class has a ``__getattr__`` of its own."""
+    module, name = args
+    if not isinstance(module, ModuleValue):
+        raise TypeError(f"torch.nn.Module.__getattr__ of {module.describe()}")
+    return module.registered_attribute(state, name.as_constant())
+
+
+@call_rule(torch._C._log_api_usage_once)
+def _log_api_usage(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(None)
+
+
+# Named by the state, so that importing it registers these rules.
+MODULE_RULES: tuple[Any, ...] = (_getattr, _log_api_usage)

@@ -1,0 +1,105 @@
+"""Whole train steps compiled as one function: the break at ``.backward()`` is the only one, and after the second step
+nothing is captured any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import compile_core
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Run:
+    """A model, its optimizer, and data, the same each time it is made."""
+
+    def __init__(self, make_optimizer):
+        torch.manual_seed(0)
+        self.model = make_model()
+        self.optimizer: Any = make_optimizer(self.model.parameters())
+        self.batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(10)]
+        self.notes: list[Any] = []
+
+
+def train(run, batch):
+    x, target = batch
+    run.optimizer.zero_grad(True)
+    loss = nn.CrossEntropyLoss()(run.model(x), target)
+    loss.backward()
+    run.optimizer.step()
+    return loss
+
+
+def all_functions(compiled):
+    found = [compiled]
+    for function in found:
+        found += [other for other in (*function.continuations, *function.callees) if other not in found]
+    return found
+
+
+def count_captures(compiled):
+    return sum(len(function.entries) for function in all_functions(compiled))
+
+
+def break_reasons(compiled):
+    return [reason for function in all_functions(compiled) for reason in function.break_reasons]
+
+
+def check_training(step, make_optimizer, *, backend="eager", exact=True, settled_after=2):
+    """Ten steps plain and compiled; returns the compiled function."""
+    plain, ours = Run(make_optimizer), Run(make_optimizer)
+    compiled = compile_core.compile(step, backend=backend)
+    captures = []
+    for expected_batch, batch in zip(plain.batches, ours.batches, strict=True):
+        expected, found = step(plain, expected_batch), compiled(ours, batch)
+        captures.append(count_captures(compiled))
+        if exact:
+            assert torch.equal(torch.as_tensor(expected), torch.as_tensor(found))
+        else:
+            torch.testing.assert_close(
+                torch.as_tensor(found), torch.as_tensor(expected), rtol=2e-4, atol=1e-5
+            )
+    for one, other in zip(plain.model.state_dict().values(), ours.model.state_dict().values(), strict=True):
+        if exact:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(other, one, rtol=2e-3, atol=1e-4)
+    assert plain.notes == ours.notes
+    assert len(set(captures[settled_after - 1 :])) == 1, captures
+    return compiled
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: optim.SGD(parameters, lr=0.1),
+    "sgd with momentum": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adam": lambda parameters: optim.Adam(parameters, lr=0.01),
+    "adam foreach": lambda parameters: optim.Adam(parameters, lr=0.01, foreach=True),
+    "adamw fused": lambda parameters: optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_the_backward_is_the_only_break(make_optimizer):
+    compiled = check_training(train, make_optimizer)
+    reasons = {(reason.reason_id, reason.location.text) for reason in break_reasons(compiled)}
+    assert reasons == {("tensor-method", "loss.backward()")}
+    graphs = [
+        entry.captured.graph
+        for function in all_functions(compiled)
+        for entry in function.entries
+        if entry.captured.graph is not None
+    ]
+    # Forward and loss without gradients before, and with some; the step without state, and with it.
+    assert len(graphs) <= 4
+
+
+def test_train_steps_beside_torch_compile():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    compiled = check_training(train, OPTIMIZERS["adam"])
+    assert len({reason.location for reason in break_reasons(compiled)}) == 1
