@@ -83,6 +83,13 @@ def turn_back(settings: tuple[tuple[Any, ...], ...]) -> None:
             switch.turn(before)
 
 
+def _autocast_depth() -> int:
+    """How many autocast regions are open. It stays as it is: the end of the outermost drops the weights cast in it."""
+    deeper = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return deeper - 1
+
+
 @contextmanager
 def preserved_switches() -> Iterator[None]:
     """Grad mode, autocast and all switches are afterwards as before, whatever stops in between."""
@@ -93,12 +100,13 @@ def preserved_switches() -> Iterator[None]:
         for device in _AUTOCAST_DEVICES
     ]
     settings = read_switches()
-    depth = torch.autocast_increment_nesting()
+    depth = _autocast_depth()
     try:
         yield
     finally:
-        while torch.autocast_decrement_nesting() >= depth:
-            pass
+        while _autocast_depth() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
         for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

@@ -25,6 +25,8 @@ class Run:
         self.optimizer: Any = make_optimizer(self.model.parameters())
         self.batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(10)]
         self.notes: list[Any] = []
+        self.other = optim.SGD([next(self.model.parameters())], lr=0.05)
+        self.average = [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 def train(run, batch):
@@ -103,3 +105,136 @@ def test_train_steps_beside_torch_compile():
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     compiled = check_training(train, OPTIMIZERS["adam"])
     assert len({reason.location for reason in break_reasons(compiled)}) == 1
+
+
+def mixed_precision(run, batch):
+    x, target = batch
+    run.optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(run.model(x), target)
+    loss.backward()
+    run.optimizer.step()
+    return loss
+
+
+def clipped(run, batch):
+    x, target = batch
+    run.optimizer.zero_grad()
+    nn.functional.cross_entropy(run.model(x), target).backward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.optimizer.step()
+    return norm
+
+
+def with_average(run, batch):
+    loss = train(run, batch)
+    with torch.no_grad():
+        for average, current in zip(run.average, run.model.parameters(), strict=True):
+            average.mul_(0.9).add_(current, alpha=0.1)
+    return loss
+
+
+def two_optimizers(run, batch):
+    x, target = batch
+    run.optimizer.zero_grad()
+    run.other.zero_grad()
+    loss = nn.functional.cross_entropy(run.model(x), target)
+    loss.backward()
+    run.optimizer.step()
+    run.other.step()
+    return loss
+
+
+def by_hand(run, batch):
+    x, target = batch
+    loss = nn.functional.cross_entropy(run.model(x), target)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return loss
+
+
+def weights_clamped(run, batch):
+    loss = train(run, batch)
+    for parameter in run.model.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+    return loss
+
+
+def over_batches(run, batch):
+    total = 0.0
+    for part in run.batches[:3]:
+        total = total + train(run, part).detach()
+    return total
+
+
+@torch.no_grad()
+def evaluated(run, batch):
+    x, target = batch
+    run.model.eval()
+    result = run.model(x)
+    run.model.train()
+    return (result.argmax(-1) == target).float().mean()
+
+
+def with_notes(run, batch):
+    loss = train(run, batch)
+    run.notes.append(loss.item())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("step", "settled_after"),
+    [
+        (mixed_precision, 2), (clipped, 2), (with_average, 2), (two_optimizers, 2), (by_hand, 2),
+        (weights_clamped, 2), (over_batches, 2), (evaluated, 3), (with_notes, 10),
+    ],
+)  # fmt: skip
+def test_kinds_of_steps(step, settled_after):
+    check_training(step, OPTIMIZERS["adam"], settled_after=settled_after)
+
+
+def test_accumulated_gradients():
+    counts = iter([*range(10), *range(10)])
+
+    def step(run, batch):
+        x, target = batch
+        loss = nn.functional.cross_entropy(run.model(x), target) / 2
+        loss.backward()
+        if (next(counts) + 1) % 2 == 0:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return loss
+
+    plain, ours = Run(OPTIMIZERS["adam"]), Run(OPTIMIZERS["adam"])
+    expected = [step(plain, batch).item() for batch in plain.batches]
+    compiled = compile_core.compile(step, backend="eager")
+    assert [compiled(ours, batch).item() for batch in ours.batches] == expected
+
+
+SCHEDULERS = {
+    "steps": lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "cosine": lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+def test_rates_that_change(make):
+    def make_optimizer(parameters):
+        optimizer: Any = optim.SGD(parameters, lr=0.1, momentum=0.9)
+        optimizer.scheduler = make(optimizer)
+        return optimizer
+
+    def step(run, batch):
+        loss = train(run, batch)
+        run.optimizer.scheduler.step()
+        return loss
+
+    check_training(step, make_optimizer, settled_after=10)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", compile_core.list_backends()[0]])
+def test_other_backends(backend):
+    check_training(train, OPTIMIZERS["adam"], backend=backend, exact=False)
