@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 import compile_core
+from compile_core.backends.registry import DEFAULT_BACKEND
 
 
 def make_model():
@@ -235,6 +236,7 @@ def test_rates_that_change(make):
     check_training(step, make_optimizer, settled_after=10)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", compile_core.list_backends()[0]])
+@pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
 def test_other_backends(backend):
-    check_training(train, OPTIMIZERS["adam"], backend=backend, exact=False)
+    # The bias before the norm has a gradient of nothing but rounding, which Adam would blow up.
+    check_training(train, OPTIMIZERS["sgd with momentum"], backend=backend, exact=False)
