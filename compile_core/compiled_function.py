@@ -31,6 +31,7 @@ from compile_core.capture import (
     normal_tensors,
     resume_function,
     run_to_end,
+    run_with_cells,
 )
 from compile_core.capture.directives import disabled_frame, is_disabled, leave_alone
 from compile_core.capture.libraries import is_library_name
@@ -337,11 +338,16 @@ class CompiledFunction:
             reason = Unsupported("capture-failed", shown)
             return CapturedFrame(None, (), self._arguments, None, reason)
 
-    def _continuation(self, point: ResumePoint) -> CompiledFunction:
+    def _continuation(self, point: ResumePoint) -> Callable[..., Any]:
         """The compiled resume function of a point, shared by all captures that stop there in the same way."""
         found = self._continuations.get(point.code)
         if found is None:
             function = resume_function(point, self._target)
+            if len(self._continuations) >= _MOST_CONTINUATIONS:
+                logger.warning(
+                    "%s has more graph breaks than are compiled; the rest is plain Python", self.name
+                )
+                return run_with_cells(function) if point.cells_argument else function
             found = self._continuations[point.code] = CompiledFunction(
                 function,
                 self.compile_graph,
@@ -434,6 +440,9 @@ class CompiledFunction:
             reason,
         )
 
+
+# How many resume functions one function may have: two or so for each place where it breaks.
+_MOST_CONTINUATIONS = 512
 
 # Every compiled function that is in use, by its age.
 _living: weakref.WeakValueDictionary[int, CompiledFunction] = weakref.WeakValueDictionary()

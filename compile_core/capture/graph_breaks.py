@@ -184,6 +184,16 @@ def may_be_compiled(callee: Value) -> bool:
     return isinstance(callee, (InstanceValue, PartialValue))
 
 
+def run_with_cells(function: types.FunctionType) -> Callable[..., Any]:
+    """A function that takes the cells of ``function`` before its arguments."""
+
+    def run(cells: tuple[types.CellType, ...], *arguments: Any) -> Any:
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        return made(*arguments)
+
+    return run
+
+
 def resume_function(point: ResumePoint, original: types.FunctionType) -> types.FunctionType:
     """The resume function of a point, with the globals and cells of the original function.
 

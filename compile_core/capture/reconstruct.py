@@ -15,6 +15,7 @@ from compile_core.capture.constants import BuiltinMethod, ConstantValue, Sequenc
 from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
+from compile_core.capture.growing_lists import GrowingList
 from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
@@ -138,6 +139,8 @@ class RunnerWriter(SourceWriter):
     def _content_lines(self, content: ContainerValue, name: str) -> list[str]:
         """Statements that give a mutable container at ``name`` its content, by methods of its built-in class."""
         cls = "" if content.owner is None else self.constant(content.cls)
+        if isinstance(content, GrowingList) and not content.is_read:
+            return [f"{name}.extend([{', '.join(self.emit(item) for item in content.appended)}])"]
         if isinstance(content, ListValue):
             items = ", ".join(self.emit(item) for item in content.items)
             return [f"{cls}.__setitem__({name}, slice(None), [{items}])" if cls else f"{name}[:] = [{items}]"]

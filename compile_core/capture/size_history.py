@@ -55,6 +55,10 @@ class SizeHistory:
         """Whether the float or string at ``source`` has differed between calls."""
         return bool(self._note(("literal", str(source)), [value]))
 
+    def has_grown(self, source: Source, length: int) -> bool:
+        """Whether the length of the list at ``source`` has differed between calls."""
+        return bool(self._note(("length", str(source)), [length]))
+
     def _note(self, key: tuple[Any, ...], values: Sequence[float | str]) -> set[int]:
         seen = self._seen.setdefault(key, list(values))
         changed = self._changed.setdefault(key, set())

@@ -27,6 +27,7 @@ from compile_core.capture.functions import (
     CellValue,
     FunctionValue,
 )
+from compile_core.capture.growing_lists import GrowingList
 from compile_core.capture.libraries import is_library_name
 from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
 from compile_core.capture.modules import ModuleValue
@@ -385,6 +386,8 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
         return _wrap_set(state, real, source)
     if cls is list:
         items = list(list.__iter__(real))
+        if type(real) is list and source is not None and state.sizes.history.has_grown(source, len(items)):
+            return GrowingList(state, _lazy_items(items, source), source)
         if source is not None:
             state.guards.length(source, len(items))
         made: Any = ListValue(_lazy_items(items, source), source)

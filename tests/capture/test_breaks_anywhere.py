@@ -585,6 +585,42 @@ def test_the_data_behind_item_does_not_recompile():
     assert all(len(piece.entries) <= 3 for piece in compiled.continuations)
 
 
+def test_a_list_that_grows_does_not_recompile():
+    def loop(x, count, log):
+        found = []
+        for _ in range(count):
+            x = x + 1
+            found.append(x)
+            log.append(x.detach().sum().item())
+            log += [1]
+            x = x * 2
+        return found, len(log)
+
+    compiled = CompiledFunction(loop, lambda graph, inputs: graph.module)
+    for count in (3, 12, 12, 0):
+        one, other = [], []
+        assert_same(compiled(torch.ones(2), count, one), loop(torch.ones(2), count, other))
+        assert one == other
+    pieces = [compiled, *compiled.continuations]
+    entries = sum(len(piece.entries) for piece in pieces)
+    log = []
+    assert_same(compiled(torch.ones(2), 40, log), loop(torch.ones(2), 40, []))
+    assert (
+        sum(len(piece.entries) for piece in pieces) <= entries + 3
+    )  # the count and the length of the log are read
+
+
+@pytest.mark.parametrize("function", [in_class_manager, closure_writes, loop_over_dict])
+def test_more_breaks_than_are_compiled(function, monkeypatch, caplog):
+    monkeypatch.setattr("compile_core.compiled_function._MOST_CONTINUATIONS", 1)
+    compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
+    for seed in (0, 1):
+        found = outcome(compiled, arguments(function, seed))
+        assert_same(found, outcome(function, arguments(function, seed)))
+    assert len(compiled.continuations) == 1
+    assert "more graph breaks than are compiled" in caplog.text
+
+
 def closure_without_arguments(x):
     def inner():
         note("inner")
