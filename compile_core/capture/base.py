@@ -317,6 +317,10 @@ class CaptureState:
         """Record a change of a mode of torch and make it for the rest of the capture; returns the node."""
         raise NotImplementedError
 
+    def stack_trace(self) -> str:
+        """The user's lines, outermost first, in the form of a traceback."""
+        raise NotImplementedError
+
     def loaded_module(self, name: str) -> Value | None:
         """A Python module that was imported already."""
         raise NotImplementedError

@@ -26,6 +26,8 @@ LITERAL_TYPES = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    torch.finfo,
+    torch.iinfo,
 )
 
 

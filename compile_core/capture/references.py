@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
 
 from compile_core.capture.base import CaptureState, Value
@@ -148,6 +149,8 @@ class CallableReferenceValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__name__", "__qualname__", "__module__", "__doc__"):
             return state.from_constant(getattr(self.real, name))
+        if isinstance(self.real, OpOverloadPacket) and name in self.real.overloads():
+            return state.wrap(getattr(self.real, name), None)
         return super().get_attribute(state, name)
 
 

@@ -18,6 +18,7 @@ from compile_core.capture import (
     numpy_rules,
     numpy_wrapper,
     switches,
+    tensor_rules,
 )
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue, SuperValue
@@ -59,5 +60,6 @@ SPECIAL_RULES: tuple[Any, ...] = (
     numpy_rules,
     numpy_wrapper,
     switches,
+    tensor_rules,
     _super,
 )

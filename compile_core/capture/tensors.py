@@ -190,7 +190,7 @@ class TensorValue(Value):
             named = {key: argument.as_constant() for key, argument in kwargs.items()}
             return state.from_constant(getattr(self.fake, name)(*real, **named))
         if name == "type" and not args and not kwargs:
-            return ConstantValue(_type_name(self.fake))
+            return ConstantValue(type_name(self.fake))
         if name == "__len__":
             return ConstantValue(self.length(state))
         rule = METHOD_RULES.get(name)
@@ -286,18 +286,7 @@ _OPERATORS = frozenset(
 }
 
 
-def _type_name(fake: torch.Tensor) -> str:
-    place = "" if fake.device.type == "cpu" else f"{fake.device.type}."
-    names = {
-        torch.float32: "Float",
-        torch.float64: "Double",
-        torch.float16: "Half",
-        torch.bfloat16: "BFloat16",
-        torch.int64: "Long",
-        torch.int32: "Int",
-        torch.int16: "Short",
-        torch.int8: "Char",
-        torch.uint8: "Byte",
-        torch.bool: "Bool",
-    }
-    return f"torch.{place}{names[fake.dtype]}Tensor"
+def type_name(fake: torch.Tensor) -> str:
+    """The name of the class that was a tensor's type before there were dtypes."""
+    name = torch.empty(0, dtype=fake.dtype, device="cpu").type()
+    return name if fake.device.type == "cpu" else name.replace("torch.", f"torch.{fake.device.type}.", 1)

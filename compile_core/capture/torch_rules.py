@@ -136,11 +136,15 @@ def tensor_method_rule(name: str) -> CallRule:
     return call
 
 
+# Operators by name, as ``torch.ops.aten.add`` and ``torch.ops.aten.add.Tensor``, and those that a program registered.
+_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+
+
 def find_torch_rule(function: Any) -> CallRule | None:
     """The rule of a torch callable, None where there is none."""
     if function in CALL_RULES:
         return CALL_RULES[function]
-    if is_tensor_function(function):
+    if is_tensor_function(function) or isinstance(function, _OPERATORS):
         return tensor_function_rule(function)
     if isinstance(function, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         owner = function.__objclass__

@@ -15,7 +15,7 @@ from compile_core.capture.containers import SequenceValue
 from compile_core.capture.libraries import is_library_object
 from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.references import ReferenceValue, call_rule
-from compile_core.capture.tensors import TensorValue
+from compile_core.capture.tensors import TensorValue, type_name
 
 
 @call_rule(isinstance)
@@ -52,7 +52,8 @@ def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
             and wanted.__module__ in ("torch", "torch.cuda")
             and not (issubclass(torch.Tensor, wanted) or wanted in (torch.Size, torch.device, torch.dtype))
         ):
-            raise state.unsupported("isinstance", f"isinstance of a tensor and {wanted.__qualname__}")
+            # The classes that were the types of tensors before there were dtypes.
+            found = f"{wanted.__module__}.{wanted.__name__}" == type_name(value.fake)
         elif getattr(wanted, "_is_protocol", False):
             found = _follows_protocol(state, value, wanted)
         else:

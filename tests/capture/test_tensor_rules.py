@@ -1,0 +1,102 @@
+"""Tensor methods and functions of torch that are more than an operation: metadata, leaves, types, operators by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.errors import Unsupported
+from tests.capture.same_as_plain import check_same
+
+
+def changes_metadata(x):
+    y = x * 2
+    y.t_()
+    z = (x + 1).unsqueeze_(0)
+    z.squeeze_(0).transpose_(0, 1)
+    return y, y.shape, z + y, z.stride()
+
+
+def a_view_keeps_its_metadata(x):
+    y = x * 2
+    view = y[0]
+    y.t_()
+    return view + 1, y
+
+
+def makes_a_leaf(x):
+    y = (x.detach() * 2).requires_grad_()
+    z = y.requires_grad_(True)
+    return (z * 3).sum(), y.requires_grad, z is y
+
+
+def types(x):
+    return (
+        torch.result_type(x, 1.0), torch.result_type(x.long(), 1), torch.is_same_size(x, x * 2),
+        isinstance(x, torch.FloatTensor), isinstance(x.long(), torch.LongTensor), isinstance(x, torch.LongTensor),
+        x.type(), x.to(torch.complex64).type(),
+    )  # fmt: skip
+
+
+def limits(x):
+    return x + torch.finfo(x.dtype).eps, torch.iinfo(torch.int32).max, torch.finfo().max
+
+
+def operators_by_name(x):
+    return torch.ops.aten.add(x, 1), torch.ops.aten.sin.default(x), torch.ops.aten.max.dim(x, 1)
+
+
+def items(x):
+    y = x.clone()
+    y.__setitem__(0, 1.0)
+    return x.__getitem__(1), torch.Tensor.__getitem__(x, 0), y
+
+
+def distributions(x):
+    normal = torch.distributions.Normal(x, 1.0, validate_args=False)
+    return normal.log_prob(x + 1), normal.rsample(), normal.entropy()
+
+
+PROGRAMS = [
+    changes_metadata, a_view_keeps_its_metadata, makes_a_leaf, types, limits, operators_by_name, items,
+    distributions,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_same_as_plain(program, backend):
+    check_same(program, lambda: (torch.randn(3, 4, requires_grad=True),), backend=backend)
+
+
+def test_a_leaf_gathers_its_own_gradient():
+    compiled = compile_core.compile(
+        lambda x: (x * 2).detach().requires_grad_(), backend="aot_eager", fullgraph=True
+    )
+    leaf = compiled(torch.ones(2))
+    assert leaf.is_leaf
+    (leaf * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x.t_(),
+        lambda x: x.requires_grad_(),
+        lambda x: torch.autograd.grad((x * 2).sum(), x),
+        lambda x: (x * 2).resize_(2),
+    ],
+)
+def test_refused(program):
+    with pytest.raises(Unsupported):
+        compile_core.compile(program, backend="eager", fullgraph=True)(torch.randn(3, 4))
+
+
+def test_an_argument_that_changes_its_metadata():
+    def program(x):
+        x.t_()
+        return x * 2
+
+    check_same(program, lambda: (torch.randn(3, 4),), fullgraph=False)
