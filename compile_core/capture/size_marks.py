@@ -28,14 +28,17 @@ def marks_of(tensor: torch.Tensor) -> SizeMarks:
     if not attributes:
         return _NO_MARKS
     marks = attributes.get(_ATTRIBUTE, _NO_MARKS)
-    dynamic = dict.fromkeys(attributes.get("_dynamo_dynamic_indices", ()), (None, None))
-    dynamic |= {
-        bounds.dim: (bounds.min, bounds.max) for bounds in attributes.get("_dynamo_dynamic_range", ())
-    }
+    count = tensor.dim()
+
+    def of_torch(name: str) -> set[int]:
+        return {dim % count for dim in attributes.get(name, ())}
+
+    dynamic = dict.fromkeys(of_torch("_dynamo_dynamic_indices"), (None, None))
+    dynamic |= {one.dim % count: (one.min, one.max) for one in attributes.get("_dynamo_dynamic_range", ())}
     return SizeMarks(
         dynamic | marks.dynamic,
-        marks.maybe_dynamic | attributes.get("_dynamo_weak_dynamic_indices", set()),
-        marks.static | attributes.get("_dynamo_static_indices", set()),
+        marks.maybe_dynamic | of_torch("_dynamo_weak_dynamic_indices"),
+        marks.static | of_torch("_dynamo_static_indices"),
     )
 
 
