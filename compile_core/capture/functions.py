@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
 from compile_core.capture.libraries import is_library_name
@@ -141,8 +141,7 @@ class FunctionValue(Value):
             return self.call(state, args, kwargs)
         if name == "__get__":
             owner = args[0]
-            is_none = isinstance(owner, ConstantValue) and owner.value is None
-            return self if is_none else BoundMethodValue(self, owner)
+            return self if is_none(owner) else BoundMethodValue(self, owner)
         return super().call_method(state, name, args, kwargs)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:

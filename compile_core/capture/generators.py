@@ -8,7 +8,7 @@ import types
 from typing import ClassVar
 
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, is_none
 from compile_core.capture.exceptions import ExceptionValue, exception_to_raise
 from compile_core.capture.frame import Frame
 from compile_core.capture.iterators import IteratorValue
@@ -93,8 +93,8 @@ class GeneratorValue(IteratorValue):
         return method(self, state, *args)
 
     def send(self, state: CaptureState, value: Value | None = None) -> Value:
-        is_none = value is None or (isinstance(value, ConstantValue) and value.value is None)
-        if not is_none and not self.started and not self.finished:
+        nothing = value is None or is_none(value)
+        if not nothing and not self.started and not self.finished:
             raise state.raise_exception(TypeError, "can't send non-None value to a just-started generator")
         return self._item_or_stop(state, self.resume(state, value))
 
@@ -209,7 +209,7 @@ def stop_iteration(state: CaptureState, iterator: Value) -> SymbolicRaise:
     raised = state.raise_exception(StopIteration)
     value = iterator.returned()
     assert isinstance(raised.value, ExceptionValue)
-    if value is not None and not (isinstance(value, ConstantValue) and value.value is None):
+    if value is not None and not is_none(value):
         raised.value.args = [value]
     return raised
 

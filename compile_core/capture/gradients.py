@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.tensors import (
     ATTRIBUTE_READS,
     ATTRIBUTE_STORES,
@@ -50,7 +50,7 @@ def store_gradient(state: CaptureState, tensor: TensorValue, value: Value) -> No
         own, new = tensor.fake, value.fake
         if (own.shape, own.dtype, own.device) != (new.shape, new.dtype, new.device) or value is tensor:
             raise state.unsupported("gradient-store", f"{value.describe()} as the gradient of another form")
-    elif not (isinstance(value, ConstantValue) and value.value is None):
+    elif not is_none(value):
         raise state.unsupported("gradient-store", f"{value.describe()} as a gradient")
     tensor.changes["grad"] = value
     state.effects.attribute_changed(tensor, "grad")

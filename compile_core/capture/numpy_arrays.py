@@ -12,7 +12,7 @@ import torch
 
 from compile_core import config
 from compile_core.capture.base import CaptureState, NotConstant, PlainCall, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.numpy_dtypes import adjusted, check_like_numpy, divides_integers
 from compile_core.capture.references import ReferenceValue
@@ -190,7 +190,8 @@ def _fakes(state: CaptureState, value: Value) -> Any:
 def operate(state: CaptureState, function: Any, *operands: Value) -> Value | None:
     """An operator of Python with an array or a dtype among its operands; None where there is neither."""
     if any(
-        isinstance(operand, ConstantValue) and isinstance(operand.value, np.dtype) for operand in operands
+        isinstance(operand, ConstantValue) and issubclass(operand.python_type(), np.dtype)
+        for operand in operands
     ):
         return state.from_constant(function(*(constant_dtype(operand) for operand in operands)))
     if not any(isinstance(operand, ArrayValue) for operand in operands):
@@ -201,7 +202,7 @@ def operate(state: CaptureState, function: Any, *operands: Value) -> Value | Non
 def _to_arrays(state: CaptureState, value: Value) -> Value:
     if isinstance(value, SequenceValue):
         return SequenceValue([_to_arrays(state, item) for item in value.all(state)], tuple)
-    if isinstance(value, ConstantValue) and value.value is None:
+    if is_none(value):
         return value
     return as_array(state, value)
 

@@ -142,7 +142,7 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
         if owner is None:
             return None
         result = bind_class_entry(state, left, left.cls, owner, name, entry).call(state, [right], {})
-        is_answer = not isinstance(result, ConstantValue) or result.value is not NotImplemented
+        is_answer = not _is_not_implemented(result)
         return result if is_answer else None
     if isinstance(left, ListValue):
         if symbol == "+=" and not isinstance(right, (TensorValue, InstanceValue)):
@@ -179,10 +179,14 @@ def _special(state: CaptureState, left: Value, right: Value, method: str, reflec
             if not isinstance(found, BoundMethodValue):
                 raise state.unsupported("operator", f"{name} of {owner.describe()}")
             result = found.call(state, [other], {})
-            if isinstance(result, ConstantValue) and result.value is NotImplemented:
+            if _is_not_implemented(result):
                 continue
             return result
     return None
+
+
+def _is_not_implemented(value: Value) -> bool:
+    return isinstance(value, ConstantValue) and value.python_type() is type(NotImplemented)
 
 
 def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
@@ -226,7 +230,9 @@ def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Valu
 
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
     """``left == right`` with Python's identity shortcut of containers for values without data."""
-    if any(isinstance(side, ConstantValue) and isinstance(side.value, np.dtype) for side in (left, right)):
+    if any(
+        isinstance(side, ConstantValue) and issubclass(side.python_type(), np.dtype) for side in (left, right)
+    ):
         compared = operate(state, operator.eq, left, right)
         return compared is not None and compared.truth(state)
     if left is not right and (isinstance(left, ArrayValue) or isinstance(right, ArrayValue)):
@@ -234,7 +240,7 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     if isinstance(left, TensorValue) or isinstance(right, TensorValue):
         if left is right:
             return True  # containers compare by identity first
-        if any(isinstance(side, ConstantValue) and side.value is None for side in (left, right)):
+        if any(is_none(side) for side in (left, right)):
             return False
         raise state.unsupported("tensor-equality", "a comparison of containers whose items are tensors")
     if isinstance(left, SequenceValue) and isinstance(right, SequenceValue):

@@ -18,7 +18,7 @@ import torch.optim.optimizer as library
 from torch._compile import _disable_dynamo
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.frame import calling_module
 from compile_core.capture.mappings import DictValue, new_dict
@@ -84,7 +84,7 @@ def _profile_hook_step(decorated: types.FunctionType) -> Any:
         for hook in _step_hooks(state, owner, "_optimizer_step_pre_hooks", global_first=True):
             given = new_dict([(ConstantValue(key), item) for key, item in kwargs.items()], state)
             changed = hook.call(state, [owner, SequenceValue(list(args), tuple), given], {})
-            if not (isinstance(changed, ConstantValue) and changed.value is None):
+            if not is_none(changed):
                 raise state.unsupported("optimizer-hook", "a hook that replaces the arguments of step()")
         result = state.wrap(function, None).call(state, args, kwargs)
         for hook in _step_hooks(state, owner, "_optimizer_step_post_hooks", global_first=False):

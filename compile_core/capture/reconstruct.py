@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
 from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
@@ -176,7 +176,7 @@ class RunnerWriter(SourceWriter):
                     f"{self.constant(object.__setattr__)}({name}, {attribute!r}, {self.emit(item)})"
                 )
         links = [("__cause__", value.cause), ("__context__", value.context)]
-        self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in links if not _is_none(item)]
+        self.lines += [f"{name}.{link} = {self.emit(item)}" for link, item in links if not is_none(item)]
         self.lines.append(f"{name}.__suppress_context__ = {value.suppresses_context}")
         return name
 
@@ -290,7 +290,3 @@ class RunnerWriter(SourceWriter):
             turn_back = f"    {self.constant(torch._C._set_grad_enabled)}({torch.is_grad_enabled()})"
             return ["try:", "    out = graph(*inputs)", "except BaseException:", turn_back, "    raise"]
         return [f"with {self.constant(preserved_switches)}():", "    out = graph(*inputs)"]
-
-
-def _is_none(value: Value) -> bool:
-    return isinstance(value, ConstantValue) and value.value is None

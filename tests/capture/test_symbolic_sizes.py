@@ -149,6 +149,26 @@ def test_arithmetic(name: str) -> None:
         assert_same(made(x, n), function(x, n))
 
 
+OPEN = [
+    "sum",
+    "floor division",
+    "division",
+    "floats in order",
+    "square root",
+    "extrema",
+    "products",
+    "comparisons",
+]
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_arithmetic_keeps_sizes_open(name: str) -> None:
+    compute = ARITHMETIC[name]
+    x = torch.randn(40)
+    compile_core.mark_dynamic(x, 0)  # an error where the size comes to be one value
+    compiled(lambda x, n: (compute(x.shape[0], n), x + 1), dynamic=True)(x, 7)
+
+
 def test_numbers_in_operations() -> None:
     def function(x: torch.Tensor, n: int) -> Any:
         rows = x.shape[0]
