@@ -46,9 +46,11 @@ class SizeHistory:
 
     def is_open(self, source: Source, value: int) -> bool:
         """Whether the integer at ``source`` is open; those of modules are only once they differed."""
-        if self.dynamic is False or value in SPECIAL_SIZES or value not in _INT64:
+        if self.dynamic is False:
             return False
         changed = self._note(("integer", str(source)), [value])
+        if value in SPECIAL_SIZES or value not in _INT64:
+            return False
         return bool(changed) or (self.dynamic is True and _is_argument(source))
 
     def has_changed(self, source: Source, value: float | str) -> bool:

@@ -322,3 +322,33 @@ def test_padding_keeps_sizes_open() -> None:
 def test_products_of_sizes() -> None:
     check(lambda x: x * math.prod(x.shape) + math.prod(size + 1 for size in x.shape), batches(2, 3, 4, 5), 2)
     check(lambda x: x * math.prod([2, 3.5], start=2) + math.prod([]), batches(2), 1)
+
+
+def test_counters_of_modules_and_globals() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen.append(self.calls * 2)
+            return x * self.calls
+
+    module = Counting()
+    made = compile_core.compile(module, backend="eager", fullgraph=True)
+    for call in range(1, 12):
+        assert torch.equal(made(torch.ones(2)), torch.full((2,), float(call)))
+    assert module.seen == list(range(2, 24, 2)) and type(module.calls) is int
+    assert len(made._run.entries) == 3  # for 0, for 1, and for all others
+
+
+def test_items_that_change_one_after_the_other() -> None:
+    def function(x: torch.Tensor, steps: list[int]) -> torch.Tensor:
+        for index, step in enumerate(steps):
+            x = x + step * index
+        return x
+
+    x = torch.zeros(2)
+    check(function, [(x, [1, 2, 3]), (x, [1, 5, 3]), (x, [4, 5, 6]), (x, [7, 8, 9])], entries=3)
