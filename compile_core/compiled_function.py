@@ -117,7 +117,7 @@ class CompiledFunction:
         self._plain_frames = PlainFrames(self._compiled_form)
         self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
-        self._limit_reported = False
+        self._runs_plain = False
         self._call_plain = self._make_plain_call()
         self._dispatch = self._make_dispatch()
         functools.update_wrapper(self, self._target)
@@ -161,7 +161,7 @@ class CompiledFunction:
         with self._lock:
             self._table.clear()
             self.break_reasons = []
-            self._limit_reported = False
+            self._runs_plain = False
             self._history = SizeHistory(self.dynamic)
             self._continuations.clear()
             self._callees.clear()
@@ -244,7 +244,7 @@ class CompiledFunction:
 
     def _miss(self, arguments: tuple[Any, ...]) -> Any:
         """No entry fits: capture, compile and run."""
-        if must_run_plain() or self._limit_reported:
+        if must_run_plain() or self._runs_plain:
             return self._call_plain(*arguments)
         with self._lock:
             # Another thread may have captured the same while this one waited.
@@ -253,7 +253,8 @@ class CompiledFunction:
             return self._call_plain(*arguments)
         inputs = entry.check(*arguments)
         if type(inputs) is not list:
-            raise InternalError(f"{self.name}: fresh guards fail: {entry.explain(arguments)}")
+            self._report_fresh_guards(entry.explain(arguments))
+            return self._call_plain(*arguments)
         return entry.run(entry.compiled, inputs, *arguments)
 
     def _run_again(self, failure: Exception, *arguments: Any) -> Any:
@@ -267,7 +268,7 @@ class CompiledFunction:
         reason = self._table.note_miss(arguments)
         limit = self.cache_limit or config.cache_size_limit
         if len(self._table.entries) >= limit:
-            if not self._limit_reported:
+            if not self._runs_plain:
                 self._report_limit(limit)
             return None
         if reason is not None:
@@ -301,9 +302,8 @@ class CompiledFunction:
             if captured.graph is not None:
                 inputs = check(*arguments)
                 if type(inputs) is not list:
-                    raise InternalError(
-                        f"{self.name}: fresh guards fail: {explain_failure(captured, arguments)}"
-                    )
+                    self._report_fresh_guards(explain_failure(captured, arguments))
+                    raise PlainCall("its guards do not hold for the call that they were made from")
                 with normal_tensors():
                     compiled = self.compile_graph(captured.graph, inputs)
                 if isinstance(compiled, torch.fx.GraphModule):
@@ -314,6 +314,14 @@ class CompiledFunction:
         entry = Entry(captured, compiled, check, run)
         self._table.add(entry)
         return entry
+
+    def _report_fresh_guards(self, explanation: str) -> None:
+        """Something that the function reads changes whenever it is read or compiled: only plain Python is right."""
+        shown = f"guards fail for the very call that they were made from: {explanation}"
+        if self.fullgraph:
+            raise InternalError(f"{self.name}: {shown}")
+        self._runs_plain = True
+        logger.warning("%s runs as plain Python from now on: its %s", self.name, shown)
 
     def _capture(self, arguments: tuple[Any, ...]) -> CapturedFrame:
         """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
@@ -429,7 +437,7 @@ class CompiledFunction:
         logger.info("%s: recompiled because %s", self.name, reason)
 
     def _report_limit(self, limit: int) -> None:
-        self._limit_reported = True
+        self._runs_plain = True
         reason, count = self._table.most_frequent_reason()
         logger.warning(
             "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "

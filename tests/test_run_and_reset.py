@@ -308,3 +308,23 @@ def test_what_controls_compilation_is_not_compiled_itself():
     compiled = compile_core.compile(controls, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 15.0))
+
+
+STATE = {"count": 0}
+
+
+def test_guards_that_fail_at_once_leave_the_function_plain(caplog):
+    """What compiling itself changes is never what it was when it was read."""
+
+    def function(x):
+        return x * STATE["count"]
+
+    def counting_backend(module, inputs):
+        STATE["count"] += 1
+        return module.forward
+
+    compiled = compile_core.compile(function, backend=counting_backend)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+    assert "runs as plain Python from now on" in caplog.text
+    compiled(torch.ones(2))
+    assert STATE["count"] == 1
