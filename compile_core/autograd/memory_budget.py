@@ -15,6 +15,7 @@ import math
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from compile_core.autograd.min_cut import CutProblem, bytes_of, choose_saved, is_pinned
@@ -68,7 +69,7 @@ def _by_worth(problem: CutProblem, saved: list[Node]) -> list[Node]:
 
 def _estimated_cost(node: Node) -> float:
     """The time of an operator, in bytes read or written."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
     result = node.meta["val"]
     tensors = [value.meta["val"] for value in node.all_input_nodes]
     tensors += [result] if isinstance(result, torch.Tensor) else list(result)

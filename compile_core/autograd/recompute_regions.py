@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def region_of(node: Node) -> int | None:
     return node.meta.get("custom", {}).get(_REGION)
 
 
-def is_recomputed(node: Node, in_forward: set[Node]) -> bool:
+def is_recomputed(node: Node, in_forward: Set[Node]) -> bool:
     """Whether a value may not be saved: it lies inside a region, and of the forward only the region reads it."""
     region = region_of(node)
     if region is None or node not in in_forward or is_random(node):

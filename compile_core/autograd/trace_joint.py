@@ -86,7 +86,7 @@ def trace_joint(
         with FunctionalTensorMode():
             wrapped = [FunctionalTensor.to_functional(primal) for primal in inputs[: len(examples)]]
             # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
-            passed = [
+            passed: list[Any] = [
                 tensor.clone() if position in rebound else tensor for position, tensor in enumerate(wrapped)
             ]
             results = module.forward(*passed)
