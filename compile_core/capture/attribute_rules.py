@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.classes import ClassValue, new_instance
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.containers import SequenceValue, sequence_fields
 from compile_core.capture.content import CONTENT_BASES, content_base
+from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
@@ -45,6 +49,28 @@ def _setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -
 def _delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     owner, name = args
     owner.delete_attribute(state, _name(state, name))
+    return ConstantValue(None)
+
+
+@call_rule(type.__call__)
+def _type_call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, *rest = args
+    if not isinstance(cls, ClassValue):
+        raise TypeError(f"type.__call__ of {cls.describe()}")
+    return cls.instantiate(state, rest, kwargs)
+
+
+@call_rule(types.MethodType)
+def _method_type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, owner = args
+    return BoundMethodValue(function, owner)
+
+
+@call_rule(types.SimpleNamespace.__init__)
+def _fill_namespace(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (owner,) = args
+    for name, value in kwargs.items():
+        owner.set_attribute(state, name, value)
     return ConstantValue(None)
 
 
@@ -98,5 +124,13 @@ def _new_rule(base: type) -> CallRule:
     return new
 
 
-for _base in (object, *CONTENT_BASES):
+@call_rule(tuple.__new__)
+def _new_tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, *rest = args
+    if isinstance(cls, ClassValue) and sequence_fields(cls.real):
+        return SequenceValue([*(state.items_of(rest[0]) if rest else [])], cls.real)
+    return _new_rule(tuple)(state, args, kwargs)
+
+
+for _base in (object, *(base for base in CONTENT_BASES if base is not tuple)):
     CALL_RULES[_base.__new__] = _new_rule(_base)

@@ -223,6 +223,8 @@ class CaptureState:
         self.entered_modes: list[Any] = []
         # Whether the captured function is what goes on behind a graph break.
         self.is_continuation = False
+        # The objects whose ``__repr__`` runs.
+        self.running_texts: list[Value] = []
         self._references: dict[int, Reference] = {}
 
     def location(self) -> CodeLocation | None:
@@ -279,12 +281,32 @@ class CaptureState:
         """``one == other`` where the answer is known."""
         raise NotImplementedError
 
+    def as_index(self, value: Value, what: str) -> int:
+        """``operator.index(value)``; ``what`` starts the text of the TypeError for something else."""
+        raise NotImplementedError
+
+    def less(self, one: Value, other: Value) -> bool:
+        """``one < other``."""
+        raise NotImplementedError
+
     def text_of(self, value: Value) -> Value:
         """``str(value)``."""
         raise NotImplementedError
 
     def representation_of(self, value: Value) -> Value:
         """``repr(value)``."""
+        raise NotImplementedError
+
+    def format_of(self, value: Value, spec: Value) -> Value:
+        """``format(value, spec)``."""
+        raise NotImplementedError
+
+    def filled_format(self, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """``pattern.format(*args, **kwargs)``."""
+        raise NotImplementedError
+
+    def enum_attribute(self, member: Value, name: str) -> Value:
+        """An attribute of a member of an enumeration."""
         raise NotImplementedError
 
     def items_of(self, value: Value) -> list[Value]:

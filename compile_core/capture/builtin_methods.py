@@ -9,14 +9,15 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture import operators
+from compile_core.capture import comparisons, operators
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue
 from compile_core.capture.content import CONTENT_BASES, overrides
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import CallRule, call_rule
+from compile_core.capture.sets import SetValue
 
 Method = Callable[..., Value]
 
@@ -34,7 +35,7 @@ def _fill(state: CaptureState, content: Value, *args: Value, **kwargs: Value) ->
         return content.extend(state, *args) if args else ConstantValue(None)
     if isinstance(content, SetValue):
         content.before_change(state)
-        content.members.clear()
+        content.clear(state)
         for item in state.items_of(args[0]) if args else []:
             content.add(state, item)
     return ConstantValue(None)
@@ -59,7 +60,7 @@ def _reflected(symbol: str) -> Method:
 
 
 def _comparison(symbol: str) -> Method:
-    return lambda state, content, other: operators.compare(state, symbol, content, other)
+    return lambda state, content, other: comparisons.compare(state, symbol, content, other)
 
 
 _PROTOCOL: dict[str, Method] = {
@@ -77,7 +78,7 @@ for _symbol, (_, _method, _reflected_method) in operators.BINARY.items():
     _PROTOCOL[_reflected_method] = _reflected(_symbol)
 for _symbol in operators.IN_PLACE:
     _PROTOCOL["__i" + operators.BINARY[_symbol[:-1]][1][2:]] = _operator(_symbol)
-for _symbol, (_, _method, _) in operators.COMPARE.items():
+for _symbol, (_, _method, _) in comparisons.COMPARE.items():
     _PROTOCOL[_method] = _comparison(_symbol)
 
 

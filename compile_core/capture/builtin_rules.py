@@ -13,22 +13,23 @@ from typing import Any
 from compile_core.capture import operators, texts
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.classes import ClassValue
-from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.mappings import DictValue, SetValue, new_dict
+from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.numpy_arrays import operate
 from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
+from compile_core.capture.sets import SetValue, as_set, new_set
 from compile_core.capture.symbolic_numbers import call_with_numbers
 from compile_core.capture.tensors import METHOD_RULES, TensorValue
 
 _PURE = (
-    [abs, bin, bytes, chr, complex, divmod, hex, oct, ord, pow, round, range]
+    [abs, bytes, complex, divmod, ord, pow, round]
     + [value for name, value in vars(math).items() if callable(value) and name != "prod"]
-    + [int.from_bytes]
+    + [int.from_bytes, str.maketrans, bytes.maketrans]
 )
 
 
@@ -48,40 +49,6 @@ def _fold_rule(function: Any) -> CallRule:
 
 for _function in _PURE:
     CALL_RULES[_function] = _fold_rule(_function)
-
-
-def _binary_rule(symbol: str) -> CallRule:
-    return lambda state, args, kwargs: operators.binary(state, symbol, *args, **kwargs)
-
-
-def _compare_rule(symbol: str) -> CallRule:
-    return lambda state, args, kwargs: operators.compare(state, symbol, *args, **kwargs)
-
-
-for _symbol, (_function, _, _) in operators.BINARY.items():
-    CALL_RULES[_function] = _binary_rule(_symbol)
-for _symbol, (_function, _, _) in operators.COMPARE.items():
-    CALL_RULES[_function] = _compare_rule(_symbol)
-for _symbol, _function in operators.IN_PLACE.items():
-    CALL_RULES[_function] = _binary_rule(_symbol)
-for _symbol, (_function, _) in operators.UNARY.items():
-    CALL_RULES[_function] = lambda state, args, kwargs, symbol=_symbol: operators.unary(state, symbol, *args)
-
-
-@call_rule(operator.index)
-def _operator_index(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return call_with_numbers(state, operator.index, args, kwargs) or fold(state, operator.index, args, kwargs)
-
-
-@call_rule(operator.getitem)
-def _operator_getitem(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, key = args
-    return owner.get_item(state, key)
-
-
-@call_rule(operator.is_, operator.is_not)
-def _operator_is(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    raise state.unsupported("call-of-builtin", "operator.is_")
 
 
 @call_rule(len)
@@ -173,6 +140,8 @@ def _object_init(state: CaptureState, args: list[Value], kwargs: dict[str, Value
 
 @call_rule(tuple)
 def _tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args and isinstance(args[0], SequenceValue) and args[0].cls is tuple:
+        return args[0]
     return SequenceValue(list(state.items_of(args[0])) if args else [], tuple)
 
 
@@ -183,8 +152,7 @@ def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
 
 def _set_rule(cls: type) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        items = state.items_of(args[0]) if args else []
-        return SetValue({item.hash_key(state): item for item in items}, cls)
+        return as_set(state, args[0], cls) if args else new_set(state, [], cls)
 
     return call
 
@@ -208,11 +176,21 @@ CALL_RULES[collections.OrderedDict] = _dict_rule(collections.OrderedDict)
 
 @call_rule(collections.defaultdict)
 def _defaultdict(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if len(args) != 1 or kwargs:
-        raise TypeError("defaultdict with items")
     made = new_dict([], state, collections.defaultdict)
-    made.default_factory = args[0]
+    if args and not is_none(args[0]):
+        made.default_factory = args[0]
+    made.update(state, *args[1:], **kwargs)
     return made
+
+
+@call_rule(collections._count_elements)  # type: ignore[attr-defined]
+def _count_elements(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """What ``Counter.update`` leaves to C: one more for each item."""
+    mapping, iterable = args
+    for item in state.items_of(iterable):
+        before = mapping.call_method(state, "get", [item, ConstantValue(0)], {})
+        mapping.set_item(state, item, operators.binary(state, "+", before, ConstantValue(1)))
+    return ConstantValue(None)
 
 
 @call_rule(slice)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import enum
+import fractions
+import re
 import types
 from typing import Any
 
@@ -28,6 +32,20 @@ LITERAL_TYPES = (
     torch.memory_format,
     torch.finfo,
     torch.iinfo,
+)
+
+
+# Objects of C types that are immutable and compare by value: their methods are pure functions.
+FOLDED_TYPES = (
+    re.Pattern,
+    re.Match,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
 )
 
 
@@ -61,12 +79,20 @@ class ConstantValue(Value):
         if isinstance(self.value, range):
             return list(self.value)
         if isinstance(self.value, enum.Enum):
-            raise state.unsupported("graph-argument", f"{self.value!r} as an argument of a tensor operation")
+            kinds: tuple[Any, ...] = (int, float, str)
+            plain: Any = next((cls for cls in kinds if isinstance(self.value, cls)), None)
+            if plain is None:
+                raise state.unsupported(
+                    "graph-argument", f"{self.value!r} as an argument of a tensor operation"
+                )
+            return plain(self.value)
         return self.value
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if isinstance(self.value, enum.Enum) and name not in ("name", "value", "_value_", "_name_"):
-            raise state.unsupported("enum-attribute", f"the attribute {name!r} of {self.value!r}")
+        if isinstance(self.value, enum.Enum):
+            return state.enum_attribute(self, name)
+        if name == "__class__":
+            return state.wrap(type(self.value), None)
         try:
             found = getattr(self.value, name)
         except AttributeError as error:
@@ -78,8 +104,8 @@ class ConstantValue(Value):
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
-        if isinstance(self.value, enum.Enum):
-            raise state.unsupported("enum-method", f"the method {name!r} of {self.value!r}")
+        if isinstance(self.value, enum.Enum) and name in ("__copy__", "__deepcopy__"):
+            return self
         method = getattr(self.value, name, None)
         if method is None:
             raise state.raise_exception(
@@ -87,27 +113,29 @@ class ConstantValue(Value):
             )
         if name == "join" and len(args) == 1:
             return fold(state, lambda *items: method(items), state.items_of(args[0]), kwargs)
+        if name == "format" and isinstance(self.value, str):
+            return state.filled_format(self.value, args, kwargs)
         return fold(state, method, args, kwargs)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if callable(self.value):
-            return super().call(state, args, kwargs)
+            return self.get_attribute(state, "__call__").call(state, args, kwargs)
         raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not callable")
 
     def iterate(self, state: CaptureState) -> Value:
-        if not isinstance(self.value, (str, bytes, range)):
+        if not hasattr(type(self.value), "__iter__"):
             raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not iterable")
         return SequenceIterator([state.from_constant(item) for item in self.value])
 
     def length(self, state: CaptureState) -> int:
-        if not isinstance(self.value, (str, bytes, range)):
+        if not hasattr(type(self.value), "__len__"):
             raise state.raise_exception(
                 TypeError, f"object of type {type(self.value).__name__!r} has no len()"
             )
         return len(self.value)
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
-        if not isinstance(self.value, (str, bytes, range)):
+        if not hasattr(type(self.value), "__getitem__"):
             raise state.raise_exception(
                 TypeError, f"{type(self.value).__name__!r} object is not subscriptable"
             )

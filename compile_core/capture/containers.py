@@ -42,6 +42,12 @@ class ContainerValue(Value):
             )
         return super().get_attribute(state, name)
 
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
+
+    def hash_key(self, state: CaptureState) -> Any:
+        raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
+
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
@@ -53,6 +59,9 @@ class ContainerValue(Value):
         except TypeError as error:
             raise state.unsupported("container-method", f"{self.cls.__name__}.{name}: {error}") from error
 
+    def bound_method(self, name: str) -> Value:
+        return BuiltinMethod(self, name)
+
     def before_change(self, state: CaptureState) -> None:
         if self.trusted:
             raise state.unsupported(
@@ -62,7 +71,9 @@ class ContainerValue(Value):
 
 
 class SequenceValue(ContainerValue):
-    """A tuple, list, or a subclass of tuple with named fields."""
+    """A tuple, list, or a subclass of tuple with named fields. ``is_literal`` marks a constant of the code."""
+
+    is_literal = False
 
     def __init__(self, items: list[Item], cls: type, source: Any = None) -> None:
         self.items = items
@@ -88,8 +99,8 @@ class SequenceValue(ContainerValue):
         return super().as_constant()
 
     def hash_key(self, state: CaptureState) -> Any:
-        if self.cls is list:
-            raise state.raise_exception(TypeError, "unhashable type: 'list'")
+        if not issubclass(self.cls, tuple) and self.cls.__hash__ is None:
+            raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
         return tuple(item.hash_key(state) for item in self.all(state))
 
     def graph_argument(self, state: CaptureState) -> Any:
@@ -102,10 +113,12 @@ class SequenceValue(ContainerValue):
     def get_item(self, state: CaptureState, key: Value) -> Value:
         if isinstance(key, SliceValue):
             picked = list(range(len(self.items)))[key.as_constant()]
+            if self.cls is tuple and picked == list(range(len(self.items))):
+                return self
             cls = self.cls if self.cls in (list, torch.Size) else tuple
             items: list[Item] = [self.get(state, index) for index in picked]
             return ListValue(items) if cls is list else SequenceValue(items, cls)
-        index = _index(state, key)
+        index = state.as_index(key, f"{self.cls.__name__} indices must be integers or slices")
         if not -len(self.items) <= index < len(self.items):
             raise state.raise_exception(IndexError, f"{self.cls.__name__} index out of range")
         return self.get(state, index % len(self.items))
@@ -156,7 +169,7 @@ class ListValue(SequenceValue):
     def __init__(self, items: list[Item], source: Any = None) -> None:
         super().__init__(items, list, source)
 
-    def _replace(self, state: CaptureState, items: list[Item]) -> None:
+    def replace(self, state: CaptureState, items: list[Item]) -> None:
         self.before_change(state)
         self.items[:] = items
 
@@ -169,7 +182,7 @@ class ListValue(SequenceValue):
             if not -len(items) <= index < len(items):
                 raise state.raise_exception(IndexError, "list assignment index out of range")
             items[index] = value
-        self._replace(state, items)
+        self.replace(state, items)
 
     def delete_item(self, state: CaptureState, key: Value) -> None:
         items = list(self.items)
@@ -178,25 +191,25 @@ class ListValue(SequenceValue):
             if not -len(items) <= index < len(items):
                 raise state.raise_exception(IndexError, "list assignment index out of range")
         del items[key.as_constant()]
-        self._replace(state, items)
+        self.replace(state, items)
 
     def append(self, state: CaptureState, item: Value) -> Value:
-        self._replace(state, [*self.items, item])
+        self.replace(state, [*self.items, item])
         return ConstantValue(None)
 
     def extend(self, state: CaptureState, items: Value) -> Value:
-        self._replace(state, [*self.items, *state.items_of(items)])
+        self.replace(state, [*self.items, *state.items_of(items)])
         return ConstantValue(None)
 
     def repeat(self, state: CaptureState, times: Value) -> Value:
         count = fold(state, operator.index, [times], {}).as_constant()
-        self._replace(state, self.items * count)
+        self.replace(state, self.items * count)
         return self
 
     def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
         items = list(self.items)
         items.insert(_index(state, index), item)
-        self._replace(state, items)
+        self.replace(state, items)
         return ConstantValue(None)
 
     def pop(self, state: CaptureState, index: Value | None = None) -> Value:
@@ -206,7 +219,7 @@ class ListValue(SequenceValue):
             raise state.raise_exception(IndexError, text)
         items = list(self.items)
         item = state.realize(items.pop(position))
-        self._replace(state, items)
+        self.replace(state, items)
         return item
 
     def remove(self, state: CaptureState, item: Value) -> Value:
@@ -217,18 +230,18 @@ class ListValue(SequenceValue):
         raise state.raise_exception(ValueError, "list.remove(x): x not in list")
 
     def clear(self, state: CaptureState) -> Value:
-        self._replace(state, [])
+        self.replace(state, [])
         return ConstantValue(None)
 
     def reverse(self, state: CaptureState) -> Value:
-        self._replace(state, self.items[::-1])
+        self.replace(state, self.items[::-1])
         return ConstantValue(None)
 
     def copy(self, state: CaptureState) -> Value:
         return ListValue(list(self.all(state)))
 
     def sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> Value:
-        self._replace(state, list(sorted_values(state, self.all(state), key, reverse)))
+        self.replace(state, list(sorted_values(state, self.all(state), key, reverse)))
         return ConstantValue(None)
 
     methods: ClassVar = SequenceValue.methods | {
@@ -247,19 +260,24 @@ class ListValue(SequenceValue):
 def sorted_values(
     state: CaptureState, items: list[Value], key: Value | None, reverse: Value | None
 ) -> list[Value]:
-    """Sort by constants; the sort is stable as Python's is."""
+    """Sort stably, with the same comparisons as Python."""
     keyed = items
     if key is not None and not is_none(key):
         keyed = [key.call(state, [item], {}) for item in items]
-    constants = fold(state, lambda *reals: list(reals), keyed, {}).as_constant()
     backwards = reverse is not None and reverse.truth(state)
-    order = fold(
-        state,
-        lambda: sorted(range(len(items)), key=constants.__getitem__, reverse=backwards),
-        [],
-        {},
-    ).as_constant()
+    order = sorted(range(len(items)), key=lambda index: SortKey(state, keyed[index]), reverse=backwards)
     return [items[index] for index in order]
+
+
+class SortKey:
+    """Compares as the captured program does; Python's sort asks for nothing but ``<``."""
+
+    def __init__(self, state: CaptureState, value: Value) -> None:
+        self.state = state
+        self.value = value
+
+    def __lt__(self, other: SortKey) -> bool:
+        return self.state.less(self.value, other.value)
 
 
 def sequence_fields(cls: type) -> tuple[str, ...]:
@@ -273,10 +291,7 @@ def sequence_fields(cls: type) -> tuple[str, ...]:
 
 
 def _index(state: CaptureState, key: Value) -> int:
-    real = key.as_constant() if isinstance(key, ConstantValue) else None
-    if not isinstance(real, int):
-        raise state.unsupported("index", f"{key.describe()} as an index of a sequence")
-    return int(real)
+    return state.as_index(key, "list indices must be integers or slices")
 
 
 class SliceValue(Value):

@@ -12,7 +12,8 @@ import collections
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue
+from compile_core.capture.sets import SetValue
 
 _MAPPINGS = (collections.OrderedDict, collections.defaultdict, dict)
 _LITERALS = (str, bytes, int, float, complex)
@@ -39,7 +40,7 @@ def make_content(state: CaptureState, base: type, args: list[Value], kwargs: dic
     if base is list:
         return ListValue([])
     if base is set:
-        return SetValue({}, set)
+        return SetValue({}, set, None, set())
     made = state.wrap(base, None).call(state, args, kwargs)
     if isinstance(made, (ConstantValue, SetValue, SequenceValue)) and made.python_type() is base:
         return made

@@ -13,10 +13,11 @@ from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.content import overrides
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.instance_dict import InstanceDict
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import ReferenceValue, call_rule
+from compile_core.capture.sets import SetValue, as_set
 
 # A class that defines one of these says itself how it is copied.
 _OWN_WAYS = (
@@ -66,7 +67,7 @@ def _copied(state: CaptureState, value: Value, copy_item: CopyItem, memo: dict[i
         same = all(one is other for one, other in zip(items, value.all(state), strict=True))
         return value if same else SequenceValue(list(items), tuple)
     if isinstance(value, SetValue):
-        return SetValue(dict(value.members), value.cls) if value.cls is set else value
+        return as_set(state, value, set) if value.cls is set else value
     if isinstance(value, (ListValue, DictValue)):
         return _fill(state, value, _empty(state, value), copy_item, memo)
     if isinstance(value, InstanceValue) and not isinstance(value, ModuleValue):

@@ -1,11 +1,12 @@
 """Exceptions that the captured program makes, raises and catches, with their causes and contexts.
 
-A symbolic exception never has a traceback. A program that reads one, or hands out an exception after it was raised,
-is not captured.
+The traceback of a symbolic exception is not known. A program that looks into one, or hands out an exception after it
+was raised, is not captured.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,7 +16,17 @@ from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
-from compile_core.capture.references import ReferenceValue
+from compile_core.capture.references import ReferenceValue, call_rule
+
+
+class TracebackValue(Value):
+    """The traceback of a raised exception: it may be passed on, but not looked into."""
+
+    def python_type(self) -> type:
+        return types.TracebackType
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
 
 
 class ExceptionValue(InstanceValue):
@@ -48,9 +59,7 @@ class ExceptionValue(InstanceValue):
         if name == "__suppress_context__":
             return ConstantValue(self.suppresses_context)
         if name == "__traceback__":
-            if self.was_raised:
-                raise state.unsupported("exception-traceback", "the traceback of a caught exception")
-            return ConstantValue(None)
+            return TracebackValue() if self.was_raised else ConstantValue(None)
         owner, entry = find_class_entry(state, self.cls, name)
         if name in self.methods and owner is BaseException:
             return BuiltinMethod(self, name)
@@ -87,7 +96,8 @@ class ExceptionValue(InstanceValue):
         elif name == "__suppress_context__":
             self.suppresses_context = value.truth(state)
         elif name == "__traceback__":
-            raise state.unsupported("exception-traceback", "a store to __traceback__")
+            if not isinstance(value, TracebackValue) and self.was_raised:
+                raise state.unsupported("exception-traceback", "a store to __traceback__")
         elif isinstance(find_class_entry(state, self.cls, "__setattr__")[1], types.WrapperDescriptorType):
             self.store(state, name, value)
         else:
@@ -107,6 +117,10 @@ class ExceptionValue(InstanceValue):
         notes = self.changes["__notes__"]
         notes.call_method(state, "append", [note], {})
         return ConstantValue(None)
+
+    def with_traceback(self, state: CaptureState, traceback: Value) -> Value:
+        self.set_attribute(state, "__traceback__", traceback)
+        return self
 
     def initialize(self, state: CaptureState, *args: Value) -> Value:
         self.args = list(args)
@@ -135,6 +149,7 @@ class ExceptionValue(InstanceValue):
 
     methods: ClassVar = {
         "add_note": add_note,
+        "with_traceback": with_traceback,
         "__init__": initialize,
         "__str__": text,
         "__repr__": representation,
@@ -198,6 +213,14 @@ def raised_during(state: CaptureState, value: Value, handled: Value | None) -> N
             break
         link = link.context
     value.context = handled
+
+
+@call_rule(sys.exc_info)
+def _exc_info(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    handled = state.handled_exception()
+    if handled is None:
+        return SequenceValue([ConstantValue(None)] * 3, tuple)
+    return SequenceValue([state.wrap(handled.python_type(), None), handled, TracebackValue()], tuple)
 
 
 def exception_to_raise(state: CaptureState, value: Value) -> SymbolicRaise:

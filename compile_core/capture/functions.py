@@ -9,7 +9,9 @@ from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
+from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.libraries import is_library_name
+from compile_core.capture.mappings import DictValue
 from compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 
@@ -62,6 +64,8 @@ class FunctionValue(Value):
         self.qualname: str = code.co_qualname if real is None else real.__qualname__
         self.annotations: Value | None = None
         self.changes: dict[str, Value] = {}
+        self.deleted: set[str] = set()
+        self._dict: InstanceDict | None = None
 
     def python_type(self) -> type:
         return types.FunctionType
@@ -87,33 +91,63 @@ class FunctionValue(Value):
         return state.inline(self, args, kwargs)
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in self.changes:
+        if name in self.changes and self.changes[name] is not MISSING:
             return self.changes[name]
         if name in ("__name__", "__qualname__", "__module__", "__doc__", "__code__"):
-            return state.from_constant(getattr(self.real or self._bare_function(), name))
+            return state.from_constant(getattr(self.real or self.bare_function(), name))
         if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
             return self._part(state, name)
         if name in ("__call__", "__get__"):
             return BuiltinMethod(self, name)
+        if name == "__dict__":
+            self._dict = self._dict or InstanceDict(self)
+            return self._dict
         if not hasattr(types.FunctionType, name):
-            found = self._own_attribute(state, name)
+            found = self.own_attribute(state, name)
             if found is not None:
                 return found
             raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
         return super().get_attribute(state, name)
 
-    def _own_attribute(self, state: CaptureState, name: str) -> Value | None:
-        """An attribute that was stored before the frame."""
-        if self.real is None:
-            return None
-        place = None if self.source is None else AttributeSource(self.source, "__dict__")
-        if name in self.real.__dict__:
-            return state.wrap(self.real.__dict__[name], None if place is None else ItemSource(place, name))
-        if place is not None:
-            state.guards.absent(place, name)
+    def real_dict(self) -> dict[str, Any]:
+        return {} if self.real is None else self.real.__dict__
+
+    def dict_source(self) -> Source | None:
+        return None if self.source is None or self.real is None else AttributeSource(self.source, "__dict__")
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute that was stored, before the frame or in it; None where there is none."""
+        if name in self.changes:
+            changed = self.changes[name]
+            return None if changed is MISSING else changed
+        place, held = self.dict_source(), self.real_dict()
+        if name in held:
+            return state.wrap(held[name], None if place is None else ItemSource(place, name))
+        self.guard_absent(state, name)
         return None
 
-    def _bare_function(self) -> types.FunctionType:
+    def guard_absent(self, state: CaptureState, name: str) -> None:
+        place = self.dict_source()
+        if place is not None and name not in self.real_dict():
+            state.guards.absent(place, name)
+
+    def change(self, state: CaptureState, name: str, value: Value) -> None:
+        self.set_attribute(state, name, value)
+
+    def forget(self, state: CaptureState, name: str) -> None:
+        if name in self.real_dict():
+            self.set_attribute(state, name, MISSING)
+            self.deleted.add(name)
+        else:
+            del self.changes[name]
+            state.effects.attributes.pop((id(self), name), None)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        if self.own_attribute(state, name) is None:
+            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        self.forget(state, name)
+
+    def bare_function(self) -> types.FunctionType:
         """A real function of the same code, to ask for what follows from the code alone."""
         cells = tuple(types.CellType() for _ in self.code.co_freevars)
         return types.FunctionType(self.code, {"__name__": self.scope.get("__name__")}, None, None, cells)
@@ -127,9 +161,8 @@ class FunctionValue(Value):
             if self.real is not None:
                 place = None if self.source is None else AttributeSource(self.source, name)
                 return state.wrap(self.real.__annotations__, place)
-            if self.annotations is not None:
-                return self.annotations
-            raise state.unsupported("function-attribute", "__annotations__ of a function made here")
+            self.annotations = self.annotations or DictValue({})
+            return self.annotations
         if name == "__kwdefaults__" and self.keyword_defaults:
             raise state.unsupported("function-attribute", f"{name} of {self.describe()}")
         return ConstantValue(None)

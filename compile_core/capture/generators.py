@@ -99,8 +99,10 @@ class GeneratorValue(IteratorValue):
         return self._item_or_stop(state, self.resume(state, value))
 
     def throw(self, state: CaptureState, error: Value, *more: Value) -> Value:
-        if more:
-            raise state.unsupported("generator", "throw() with three arguments")
+        if more and not is_none(more[0]):
+            error = more[0]  # the old form: class, exception, traceback
+            if not isinstance(error, ExceptionValue):
+                raise state.unsupported("generator", "throw() of a class with arguments")
         return self._item_or_stop(state, self.pass_exception(state, exception_to_raise(state, error)))
 
     def pass_exception(self, state: CaptureState, raised: SymbolicRaise) -> Value | None:

@@ -45,7 +45,7 @@ class GrowingList(ListValue):
 
     def _put(self, state: CaptureState, items: list[Any]) -> Value:
         if self._read is not None:  # the items that are put are those of the list itself
-            self._replace(state, [*self._read, *items])
+            self.replace(state, [*self._read, *items])
             return ConstantValue(None)
         self.before_change(state)
         self.appended += items

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import types
+import typing
 from typing import Any
 
-from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
@@ -40,7 +41,29 @@ def _real_callable(state: CaptureState, value: Value) -> Any:
         return types.MethodType(_real_callable(state, value.function), object())
     if isinstance(value, (FunctionValue, ClassValue, CallableReferenceValue)) and value.real is not None:
         return value.real
+    if isinstance(value, FunctionValue) and not value.changes:
+        return _stand_in(state, value)
     raise state.unsupported("signature", f"the signature of {value.describe()}")
+
+
+def _stand_in(state: CaptureState, value: FunctionValue) -> types.FunctionType:
+    """A function with the signature of one that was made in the frame."""
+    try:
+        defaults = tuple(state.realize(item).as_constant() for item in value.defaults)
+        named = {name: item.as_constant() for name, item in value.keyword_defaults.items()}
+    except NotConstant:
+        raise state.unsupported("signature", f"{value.describe()} has defaults that are computed") from None
+    made = value.bare_function()
+    made.__defaults__, made.__kwdefaults__ = defaults, named
+    return made
+
+
+@call_rule(typing.get_type_hints)
+def _type_hints(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    if not isinstance(value, (ClassValue, FunctionValue)) or value.real is None:
+        raise state.unsupported("type-hints", f"the type hints of {value.describe()}")
+    return state.from_constant(typing.get_type_hints(value.real))
 
 
 @call_rule(inspect.isfunction)

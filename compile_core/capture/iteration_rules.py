@@ -5,14 +5,70 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from compile_core.capture import operators
+from compile_core.capture import comparisons, operators
 from compile_core.capture.base import CaptureState, NotConstant, Value
-from compile_core.capture.constants import ConstantValue, fold
+from compile_core.capture.constants import ConstantValue, SequenceIterator, fold
 from compile_core.capture.containers import ListValue, SequenceValue, sorted_values
 from compile_core.capture.generators import stop_iteration
-from compile_core.capture.mappings import SetValue
+from compile_core.capture.iterators import IteratorValue
+from compile_core.capture.mappings import DictValue, DictView
+from compile_core.capture.objects import InstanceValue
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.sets import SetValue
+from compile_core.capture.special_methods import special_call
 from compile_core.capture.symbolic_numbers import SymbolicInt
+from compile_core.capture.tensors import TensorValue
+
+
+class SentinelIterator(IteratorValue):
+    """``iter(function, sentinel)``."""
+
+    cls = type(iter(int, 1))
+
+    def __init__(self, function: Value, sentinel: Value) -> None:
+        self.function: Value | None = function
+        self.sentinel = sentinel
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.function is None:
+            return None
+        item = self.function.call(state, [], {})
+        if item is self.sentinel or state.equal(item, self.sentinel):
+            self.function = None
+            return None
+        return item
+
+
+@call_rule(iter)
+def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if len(args) == 2:
+        return SentinelIterator(*args)
+    (iterable,) = args
+    return iterable.iterate(state)
+
+
+@call_rule(reversed)
+def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (sequence,) = args
+    own = special_call(state, sequence, "__reversed__", [])
+    if own is not None:
+        return own
+    if isinstance(sequence, SequenceValue):
+        return SequenceIterator(list(reversed(sequence.all(state))), reversed)
+    if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str, bytes)):
+        return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
+    if isinstance(sequence, DictValue):
+        return sequence.reverse_iterator(state)
+    if isinstance(sequence, DictView):
+        items = state.items_of(sequence)
+        return SequenceIterator(list(reversed(items)), type(reversed({})))
+    if isinstance(sequence, InstanceValue) and hasattr(sequence.cls, "__getitem__"):
+        items = [sequence.get_item(state, ConstantValue(i)) for i in reversed(range(sequence.length(state)))]
+        return SequenceIterator(list(items), reversed)
+    if isinstance(sequence, TensorValue):
+        raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
+    message = f"{sequence.python_type().__name__!r} object is not reversible"
+    raise state.raise_exception(TypeError, message)
 
 
 @call_rule(next)
@@ -33,10 +89,8 @@ def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
 @call_rule(sorted)
 def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (iterable,) = args
-    if isinstance(iterable, SetValue):
-        items = list(iterable.members.values())
-        if "key" in kwargs:
-            raise state.unsupported("set-order", "sorted() of a set with a key")
+    if isinstance(iterable, SetValue) and "key" not in kwargs:
+        items = iterable.arranged()  # the order of the set does not matter
     else:
         items = state.items_of(iterable)
     return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
@@ -109,7 +163,7 @@ def _extremum_rule(function: Any, symbol: str) -> CallRule:
         keys = items if key is None else [key.call(state, [item], {}) for item in items]
         best = 0
         for index in range(1, len(items)):
-            if operators.compare(state, symbol, keys[index], keys[best]).truth(state):
+            if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):
                 best = index
         return items[best]
 

@@ -6,9 +6,8 @@ import itertools
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue, SequenceIterator, is_none
+from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.references import call_rule
 
 
@@ -39,11 +38,23 @@ class ZipIterator(IteratorValue):
         for position, iterator in enumerate(self.iterators):
             item = iterator.advance(state)
             if item is None:
-                if self.strict and (position or any(other.advance(state) for other in self.iterators[1:])):
-                    raise state.raise_exception(ValueError, "zip() arguments have different lengths")
+                if self.strict:
+                    self._check_end(state, position)
                 return None
             items.append(item)
         return SequenceValue(items, tuple) if items else None
+
+    def _check_end(self, state: CaptureState, ended: int) -> None:
+        """The iterator at a position has ended: those before it gave an item more, those behind it must end too."""
+        if ended:
+            others = "argument 1" if ended == 1 else f"arguments 1-{ended}"
+            text = f"zip() argument {ended + 1} is shorter than {others}"
+            raise state.raise_exception(ValueError, text)
+        for position, iterator in enumerate(self.iterators[1:], start=1):
+            if iterator.advance(state) is not None:
+                others = "argument 1" if position == 1 else f"arguments 1-{position}"
+                text = f"zip() argument {position + 1} is longer than {others}"
+                raise state.raise_exception(ValueError, text)
 
 
 class EnumerateIterator(IteratorValue):
@@ -190,54 +201,3 @@ def _count(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
 @call_rule(itertools.chain)
 def _chain(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return ChainIterator(list(args))
-
-
-@call_rule(itertools.repeat)
-def _repeat(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    item, times = args  # without a number of times it would never end
-    return SequenceIterator([item] * times.as_constant(), itertools.repeat)
-
-
-@call_rule(itertools.islice)
-def _islice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(iterable: Value, *bounds: Value) -> Value:
-        limits = slice(*(bound.as_constant() for bound in bounds))
-        try:
-            itertools.islice((), limits.start, limits.stop, limits.step)
-        except ValueError as error:
-            raise state.raise_exception(ValueError, str(error)) from None
-        return SliceIterator(iterable.iterate(state), limits.start or 0, limits.stop, limits.step or 1)
-
-    return bind(*args, **kwargs)
-
-
-@call_rule(itertools.product)
-def _product(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if kwargs:
-        raise TypeError("product() with repeat")
-    pools = [state.items_of(argument) for argument in args]
-    return SequenceIterator(
-        [SequenceValue(list(items), tuple) for items in itertools.product(*pools)], itertools.product
-    )
-
-
-@call_rule(reversed)
-def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (sequence,) = args
-    if isinstance(sequence, SequenceValue):
-        return SequenceIterator(list(reversed(sequence.all(state))), reversed)
-    if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str)):
-        return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
-    if (
-        isinstance(sequence, InstanceValue)
-        and find_class_entry(state, sequence.cls, "__reversed__")[0] is None
-    ):
-        positions = reversed(range(sequence.length(state)))
-        return SequenceIterator([sequence.get_item(state, ConstantValue(k)) for k in positions], reversed)
-    raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
-
-
-@call_rule(iter)
-def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    return iterable.iterate(state)

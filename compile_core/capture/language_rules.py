@@ -4,6 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture import iteration_rules, type_tests
+from compile_core.capture import (
+    builtin_rules,
+    heap_rules,
+    iteration_rules,
+    itertools_rules,
+    library_closures,
+    logging_rules,
+    object_rules,
+    operator_rules,
+    type_tests,
+)
 
-LANGUAGE_RULES: tuple[Any, ...] = (iteration_rules, type_tests)
+LANGUAGE_RULES: tuple[Any, ...] = (
+    builtin_rules,
+    library_closures,
+    heap_rules,
+    iteration_rules,
+    itertools_rules,
+    logging_rules,
+    object_rules,
+    operator_rules,
+    type_tests,
+)

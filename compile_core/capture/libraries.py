@@ -10,6 +10,7 @@ replaces.
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 _TRUSTED_ROOTS = (frozenset(sys.stdlib_module_names) | {"torch", "numpy"}) - {"__main__"}
@@ -22,3 +23,22 @@ def is_library_name(module_name: object) -> bool:
 def is_library_object(value: Any) -> bool:
     """Whether a function or class belongs to a trusted library."""
     return is_library_name(getattr(value, "__module__", None))
+
+
+# Modules of the standard library whose plain data never change.
+_CONSTANT_MODULES = frozenset(["math", "cmath", "string", "errno", "token", "opcode"])
+_CODE_TYPES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+
+def is_library_state(module_name: str, name: str, value: Any) -> bool:
+    """Whether an attribute of a library's module is data that the program may change, as ``sys.argv`` is.
+
+    Such data is guarded like the program's own; see Note [Trusted libraries] for all the rest.
+    """
+    root = module_name.split(".", 1)[0]
+    if root == "torch" or root in _CONSTANT_MODULES or isinstance(value, _CODE_TYPES):
+        return False
+    if name.startswith("_") or type(value).__module__ in ("typing", "functools"):
+        return False
+    literal = isinstance(value, (int, float, str, bytes, type(None)))
+    return not (literal and name.isupper())

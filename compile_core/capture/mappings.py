@@ -1,14 +1,17 @@
-"""Dictionaries with their views, and sets: containers whose members are found by hash."""
+"""Dictionaries with their views."""
 
 from __future__ import annotations
 
 import collections
+import enum
+import math
 import types
 from typing import Any, ClassVar
 
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import ConstantValue, SequenceIterator
 from compile_core.capture.containers import ContainerValue, Item, SequenceValue
+from compile_core.capture.hash_keys import ComputedKey, IdentityValue
 from compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
 
@@ -32,7 +35,7 @@ class DictValue(ContainerValue):
     def guard_keys(self, state: CaptureState) -> None:
         if not self.keys_guarded and self.source is not None:
             self.keys_guarded = True
-            if all(map(_prints, self.original_keys)):
+            if all(map(_is_known, self.original_keys)):
                 state.guards.keys(self.source, self.original_keys)
                 return
             state.guards.length(self.source, len(self.original_keys))
@@ -49,7 +52,7 @@ class DictValue(ContainerValue):
 
     def get(self, state: CaptureState, key: Any) -> Value:
         key_value, item = self.entries[key]
-        if isinstance(item, LazyValue) and not _prints(key) and self.source is not None:
+        if isinstance(item, LazyValue) and not _is_known(key) and self.source is not None:
             if key_value.source is None:
                 self.guard_keys(state)
                 key_value = self.entries[key][0]
@@ -63,12 +66,14 @@ class DictValue(ContainerValue):
     def find(self, state: CaptureState, key: Value) -> Value | None:
         """The item of a key; None where there is none, which is then guarded."""
         real = key.hash_key(state)
+        if self.source is not None and (isinstance(real, ComputedKey) or isinstance(key, IdentityValue)):
+            raise state.unsupported("dict-key", f"{key.describe()} looked up in a dictionary from outside")
         if real in self.entries:
             if key.source is not None and self.entries[real][0].source is None:
                 self.entries[real] = (key, self.entries[real][1])
             return self.get(state, real)
         if not self.keys_guarded and self.source is not None:
-            if _prints(real):
+            if _is_known(real):
                 state.guards.absent(self.source, real)
             elif key.source is not None:
                 state.guards.absent_object(self.source, key.source)
@@ -103,7 +108,7 @@ class DictValue(ContainerValue):
             made = self.default_factory.call(state, [], {})
             self.set_item(state, key, made)
             return made
-        raise state.raise_exception(KeyError, key.hash_key(state))
+        raise state.raise_exception(KeyError, key)
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         real = key.hash_key(state)
@@ -115,13 +120,13 @@ class DictValue(ContainerValue):
 
     def delete_item(self, state: CaptureState, key: Value) -> None:
         if self.find(state, key) is None:
-            raise state.raise_exception(KeyError, key.hash_key(state))
+            raise state.raise_exception(KeyError, key)
         self.before_change(state)
         del self.entries[key.hash_key(state)]
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         real = item.hash_key(state)
-        if self.source is not None and not self.keys_guarded and real in self.entries and _prints(real):
+        if self.source is not None and not self.keys_guarded and real in self.entries and _is_known(real):
             state.guards.present(self.source, real)
             return True
         return self.find(state, item) is not None
@@ -157,12 +162,12 @@ class DictValue(ContainerValue):
         found = self.find(state, key)
         if found is None:
             if default is None:
-                raise state.raise_exception(KeyError, key.hash_key(state))
+                raise state.raise_exception(KeyError, key)
             return default
         self.delete_item(state, key)
         return found
 
-    def update(self, state: CaptureState, other: Value | None = None, **kwargs: Value) -> Value:
+    def update(self, state: CaptureState, other: Value | None = None, /, **kwargs: Value) -> Value:
         pairs = None if other is None else mapping_pairs(state, other)
         if pairs is not None:
             for key_value, item in pairs:
@@ -187,7 +192,49 @@ class DictValue(ContainerValue):
         self.entries.clear()
         return ConstantValue(None)
 
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "default_factory" and self.cls is collections.defaultdict:
+            return self.default_factory or ConstantValue(None)
+        return super().get_attribute(state, name)
+
+    def popitem(self, state: CaptureState, last: Value | None = None) -> Value:
+        self.guard_keys(state)
+        if not self.entries:
+            shown = (
+                "dictionary is empty"
+                if self.cls is collections.OrderedDict
+                else "popitem(): dictionary is empty"
+            )
+            raise state.raise_exception(KeyError, shown)
+        if last is not None and self.cls is not collections.OrderedDict:
+            raise TypeError("dict.popitem takes no arguments")
+        at_the_end = last is None or last.truth(state)
+        real = next(reversed(self.entries) if at_the_end else iter(self.entries))
+        key, item = self.entries[real][0], self.get(state, real)
+        self.delete_item(state, key)
+        return SequenceValue([key, item], tuple)
+
+    def move_to_end(self, state: CaptureState, key: Value, last: Value | None = None) -> Value:
+        if self.cls is not collections.OrderedDict:
+            raise state.raise_exception(AttributeError, "'dict' object has no attribute 'move_to_end'")
+        item = self.find(state, key)
+        if item is None:
+            raise state.raise_exception(KeyError, key)
+        self.before_change(state)
+        entry = self.entries.pop(key.hash_key(state))
+        if last is None or last.truth(state):
+            self.entries[key.hash_key(state)] = entry
+        else:
+            self.entries = {key.hash_key(state): entry, **self.entries}
+        return ConstantValue(None)
+
+    def reverse_iterator(self, state: CaptureState) -> Value:
+        return SequenceIterator(list(reversed(self.key_values(state))), type(reversed({})))
+
     methods: ClassVar = {
+        "popitem": popitem,
+        "move_to_end": move_to_end,
+        "__reversed__": reverse_iterator,
         "keys": keys,
         "values": values,
         "items": items,
@@ -224,11 +271,13 @@ def mapping_pairs(state: CaptureState, value: Value) -> list[tuple[Value, Value]
     return [(key, value.get_item(state, key)) for key in keys]
 
 
-def _prints(key: Any) -> bool:
-    """Whether a key can be written into a generated expression."""
+def _is_known(key: Any) -> bool:
+    """Whether a key is known by its value, so that a guard can ask for it and a source can name it."""
     if isinstance(key, tuple):
-        return type(key) is tuple and all(_prints(item) for item in key)
-    return type(key) in (str, int, bool, type(None), bytes)
+        return type(key) is tuple and all(_is_known(item) for item in key)
+    if isinstance(key, float):
+        return not math.isnan(key)
+    return type(key) in (str, int, bool, type(None), bytes) or isinstance(key, (enum.Enum, type))
 
 
 class ReadOnlyView(DictValue):
@@ -313,43 +362,15 @@ class DictView(Value):
         items: list[Item] = [SequenceValue([key, value], tuple) for key, value in pairs]
         return DictIterator(self.owner, items, self.what)
 
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__reversed__", "isdisjoint", "mapping"):
+            raise state.unsupported("attribute", f"{name} of {self.describe()}")
+        if not hasattr(self.python_type(), name):
+            shown = f"{self.python_type().__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, shown)
+        return super().get_attribute(state, name)
+
     def contains(self, state: CaptureState, item: Value) -> bool:
         if self.what == "keys":
             return self.owner.contains(state, item)
         return any(state.equal(member, item) for member in state.items_of(self))
-
-
-class SetValue(ContainerValue):
-    """A set or frozenset; its members are keys as a dictionary's are."""
-
-    def __init__(self, members: dict[Any, Value], cls: type = set, source: Any = None) -> None:
-        self.members = members
-        self.cls = cls
-        self.source = source
-
-    def as_constant(self) -> Any:
-        return self.cls(member.as_constant() for member in self.members.values())
-
-    def length(self, state: CaptureState) -> int:
-        return len(self.members)
-
-    def contains(self, state: CaptureState, item: Value) -> bool:
-        return item.hash_key(state) in self.members
-
-    def iterate(self, state: CaptureState) -> Value:
-        # The order of a real set depends on hashes and history; only orders that cannot matter are given out.
-        if len(self.members) > 1:
-            raise state.unsupported("set-order", "the iteration order of a set", "iterate over sorted(...)")
-        return SequenceIterator(list(self.members.values()))
-
-    def add(self, state: CaptureState, item: Value) -> Value:
-        self.before_change(state)
-        self.members.setdefault(item.hash_key(state), item)
-        return ConstantValue(None)
-
-    def discard(self, state: CaptureState, item: Value) -> Value:
-        self.before_change(state)
-        self.members.pop(item.hash_key(state), None)
-        return ConstantValue(None)
-
-    methods: ClassVar = {"add": add, "discard": discard}

@@ -122,6 +122,22 @@ def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
     return make
 
 
+def _method_rule(name: str) -> CallRule:
+    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it."""
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        mode, *rest = args
+        if not isinstance(mode, ModeValue):
+            raise TypeError(f"{name} of {mode.describe()}")
+        return mode.call_method(state, name, rest, kwargs)
+
+    return call
+
+
+for _cls in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast):
+    for _name in ("__enter__", "__exit__"):
+        CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
+
 CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
 CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
 

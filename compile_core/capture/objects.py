@@ -10,7 +10,9 @@ from compile_core.capture.base import CaptureState, SymbolicRaise, Value
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ContainerValue
 from compile_core.capture.content import overrides
-from compile_core.capture.functions import BoundMethodValue
+from compile_core.capture.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.hash_keys import ComputedKey
+from compile_core.capture.index_iterator import IndexIterator
 from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.libraries import is_library_object
 from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
@@ -66,7 +68,7 @@ def wrap_class_entry(state: CaptureState, cls: type, owner: type, name: str, ent
         # ``cls.name`` is the function itself, and sees an override that is added later.
         path: Source = AttributeSource(state.reference_source(owner.__qualname__, owner), name)
         return state.wrap(entry, path)
-    if isinstance(entry, (property, staticmethod, classmethod, functools.cached_property)):
+    if isinstance(entry, (staticmethod, classmethod)):
         raise state.unsupported("descriptor", f"the descriptor {cls.__qualname__}.{name} as a value")
     return state.wrap(entry, AttributeSource(source, name))
 
@@ -102,16 +104,76 @@ def bind_class_entry(
         if isinstance(entry, types.BuiltinFunctionType):
             return state.wrap(entry, None)
         return BoundMethodValue(state.wrap(entry, None), owner_value)
+    if isinstance(entry, functools.cached_property):
+        return _compute_once(state, owner_value, owner, name, entry)
     if hasattr(type(entry), "__get__"):
+        args = [owner_value, state.wrap(cls, None)]
+        found = call_descriptor(state, owner, name, entry, "__get__", args)
+        if found is not None:
+            return found
         raise state.unsupported(
             "descriptor", f"the descriptor {type(entry).__name__} of {cls.__qualname__}.{name}"
         )
     return wrap_class_entry(state, cls, owner, name, entry)
 
 
+def call_descriptor(
+    state: CaptureState, owner: type, name: str, entry: Any, method: str, args: list[Value]
+) -> Value | None:
+    """Call ``__get__``, ``__set__`` or ``__delete__`` of a descriptor; None where Python does not define it."""
+    if isinstance(entry, staticmethod | classmethod | property):
+        return None
+    defining, function = find_class_entry(state, type(entry), method)
+    if defining is None or not isinstance(function, types.FunctionType):
+        return None
+    names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
+    descriptor = state.wrap(entry, ItemSource(names, name))
+    return bind_class_entry(state, descriptor, type(entry), defining, method, function).call(state, args, {})
+
+
+def _compute_once(
+    state: CaptureState, instance: Value, owner: type, name: str, entry: functools.cached_property[Any]
+) -> Value:
+    """``functools.cached_property`` where the object has no value yet."""
+    guard_entry(state, owner, name, entry)
+    if not isinstance(instance, InstanceValue):
+        raise state.unsupported("descriptor", f"a cached property of {instance.describe()}")
+    made = state.wrap_trusted_function(entry.func).call(state, [instance], {})
+    instance.change(state, entry.attrname or name, made)
+    return made
+
+
+def changed_class_attribute(state: CaptureState, cls: type, name: str) -> Value | None:
+    """What the captured call stored in a class under this name; None where the class is as it was."""
+    if not state.effects.classes:
+        return None
+    for entry in cls.__mro__:
+        changed = state.effects.classes.get((entry, name))
+        if changed is not None and changed is not MISSING:
+            return changed
+        if changed is None and name in entry.__dict__:
+            return None
+    if any((entry, name) in state.effects.classes for entry in cls.__mro__):
+        raise state.unsupported("class-attribute", f"{name!r} of {cls.__qualname__} after its deletion")
+    return None
+
+
+def _bind_changed(instance: Value, value: Value) -> Value:
+    return BoundMethodValue(value, instance) if isinstance(value, FunctionValue) else value
+
+
 def is_plain_layout(cls: type) -> bool:
     """Whether attributes are all that an object consists of: its layout is that of ``object`` or of slots."""
-    return all(entry.__flags__ & (1 << 9) or entry is object for entry in cls.__mro__)
+    plain = (object, types.SimpleNamespace)
+    return all(entry in plain or is_defined_in_python(entry) for entry in cls.__mro__)
+
+
+def is_defined_in_python(cls: type) -> bool:
+    """Whether a class statement made a class: one that C code made has methods in C, and state that they see."""
+    if not cls.__flags__ & (1 << 9):
+        return False
+    own = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    return not any(isinstance(entry, own) and entry.__objclass__ is cls for entry in cls.__dict__.values())
 
 
 class InstanceValue(Value):
@@ -150,7 +212,13 @@ class InstanceValue(Value):
             self.cls, self.content.python_type(), "__hash__", "__eq__"
         ):
             return self.content.hash_key(state)
-        return super().hash_key(state)
+        owner, entry = find_class_entry(state, self.cls, "__hash__")
+        if entry is None:
+            raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
+        if owner is None or not isinstance(entry, types.FunctionType):
+            return super().hash_key(state)
+        hashed = bind_class_entry(state, self, self.cls, owner, "__hash__", entry).call(state, [], {})
+        return ComputedKey(state, self, hash(hashed.as_constant()))
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if type(self.cls.__getattribute__) is types.FunctionType:
@@ -180,6 +248,10 @@ class InstanceValue(Value):
         if name == "__dict__":
             return self.instance_dict(state)
         owner, entry = find_class_entry(state, cls, name)
+        changed = changed_class_attribute(state, cls, name)
+        if changed is not None:
+            found = self.own_attribute(state, name)
+            return found if found is not None else _bind_changed(self, changed)
         if owner is not None and isinstance(entry, types.MemberDescriptorType):
             return self._slot(state, name)
         if owner is not None and _is_data_descriptor(entry):
@@ -226,7 +298,8 @@ class InstanceValue(Value):
             if found is not MISSING:
                 return state.wrap(found, None if self.source is None else AttributeSource(self.source, name))
             raise state.unsupported("empty-slot", f"the empty slot {name!r} of {self.describe()}")
-        raise state.raise_exception(AttributeError, name)
+        message = f"{self.cls.__name__!r} object has no attribute {name!r}"
+        raise state.raise_exception(AttributeError, message)
 
     def instance_dict(self, state: CaptureState) -> Value:
         if not self.cls.__dictoffset__:
@@ -262,7 +335,7 @@ class InstanceValue(Value):
         owner, entry = find_class_entry(state, self.cls, name)
         if isinstance(entry, property):
             if entry.fset is None:
-                raise state.raise_exception(AttributeError, f"property {name!r} has no setter")
+                raise self._no_accessor(state, name, "setter")
             state.wrap_trusted_function(entry.fset).call(state, [self, value], {})
             return
         if (
@@ -270,8 +343,21 @@ class InstanceValue(Value):
             and _is_data_descriptor(entry)
             and not isinstance(entry, types.MemberDescriptorType)
         ):
+            if call_descriptor(state, owner, name, entry, "__set__", [self, value]) is not None:
+                return
             raise state.unsupported("descriptor", f"a store to the descriptor {self.cls.__qualname__}.{name}")
+        if owner is not None and not self.cls.__dictoffset__ and not _is_data_descriptor(entry):
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object attribute {name!r} is read-only"
+            )
+        if owner is None and not self.cls.__dictoffset__:
+            message = f"{self.cls.__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, message)
         self.change(state, name, value)
+
+    def _no_accessor(self, state: CaptureState, name: str, accessor: str) -> SymbolicRaise:
+        message = f"property {name!r} of {self.cls.__qualname__!r} object has no {accessor}"
+        return state.raise_exception(AttributeError, message)
 
     def change(self, state: CaptureState, name: str, value: Value) -> None:
         if self.real is not None and self.source is None:
@@ -289,8 +375,15 @@ class InstanceValue(Value):
 
     def remove(self, state: CaptureState, name: str) -> None:
         """What ``object.__delattr__`` does."""
-        _, entry = find_class_entry(state, self.cls, name)
+        owner, entry = find_class_entry(state, self.cls, name)
+        if isinstance(entry, property):
+            if entry.fdel is None:
+                raise self._no_accessor(state, name, "deleter")
+            state.wrap_trusted_function(entry.fdel).call(state, [self], {})
+            return
         if _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
+            if owner and call_descriptor(state, owner, name, entry, "__delete__", [self]) is not None:
+                return
             raise state.unsupported(
                 "descriptor", f"a deletion of the descriptor {self.cls.__qualname__}.{name}"
             )
@@ -328,7 +421,11 @@ class InstanceValue(Value):
 
     def iterate(self, state: CaptureState) -> Value:
         result = self._special(state, "__iter__", [])
-        return super().iterate(state) if result is None else result
+        if result is not None:
+            return result
+        if find_class_entry(state, self.cls, "__getitem__")[0] is not None:
+            return IndexIterator(self)
+        raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not iterable")
 
     def advance(self, state: CaptureState) -> Value | None:
         owner, entry = find_class_entry(state, self.cls, "__next__")
@@ -343,11 +440,15 @@ class InstanceValue(Value):
 
     def length(self, state: CaptureState) -> int:
         result = self._special(state, "__len__", [])
-        return super().length(state) if result is None else int(result.as_constant())
+        if result is None:
+            raise state.raise_exception(TypeError, f"object of type {self.cls.__name__!r} has no len()")
+        return int(result.as_constant())
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
         result = self._special(state, "__getitem__", [key])
-        return super().get_item(state, key) if result is None else result
+        if result is None:
+            raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not subscriptable")
+        return result
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         if self._special(state, "__setitem__", [key, value]) is None:

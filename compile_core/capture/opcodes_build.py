@@ -11,8 +11,9 @@ from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.instructions import Instruction
-from compile_core.capture.mappings import DictValue, SetValue, mapping_pairs, new_dict
+from compile_core.capture.mappings import DictValue, mapping_pairs, new_dict
 from compile_core.capture.python_versions import INTRINSICS_1
+from compile_core.capture.sets import SetValue, new_set
 
 
 @opcode("BUILD_SLICE")
@@ -33,10 +34,7 @@ def _build_list(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("BUILD_SET")
 def _build_set(frame: Frame, instruction: Instruction) -> None:
-    made = SetValue({})
-    for item in frame.pop_many(instruction.arg):
-        made.add(frame.state, item)
-    frame.push(made)
+    frame.push(new_set(frame.state, frame.pop_many(instruction.arg)))
 
 
 @opcode("BUILD_MAP")
@@ -118,9 +116,7 @@ def _set_update(frame: Frame, instruction: Instruction) -> None:
     items = frame.pop()
     target = frame.stack[-instruction.arg]
     assert isinstance(target, SetValue)
-    members = list(items.members.values()) if isinstance(items, SetValue) else frame.state.items_of(items)
-    for item in members:
-        target.add(frame.state, item)
+    target.call_method(frame.state, "update", [items], {})
 
 
 @opcode("MAP_ADD")

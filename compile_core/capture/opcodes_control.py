@@ -11,6 +11,7 @@ from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.exceptions import (
     ExceptionValue,
+    TracebackValue,
     exception_to_raise,
     make_exception,
     reraise_rest,
@@ -347,7 +348,7 @@ def _before_with(frame: Frame, instruction: Instruction) -> None:
 def _with_except_start(frame: Frame, instruction: Instruction) -> None:
     leave, value = frame.stack[-4], frame.stack[-1]
     cls = frame.state.wrap(value.python_type(), None)
-    frame.push(leave.call(frame.state, [cls, value, NULL], {}))
+    frame.push(leave.call(frame.state, [cls, value, TracebackValue()], {}))
 
 
 @opcode("IMPORT_NAME")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import builtins as builtins_module
 
-from compile_core.capture import operators
+from compile_core.capture import comparisons, operators
 from compile_core.capture.base import NULL, SymbolicRaise, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import SliceValue
+from compile_core.capture.containers import SequenceValue, SliceValue
 from compile_core.capture.frame import Frame, opcode
 from compile_core.capture.functions import CellValue
 from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.instructions import Instruction
-from compile_core.capture.libraries import is_library_name
+from compile_core.capture.libraries import is_library_name, is_library_state
 from compile_core.capture.python_versions import (
     LOAD_ATTR_HAS_METHOD_BIT,
     NO_EFFECT,
@@ -50,7 +50,10 @@ def _swap(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("LOAD_CONST")
 def _load_const(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.state.from_constant(instruction.value))
+    value = frame.state.from_constant(instruction.value)
+    if isinstance(value, SequenceValue):
+        value.is_literal = True
+    frame.push(value)
 
 
 def load_local(frame: Frame, name: str) -> Value:
@@ -166,7 +169,7 @@ def load_global(frame: Frame, name: str) -> Value:
     if stored is not None and stored is not MISSING:
         return stored
     if name in scope and stored is not MISSING:
-        if library:
+        if library and not is_library_state(str(scope.get("__name__")), name, scope[name]):
             return state.wrap(scope[name], None)
         return state.wrap(scope[name], GlobalSource(state.reference("globals", scope), name))
     builtins = scope.get("__builtins__", vars(builtins_module))
@@ -299,7 +302,7 @@ def _binary_op(frame: Frame, instruction: Instruction) -> None:
 @opcode("COMPARE_OP")
 def _compare_op(frame: Frame, instruction: Instruction) -> None:
     left, right = frame.pop_many(2)
-    result = operators.compare(frame.state, instruction.value, left, right)
+    result = comparisons.compare(frame.state, instruction.value, left, right)
     if instruction.text.startswith("bool("):
         result = ConstantValue(result.truth(frame.state))
     frame.push(result)
@@ -308,7 +311,7 @@ def _compare_op(frame: Frame, instruction: Instruction) -> None:
 @opcode("IS_OP")
 def _is_op(frame: Frame, instruction: Instruction) -> None:
     left, right = frame.pop_many(2)
-    frame.push(ConstantValue(operators.is_same(frame.state, left, right) != bool(instruction.arg)))
+    frame.push(ConstantValue(comparisons.is_same(frame.state, left, right) != bool(instruction.arg)))
 
 
 @opcode("CONTAINS_OP")

@@ -22,6 +22,7 @@ class PartialValue(Value):
         self.args = args
         self.kwargs = kwargs
         self.source = source
+        self.changes: dict[str, Value] = {}
 
     def python_type(self) -> type:
         return functools.partial
@@ -33,10 +34,17 @@ class PartialValue(Value):
         parts: dict[str, Value] = {"func": self.function, "args": self.args, "keywords": self.kwargs}
         if name in parts:
             return parts[name]
+        if name in self.changes:
+            return self.changes[name]
         if not hasattr(functools.partial, name):
             message = f"'functools.partial' object has no attribute {name!r}"
             raise state.raise_exception(AttributeError, message)
         return super().get_attribute(state, name)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        if self.source is not None or name in ("func", "args", "keywords", "__dict__"):
+            raise state.unsupported("attribute-store", f"a store to {name!r} of a partial application")
+        self.changes[name] = value
 
     def named(self, state: CaptureState) -> dict[str, Value]:
         self.kwargs.guard_keys(state)

@@ -15,6 +15,7 @@ from compile_core.capture.iterators import (
     SliceIterator,
     ZipIterator,
 )
+from compile_core.capture.itertools_rules import RealIterator
 from compile_core.capture.mappings import DictIterator
 
 
@@ -49,6 +50,9 @@ def build_iterator(writer: Any, value: Value) -> str:
         return make(
             value.cls, writer.emit(value.iterator), f"{value.next - value.passed}, {left}, {value.step}"
         )
+    if isinstance(value, RealIterator) and value.is_closed:
+        rest = "".join(f"{writer.emit(item)}, " for item in value.rest())
+        return f"iter(({rest}))"
     raise value_cannot_be_rebuilt(writer, value)
 
 

@@ -13,18 +13,21 @@ from torch import fx
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
 from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
+from compile_core.capture.deques import DequeValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
 from compile_core.capture.growing_lists import GrowingList
 from compile_core.capture.instance_dict import MISSING, InstanceDict
 from compile_core.capture.iterators import IteratorValue
-from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
+from compile_core.capture.mappings import DictValue, ReadOnlyView
 from compile_core.capture.modes import ModeValue
 from compile_core.capture.numpy_arrays import ArrayValue
 from compile_core.capture.objects import InstanceValue
+from compile_core.capture.operator_rules import GetterValue
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.rebuild_iterators import build_iterator
 from compile_core.capture.references import ReferenceValue
+from compile_core.capture.sets import SetValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.source_writer import SourceWriter
 from compile_core.capture.symbolic_numbers import SymbolicNumber
@@ -87,7 +90,7 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, DictValue):
             return self._build_dict(value)
         if isinstance(value, SetValue):
-            members = ", ".join(self.emit(member) for member in value.members.values())
+            members = ", ".join(self.emit(member) for member in value.arranged())
             return self.bind(f"{self.constant(value.cls)}(({members}{',' if members else ''}))")
         if isinstance(value, SliceValue):
             return self.bind(f"slice({', '.join(self.emit(part) for part in value.parts)})")
@@ -104,7 +107,13 @@ class RunnerWriter(SourceWriter):
             named = [f"{key}={self.emit(item)}" for key, item in value.named(self.state).items()]
             parts = [value.function, *value.args.all(self.state)]
             shown = ", ".join([*(self.emit(part) for part in parts), *named])
-            return self.bind(f"{self.constant(functools.partial)}({shown})")
+            name = self._name(value, f"{self.constant(functools.partial)}({shown})")
+            self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
+            return name
+        if isinstance(value, GetterValue):
+            shown = [self.emit(item) for item in value.args]
+            shown += [f"{key}={self.emit(item)}" for key, item in value.kwargs.items()]
+            return self.bind(f"{self.constant(value.cls)}({', '.join(shown)})")
         if isinstance(value, ReferenceValue):
             return self.constant(value.real)
         if isinstance(value, ExceptionValue):
@@ -123,7 +132,8 @@ class RunnerWriter(SourceWriter):
         """An object made in the frame: what its constructors did is its content and its attributes."""
         content, cls = value.content, self.constant(value.cls)
         if content is None or isinstance(content, (DictValue, ListValue)) or content.python_type() is set:
-            maker = self.constant(object if content is None else content.python_type())
+            layout = next(base for base in value.cls.__mro__ if base in (object, types.SimpleNamespace))
+            maker = self.constant(layout if content is None else content.python_type())
             name = self._name(value, f"{maker}.__new__({cls})")
         else:
             name = self._name(
@@ -141,6 +151,9 @@ class RunnerWriter(SourceWriter):
         cls = "" if content.owner is None else self.constant(content.cls)
         if isinstance(content, GrowingList) and not content.is_read:
             return [f"{name}.extend([{', '.join(self.emit(item) for item in content.appended)}])"]
+        if isinstance(content, DequeValue):
+            items = ", ".join(self.emit(item) for item in content.items)
+            return [f"{name}.clear()", f"{name}.extend([{items}])"]
         if isinstance(content, ListValue):
             items = ", ".join(self.emit(item) for item in content.items)
             return [f"{cls}.__setitem__({name}, slice(None), [{items}])" if cls else f"{name}[:] = [{items}]"]
@@ -156,11 +169,19 @@ class RunnerWriter(SourceWriter):
                 f"{name}.update({{{', '.join(f'{key}: {item}' for key, item in pairs)}}})",
             ]
         if isinstance(content, SetValue) and content.cls is set:
-            members = "".join(f"{self.emit(member)}, " for member in content.members.values())
-            start = f"set.{{}}({name}" if cls else f"{name}.{{}}("
-            comma = ", " if cls else ""
-            return [f"{start.format('clear')})", f"{start.format('update')}{comma}({members}))"]
+            return self._set_lines(content, name)
         return []
+
+    def _set_lines(self, content: SetValue, name: str) -> list[str]:
+        """A set keeps the members that stay, and with them as much of its order as it can."""
+        gone = [member for key, member in content.original.items() if key not in content.members]
+        new = [member for member in content.arranged() if member not in content.original.values()]
+        lines = []
+        for method, members in (("difference_update", gone), ("update", new)):
+            if members:
+                shown = "".join(f"{self.emit(member)}, " for member in members)
+                lines.append(f"set.{method}({name}, ({shown}))")
+        return lines
 
     def _build_exception(self, value: ExceptionValue) -> str:
         if value.was_raised:
@@ -181,6 +202,10 @@ class RunnerWriter(SourceWriter):
         return name
 
     def _build_sequence(self, value: SequenceValue) -> str:
+        if isinstance(value, DequeValue):
+            name = self._name(value, f"{self.constant(value.cls)}((), {value.limit})")
+            self.lines += self._content_lines(value, name)
+            return name
         if value.cls is list:
             name = self._name(value, "[]")
             self.lines.append(f"{name}[:] = [{', '.join(self.emit(item) for item in value.items)}]")
@@ -212,7 +237,8 @@ class RunnerWriter(SourceWriter):
         if value.annotations is not None:
             self.lines.append(f"{name}.__annotations__ = {self.emit(value.annotations)}")
         for attribute, item in value.changes.items():
-            self.lines.append(f"{name}.{attribute} = {self.emit(item)}")
+            if item is not MISSING:
+                self.lines.append(f"{name}.{attribute} = {self.emit(item)}")
         return name
 
     def _build_cell(self, value: CellValue) -> str:
@@ -246,11 +272,16 @@ class RunnerWriter(SourceWriter):
             gone = f"{self.constant(scope)}.pop({variable!r}, None)"
             self._effects.append(gone if value is MISSING else f"{place} = {self.emit(value)}")
 
+        for (cls, attribute), value in effects.classes.items():
+            name = self.constant(cls)
+            stored = "" if value is MISSING else f"setattr({name}, {attribute!r}, {self.emit(value)})"
+            self._effects.append(stored or f"delattr({name}, {attribute!r})")
+
     def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""
         name, value = self.emit(owner), owner.changes[attribute]
         prefix, suffix = ("", "") if isinstance(owner, FunctionValue) else ("object.__", "__")
-        if isinstance(owner, InstanceValue) and attribute in owner.deleted:
+        if attribute in owner.deleted:
             self._effects.append(f"{prefix}delattr{suffix}({name}, {attribute!r})")
         if value is not MISSING:
             self._effects.append(f"{prefix}setattr{suffix}({name}, {attribute!r}, {self.emit(value)})")

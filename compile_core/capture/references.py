@@ -3,7 +3,6 @@ objects."""
 
 from __future__ import annotations
 
-import enum
 import inspect
 import types
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.libraries import is_library_name
+from compile_core.capture.instance_dict import MISSING
+from compile_core.capture.libraries import is_library_name, is_library_state
 from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
@@ -87,8 +87,8 @@ class ReferenceValue(Value):
         return self.real
 
     def truth(self, state: CaptureState) -> bool:
-        plain = (type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType)
-        if isinstance(self.real, plain) and not isinstance(self.real, enum.EnumMeta):
+        cls = type(self.real)
+        if not hasattr(cls, "__bool__") and not hasattr(cls, "__len__"):
             return True
         return super().truth(state)
 
@@ -97,23 +97,55 @@ class PythonModuleValue(ReferenceValue):
     """A module in the sense of ``import``."""
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        found = self.real.__dict__.get(name, _MISSING)
+        scope = self.real.__dict__
+        stored = state.effects.stored_global(scope, name)
+        if stored is not None and stored is not MISSING:
+            return stored
+        found = scope.get(name, _MISSING) if stored is None else _MISSING
+        owner = self.source or state.reference_source(self.real.__name__, self.real)
+        place = AttributeSource(owner, "__dict__")
         if found is _MISSING:
             setting = inspect.getattr_static(type(self.real), name, None)
             if isinstance(setting, ContextProp):
                 return state.wrap(setting.getter, None).call(state, [], {})
             try:
                 found = getattr(self.real, name)
+                if stored is MISSING:
+                    raise AttributeError(f"module {self.real.__name__!r} has no attribute {name!r}")
             except AttributeError as error:
+                if stored is None and not is_library_name(self.real.__name__):
+                    state.guards.absent(place, name)
                 raise state.raise_exception(AttributeError, str(error)) from None
             if not is_library_name(self.real.__name__):
                 raise state.unsupported(
                     "module-getattr", f"{self.real.__name__} computes its attribute {name!r}"
                 )
-        if is_library_name(self.real.__name__):
             return state.wrap(found, None)
-        owner = self.source or state.reference_source(self.real.__name__, self.real)
-        return state.wrap(found, ItemSource(AttributeSource(owner, "__dict__"), name))
+        if is_library_name(self.real.__name__) and not is_library_state(self.real.__name__, name, found):
+            return state.wrap(found, None)
+        return state.wrap(found, ItemSource(place, name))
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        self._check_store(state, name)
+        state.effects.global_changed(self.real.__dict__, name, value)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        self._check_store(state, name)
+        self.get_attribute(state, name)  # raises where there is none
+        state.effects.global_changed(self.real.__dict__, name, MISSING)
+
+    def _check_store(self, state: CaptureState, name: str) -> None:
+        if type(self.real) is not types.ModuleType or is_library_name(self.real.__name__):
+            raise state.unsupported("module-attribute", f"a store to {self.real.__name__}.{name}")
+
+
+class PropertyValue(ReferenceValue):
+    """A property as an object, as its class gives it."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("fget", "fset", "fdel", "__doc__"):
+            return state.wrap(getattr(self.real, name), None)
+        return super().get_attribute(state, name)
 
 
 class WeakReferenceValue(ReferenceValue):

@@ -22,6 +22,8 @@ class SideEffects:
         self.attributes: dict[tuple[int, str], Value] = {}
         self.cells: dict[int, Value] = {}
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], Value]] = {}
+        # Attributes stored in classes, MISSING where they were deleted.
+        self.classes: dict[tuple[type, str], Value] = {}
         self._body_began: int | None = None
 
     @contextmanager
@@ -55,6 +57,10 @@ class SideEffects:
         if owner.source is not None:
             self.attributes[(id(owner), name)] = owner
 
+    def class_changed(self, cls: type, name: str, value: Value) -> None:
+        self._check_own(None)
+        self.classes[(cls, name)] = value
+
     def cell_changed(self, cell: Value) -> None:
         self._check_own(cell)
         if cell.source is not None:
@@ -69,4 +75,4 @@ class SideEffects:
         return None if found is None else found[1]
 
     def __bool__(self) -> bool:
-        return bool(self.containers or self.attributes or self.cells or self.globals)
+        return bool(self.containers or self.attributes or self.cells or self.globals or self.classes)

@@ -13,10 +13,18 @@ import torch
 from torch import fx
 from torch.utils._device import _device_constructors
 
-from compile_core.capture import opcodes_build, opcodes_control, opcodes_data, opcodes_match, operators, texts
-from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture import (
+    comparisons,
+    enums,
+    opcodes_build,
+    opcodes_control,
+    opcodes_data,
+    opcodes_match,
+    texts,
+)
+from compile_core.capture.base import CaptureState, NotConstant, SymbolicRaise, Value
 from compile_core.capture.binding import bind_arguments
-from compile_core.capture.constants import ConstantValue, is_literal
+from compile_core.capture.constants import FOLDED_TYPES, ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.exceptions import ExceptionValue, raised_during
 from compile_core.capture.frame import OPCODES, Frame
@@ -25,19 +33,23 @@ from compile_core.capture.functions import FunctionValue
 from compile_core.capture.generators import GeneratorValue
 from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
 from compile_core.capture.language_rules import LANGUAGE_RULES
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.library_closures import CLOSURE_RULES
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.module_rules import MODULE_RULES
 from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake
 from compile_core.capture.scalar_rules import SCALAR_RULES
+from compile_core.capture.sets import SetValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.size_history import SizeHistory
+from compile_core.capture.special_methods import special_call
 from compile_core.capture.special_rules import SPECIAL_RULES
 from compile_core.capture.symbolic_numbers import SymbolicInt
 from compile_core.capture.symbolic_sizes import SymbolicSizes
 from compile_core.capture.tensors import TensorValue
+from compile_core.capture.type_forms import TYPE_FORMS
 from compile_core.capture.wrap import wrap
 from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.captured import Guard
@@ -89,15 +101,34 @@ class Capture(CaptureState):
                 {key: (self.from_constant(key), self.from_constant(item)) for key, item in real.items()}
             )
         if type(real) in (set, frozenset):
-            return SetValue({item: self.from_constant(item) for item in real}, type(real))
+            members = {item: self.from_constant(item) for item in real}
+            return SetValue(members, type(real), None, type(real)(real))
         if type(real) is slice:
             return SliceValue([self.from_constant(part) for part in (real.start, real.stop, real.step)])
-        if isinstance(real, (type, enum.EnumMeta)):
+        if isinstance(real, (type, enum.EnumMeta, *TYPE_FORMS)):
             return self.wrap(real, None)
+        if type(real) in FOLDED_TYPES:
+            return ConstantValue(real)
         raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
 
     def equal(self, one: Value, other: Value) -> bool:
-        return operators.equal(self, one, other)
+        return comparisons.equal(self, one, other)
+
+    def as_index(self, value: Value, what: str) -> int:
+        found = special_call(self, value, "__index__", [])
+        value = value if found is None else found
+        if isinstance(value, TensorValue):
+            raise self.unsupported("index", f"{value.describe()} as an index of a sequence")
+        try:
+            real = value.as_constant()
+        except NotConstant:
+            real = None
+        if not isinstance(real, int):
+            raise self.raise_exception(TypeError, f"{what}, not {value.python_type().__name__}")
+        return int(real)
+
+    def less(self, one: Value, other: Value) -> bool:
+        return comparisons.compare(self, "<", one, other).truth(self)
 
     def text_of(self, value: Value) -> Value:
         return texts.text(self, value)
@@ -105,12 +136,22 @@ class Capture(CaptureState):
     def representation_of(self, value: Value) -> Value:
         return texts.representation(self, value)
 
+    def format_of(self, value: Value, spec: Value) -> Value:
+        return texts.formatted(self, value, spec)
+
+    def filled_format(self, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return texts.fill_format(self, pattern, args, kwargs)
+
+    def enum_attribute(self, member: Value, name: str) -> Value:
+        return enums.enum_attribute(self, member, name)
+
     def loaded_module(self, name: str) -> Value | None:
         module = sys.modules.get(name)
         return None if module is None else self.wrap(module, None)
 
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
-        value = ExceptionValue(cls, [self.from_constant(argument) for argument in args])
+        values = [item if isinstance(item, Value) else self.from_constant(item) for item in args]
+        value = ExceptionValue(cls, values)
         raised_during(self, value, self.handled_exception())
         return SymbolicRaise(value)
 
@@ -125,6 +166,9 @@ class Capture(CaptureState):
         if len(self.frames) > _DEPTH_LIMIT:
             raise self.unsupported("recursion", f"calls nested deeper than {_DEPTH_LIMIT}")
         code = function.code
+        closure_rule = CLOSURE_RULES.get(code)
+        if closure_rule is not None:
+            return closure_rule(self, function, args, kwargs)
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             raise self.unsupported("async", f"{function.describe()} is asynchronous")
         frame = Frame(self, function, bind_arguments(self, function, args, kwargs))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import SequenceValue, SliceValue
+from compile_core.capture.deques import DequeValue
 from compile_core.capture.exceptions import ExceptionValue
-from compile_core.capture.mappings import DictValue, SetValue
+from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
+from compile_core.capture.sets import SetValue
+from compile_core.capture.special_methods import StandIn
 
 
 def text(state: CaptureState, value: Value) -> Value:
@@ -22,6 +26,8 @@ def text(state: CaptureState, value: Value) -> Value:
             return own
         if isinstance(value, ExceptionValue):
             return value.text(state)
+        if isinstance(value.content, ConstantValue):
+            return text(state, value.content)
         return representation(state, value)
     if _is_literal_text(value):
         return fold(state, str, [value], {})
@@ -36,6 +42,16 @@ def representation(state: CaptureState, value: Value) -> Value:
             return own
         if isinstance(value, ExceptionValue):
             return value.representation(state)
+        if value.content is not None and value.content.python_type() in (
+            str,
+            int,
+            float,
+            bytes,
+            list,
+            dict,
+            tuple,
+        ):
+            return representation(state, value.content)
         raise state.unsupported("text", f"the text of {value.describe()} shows its address")
     try:
         value.as_constant()
@@ -81,6 +97,16 @@ def _is_literal_text(value: Value) -> bool:
     return True
 
 
+def fill_format(state: CaptureState, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``pattern.format(*args, **kwargs)``; objects of the program give texts of their own."""
+
+    def known(value: Value) -> Any:
+        return value.as_constant() if _is_literal_text(value) else StandIn(state, value)
+
+    reals = [known(value) for value in args], {name: known(value) for name, value in kwargs.items()}
+    return fold(state, lambda: pattern.format(*reals[0], **reals[1]), [], {})
+
+
 def _own_method(state: CaptureState, value: InstanceValue, name: str, args: list[Value]) -> Value | None:
     """What a method gives that the class defines in Python; None where Python's own is in place."""
     owner, entry = find_class_entry(state, value.cls, name)
@@ -110,6 +136,9 @@ def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str
     if isinstance(value, DictValue) and value.cls is dict:
         pairs = [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
         return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in pairs)}}}"
+    if isinstance(value, DequeValue):
+        limit = "" if value.limit is None else f", maxlen={value.limit}"
+        return f"deque([{', '.join(show(item) for item in value.all(state))}]{limit})"
     if isinstance(value, SliceValue):
         return f"slice({', '.join(show(part) for part in value.parts)})"
     if isinstance(value, ClassValue):

@@ -36,6 +36,22 @@ def _issubclass(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
     return ConstantValue(False)
 
 
+@call_rule(type.__instancecheck__)
+def _plain_instance_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, value = args
+    if not isinstance(cls, ClassValue):
+        raise TypeError("type.__instancecheck__ of something else than a class")
+    return ConstantValue(issubclass(value.python_type(), cls.real))
+
+
+@call_rule(type.__subclasscheck__)
+def _plain_subclass_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, value = args
+    if not isinstance(cls, ClassValue) or not isinstance(value, ClassValue):
+        raise TypeError("type.__subclasscheck__ of something else than classes")
+    return ConstantValue(type.__subclasscheck__(cls.real, value.real))
+
+
 def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
     """``isinstance(value, classes)``."""
     cls = value.python_type()

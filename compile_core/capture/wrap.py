@@ -16,9 +16,10 @@ from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.builtin_methods import method_of_builtin_type
 from compile_core.capture.cached_functions import CachedFunctionValue
 from compile_core.capture.classes import ClassValue
-from compile_core.capture.constants import ConstantValue, is_literal
+from compile_core.capture.constants import FOLDED_TYPES, ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.content import content_base
+from compile_core.capture.deques import DequeValue
 from compile_core.capture.directive_rules import directive_rule
 from compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
 from compile_core.capture.function_transforms import transformed_function_rule
@@ -29,23 +30,27 @@ from compile_core.capture.functions import (
 )
 from compile_core.capture.growing_lists import GrowingList
 from compile_core.capture.libraries import is_library_name
-from compile_core.capture.mappings import DictValue, ReadOnlyView, SetValue
+from compile_core.capture.mappings import DictValue, ReadOnlyView
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.numpy_arrays import NUMPY_FUNCTIONS, wrap_array
 from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
 from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.opaque import wrap_opaque
+from compile_core.capture.operator_rules import GETTERS, existing_getter
 from compile_core.capture.partials import PartialValue
 from compile_core.capture.references import (
     CallableReferenceValue,
+    PropertyValue,
     PythonModuleValue,
     ReferenceValue,
     WeakReferenceValue,
     find_call_rule,
 )
+from compile_core.capture.sets import SetValue
 from compile_core.capture.symbolic_numbers import SymbolicInt
 from compile_core.capture.tensors import TensorValue
 from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
+from compile_core.capture.type_forms import TYPE_FORMS, TypeFormValue
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,
@@ -84,7 +89,7 @@ def wrap(state: CaptureState, real: Any, source: Source | None) -> Value:
         if source is not None:
             state.guards.is_object(source, real)
         return wrap(state, getattr(real, attribute), source and AttributeSource(source, attribute))
-    if is_literal(real):
+    if is_literal(real) or type(real) in FOLDED_TYPES:
         return _wrap_literal(state, real, source)
     if type(real) in (tuple, frozenset, torch.Size) or (
         isinstance(real, tuple) and sequence_fields(type(real))
@@ -139,14 +144,27 @@ def _lazy_items(real: Any, source: Source | None) -> list[Any]:
 def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
     cls: Any = set if isinstance(real, set) else frozenset
     members = list(cls.__iter__(real))
-    if not all(is_literal(item) for item in members):
-        raise state.unsupported("set", "an existing set of other things than literals")
+    if not all(is_literal(item) or isinstance(item, type) for item in members):
+        raise state.unsupported("set", "an existing set of other things than literals and classes")
     if source is not None:
         held = frozenset(members)
         state.guards.add([source], "{c0}.__eq__({0}, {c1})", [cls, held], f"{source} == {set(held)!r}")
-    value = SetValue({item: ConstantValue(item) for item in members}, cls, source)
+        if any(isinstance(item, (int, float, complex)) for item in members):
+            # Numbers of different types may be equal.
+            kinds = frozenset((type(item), item) for item in members)
+            state.guards.add([source], "{c0}({0}) == {c1}", [_kinds_of, kinds], f"types of {source}")
+    mirror = cls(real) if source is None or cls is frozenset else _SetOrder(members)
+    value = SetValue({item: state.wrap(item, None) for item in members}, cls, source, mirror)
     value.trusted = source is None
     return value
+
+
+class _SetOrder(list[Any]):
+    """The order of an existing set, as long as it does not change."""
+
+
+def _kinds_of(members: Any) -> frozenset[Any]:
+    return frozenset((type(item), item) for item in members)
 
 
 def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value:
@@ -200,6 +218,15 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     container = _wrap_container(state, real, source)
     if container is not None:
         return container
+    if type(real) in GETTERS:
+        _guard_identity(state, real, source)
+        return existing_getter(state, real, source or state.reference_source(type(real).__name__, real))
+    if type(real) is property:
+        _guard_identity(state, real, source)
+        return PropertyValue(real, source)
+    if isinstance(real, TYPE_FORMS):
+        _guard_identity(state, real, source)
+        return TypeFormValue(real, source)
     if isinstance(real, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
         # An operator of torch or of a library that registered its own; what it means for fake tensors comes with it.
         _guard_identity(state, real, source)
@@ -371,7 +398,8 @@ def _wrap_container(state: CaptureState, real: Any, source: Source | None) -> Va
         return SliceValue(
             [state.wrap(getattr(real, name), part) for name, part in zip(names, parts, strict=True)]
         )
-    if cls not in (list, dict, collections.OrderedDict, collections.defaultdict, set, types.MappingProxyType):
+    kinds = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque, set)
+    if cls not in kinds and cls is not types.MappingProxyType:
         return None
     if source is not None:
         state.guards.type_is(source, cls)
@@ -384,13 +412,17 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
     """A list, set or dictionary, read by the methods of ``cls``, which may be a base of the object's class."""
     if cls is set:
         return _wrap_set(state, real, source)
-    if cls is list:
-        items = list(list.__iter__(real))
+    if cls is list or cls is collections.deque:
+        items = list(cls.__iter__(real))
         if type(real) is list and source is not None and state.sizes.history.has_grown(source, len(items)):
             return GrowingList(state, _lazy_items(items, source), source)
         if source is not None:
             state.guards.length(source, len(items))
         made: Any = ListValue(_lazy_items(items, source), source)
+        if cls is collections.deque:
+            made = DequeValue(_lazy_items(items, source), real.maxlen, source)
+            if source is not None:
+                state.guards.add([source], f"{{0}}.maxlen == {real.maxlen}", [], f"{source}.maxlen")
     else:
         made = _dictionary(cls.items(real), cls, source)
         if cls is collections.defaultdict:

@@ -128,7 +128,8 @@ class ItemSource(_Step):
     key: Any
 
     def expression(self, base: str, name_of: NameOf) -> str:
-        return f"{base}[{self.key!r}]"
+        prints = type(self.key) in (str, int, bool, bytes, type(None))
+        return f"{base}[{repr(self.key) if prints else name_of(Reference(repr(self.key), self.key))}]"
 
 
 _ABSENT = Reference("absent", object())
