@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import compile_core
 from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 
@@ -292,9 +293,9 @@ CLASSES: dict[str, Case] = {
         lambda w: w.__setitem__(1, 1),
     ),
     "bound method": Case(
-        lambda w: w.call(X),
-        lambda: Bag(call=functools.partial(torch.mul, other=2).__call__, method=family().method),
-        lambda w: put(w, "call", functools.partial(torch.mul, other=3).__call__),
+        lambda w: X * w.call(),
+        lambda: Bag(call=family().method, method=family().method),
+        lambda w: put(w, "call", family().__len__),
         lambda w: put(w, "method", 1),
     ),
     "dead reference": Case(
@@ -417,3 +418,11 @@ CASES = {**CLASSES, **FUNCTION_CASES, **MODULES}
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_read_is_guarded(name: str, guard_form: str) -> None:
     check_case(CASES[name])
+
+
+def test_a_bound_method_in_c_is_asked_for_at_each_call(guard_form: str) -> None:
+    """Such a method is made anew at each look-up: Python calls the one that is there, and nothing is guarded."""
+    compiled = compile_core.compile(lambda w: w.call(X), backend="eager")
+    for factor in (2, 2, 3):
+        world = Bag(call=functools.partial(torch.mul, other=factor).__call__)
+        assert torch.equal(compiled(world), X * factor)
