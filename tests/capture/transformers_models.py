@@ -120,6 +120,8 @@ def _convnext() -> nn.Module:
 
 MODELS: dict[str, Model] = {
     "gpt2": Model(_gpt2, text),
+    "bert": Model(lambda: hf.BertForMaskedLM(hf.BertConfig(**_TEXT)), padded_text),
+    "t5": Model(_t5, text_pair),
     "llama": Model(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)), text),
     "mistral": Model(lambda: hf.MistralForCausalLM(hf.MistralConfig(**_GROUPED, sliding_window=4)), text),
     "qwen2": Model(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_GROUPED)), text),
