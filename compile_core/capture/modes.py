@@ -145,7 +145,7 @@ CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
 @call_rule(torch.set_grad_enabled)
 def _set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (mode,) = args
-    made = GradMode(torch.set_grad_enabled, mode.truth(state), torch.is_grad_enabled())
+    made = GradMode(torch.set_grad_enabled, _flag(state, mode), torch.is_grad_enabled())
     set_grad_mode(state, made.enabled)
     return made
 
@@ -153,8 +153,14 @@ def _set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, 
 @call_rule(torch._C._set_grad_enabled)
 def _raw_set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (mode,) = args
-    set_grad_mode(state, mode.truth(state))
+    set_grad_mode(state, _flag(state, mode))
     return ConstantValue(None)
+
+
+def _flag(state: CaptureState, value: Value) -> bool:
+    if value.python_type() is not bool:
+        raise state.unsupported("grad-mode", f"{value.describe()} as a grad mode, which must be a bool")
+    return value.truth(state)
 
 
 def guard_autocast(state: CaptureState) -> None:

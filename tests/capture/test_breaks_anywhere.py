@@ -70,6 +70,15 @@ def in_nested_modes(x):
     return y + x, z
 
 
+def grad_mode_of_another_type(x, items):
+    try:
+        with torch.set_grad_enabled(items):
+            note("not reached")
+    except TypeError as error:
+        note(str(error))
+    return x + 1
+
+
 def set_grad_enabled_function(x):
     torch.set_grad_enabled(False)
     y = x * 2
