@@ -24,6 +24,10 @@ from compile_core.ir.captured import CapturedGraph
 
 logger = logging.getLogger(__name__)
 
+# For how many values of the floats that a graph takes it is compiled. Compiled programs have numbers built in, so
+# beyond these few the graph itself computes with the float that comes.
+_MOST_FLOATS = 4
+
 CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
 
@@ -49,7 +53,7 @@ def compile_per_sizes(compile_graph: CompileGraph, *, must_compile: bool = False
 class GraphOfManySizes:
     """A captured graph with open sizes; called with its inputs, it runs what was compiled for their sizes.
 
-    There are at most ``config.cache_size_limit`` compiled forms.
+    There are at most ``config.cache_size_limit`` compiled forms, and for a few values of floats only.
 
     Args:
         captured: the graph.
@@ -66,6 +70,8 @@ class GraphOfManySizes:
         self._open = [index for index, entry in enumerate(captured.inputs) if entry.is_open]
         self._lock = threading.RLock()
         self._limit_reported = False
+        # A float, unlike a size, takes ever new values, as a learning rate does.
+        self._floats: set[tuple[str, ...]] = set()
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         compiled = self.compiled_for(inputs)
@@ -81,27 +87,34 @@ class GraphOfManySizes:
             if found is not None:
                 self._compiled.move_to_end(sizes)
                 return found
+            floats = tuple(size for size in sizes if isinstance(size, str))
+            if floats not in self._floats and len(self._floats) >= _MOST_FLOATS:
+                self._report_limit(f"{_MOST_FLOATS} different values of floats")
+                return None
             if len(self._compiled) >= config.cache_size_limit:
                 if not self._must_compile:
-                    self._report_limit()
+                    self._report_limit(f"{len(self._compiled)} different sizes")
                     return None
                 self._compiled.popitem(last=False)
             tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
             with normal_tensors():
                 found = self._compile_graph(bind_sizes(self._captured, inputs), tensors)
             self._compiled[sizes] = found
+            self._floats.add(floats)
             return found
 
-    def _report_limit(self) -> None:
+    def _report_limit(self, what: str) -> None:
         if not self._limit_reported:
             self._limit_reported = True
             logger.warning(
-                "a graph was compiled for %d different sizes (the limit); further sizes run with torch's own kernels",
-                len(self._compiled),
+                "a graph was compiled for %s (the limit); further ones run with torch's own kernels", what
             )
 
 
 def _sizes_of(value: Any) -> Any:
+    """What a tensor or a number contributes to the key: of floats the text, which tells 0.0 from -0.0."""
+    if isinstance(value, float):
+        return repr(value)
     return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
 
 

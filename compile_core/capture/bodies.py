@@ -51,6 +51,9 @@ class BodyGraph(OutputGraph):
         int(self.sizes.number(symbol))
         raise NotImplementedError(f"{source} as an input of a body")
 
+    def float_input(self, source: Source, real: float, settle: Callable[[], float]) -> fx.Node:
+        raise NotImplementedError(f"{source} as an input of a body")
+
     def own_node(self, node: fx.Node) -> fx.Node:
         if node.graph is self.graph:
             return node

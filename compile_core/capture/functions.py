@@ -173,8 +173,7 @@ class FunctionValue(Value):
         if name == "__call__":
             return self.call(state, args, kwargs)
         if name == "__get__":
-            owner = args[0]
-            return self if is_none(owner) else BoundMethodValue(self, owner)
+            return bind_function(state, self, args, kwargs)
         return super().call_method(state, name, args, kwargs)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
@@ -186,6 +185,17 @@ class FunctionValue(Value):
             )
         self.changes[name] = value
         state.effects.attribute_changed(self, name)
+
+
+def bind_function(state: CaptureState, function: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``function.__get__(owner, cls=None)``."""
+    if kwargs or len(args) not in (1, 2):
+        raise state.unsupported("call-form", f"__get__ of {function.describe()} with these arguments")
+    if not is_none(args[0]):
+        return BoundMethodValue(function, args[0])
+    if len(args) == 1 or is_none(args[1]):
+        raise state.raise_exception(TypeError, "__get__(None, None) is invalid")
+    return function
 
 
 class BoundMethodValue(Value):

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from compile_core.capture.base import PlainCall
 from compile_core.capture.fake_inputs import layout_of, make_fake
 from compile_core.capture.number_nodes import number_node
+from compile_core.capture.open_floats import takes_open_floats
 from compile_core.capture.symbolic_sizes import SymbolicSizes, TensorSizes
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
@@ -42,11 +43,11 @@ _NO_FAKE_RULE = (
 
 @dataclass(frozen=True)
 class InputRecord:
-    """An input with its node, the real tensor or integer, and what the fake was before the program could change it."""
+    """An input with its node, the real tensor or number, and what the fake was before the program could change it."""
 
     entry: GraphInput
     node: fx.Node
-    real: torch.Tensor | int
+    real: torch.Tensor | int | float
     version: int = 0
     layout: tuple[Any, ...] = ()
 
@@ -67,6 +68,9 @@ class OutputGraph:
         self.held: dict[str, Any] = {}
         self.node_of_source: dict[Source, fx.Node] = {}
         self._number_nodes: dict[sympy.Expr, fx.Node] = {}
+        self._float_inputs: dict[Source, fx.Node] = {}
+        # The nodes of floats whose examples are plain floats, and what makes such a float stay as it is.
+        self.open_floats: dict[fx.Node, Callable[[], float]] = {}
         self._last_input: fx.Node | None = None
         self._input_targets: set[str] = set()
         self._named_after_variable: set[fx.Node] = set()
@@ -88,6 +92,19 @@ class OutputGraph:
         entry = GraphInput(node.name, source, example, "argument")
         self.records.append(InputRecord(entry, node, self.sizes.symbols[symbol].value))
         return node
+
+    def float_input(self, source: Source, real: float, settle: Callable[[], float]) -> fx.Node:
+        """The placeholder of a float that may differ at the next call. ``settle`` gives the float and makes it stay.
+
+        Raises:
+            NotImplementedError: this graph has no such inputs.
+        """
+        found = self._float_inputs.get(source)
+        if found is None:
+            found = self._float_inputs[source] = self.add_placeholder(_input_name(source, "argument"), real)
+            self.records.append(InputRecord(GraphInput(found.name, source, real, "argument"), found, real))
+            self.open_floats[found] = settle
+        return found
 
     def add_placeholder(self, name: str, example: Any) -> fx.Node:
         """Placeholders come first, in the order in which they are added."""
@@ -191,6 +208,8 @@ class OutputGraph:
         Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall
         where the operation raises: plain Python will then raise the same for the user.
         """
+        if self.open_floats and not takes_open_floats(target):
+            args, kwargs = map_arg(args, self._settled), map_arg(kwargs, self._settled)
         args = map_arg(args, self.own_node)
         kwargs = map_arg(kwargs, self.own_node)
         fake_args = map_arg(args, _fake_of)
@@ -222,6 +241,10 @@ class OutputGraph:
         node.meta["example_value"] = example
         node.meta["stack_trace"] = stack_trace
         return node
+
+    def _settled(self, node: fx.Node) -> fx.Node | float:
+        settle = self.open_floats.get(node)
+        return node if settle is None else settle()
 
     def _kernels_of_sizes(self) -> AbstractContextManager[Any]:
         """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""

@@ -12,6 +12,8 @@ from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.constants import BuiltinMethod
+from compile_core.capture.functions import bind_function
 from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.libraries import is_library_name, is_library_state
 from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
@@ -181,9 +183,18 @@ class CallableReferenceValue(ReferenceValue):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__name__", "__qualname__", "__module__", "__doc__"):
             return state.from_constant(getattr(self.real, name))
+        if name == "__get__" and isinstance(self.real, types.FunctionType):
+            return BuiltinMethod(self, name)
         if isinstance(self.real, OpOverloadPacket) and name in self.real.overloads():
             return state.wrap(getattr(self.real, name), None)
         return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__get__" and isinstance(self.real, types.FunctionType):
+            return bind_function(state, self, args, kwargs)
+        return super().call_method(state, name, args, kwargs)
 
 
 _MISSING = object()

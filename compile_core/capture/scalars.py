@@ -15,6 +15,7 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.symbolic_numbers import SymbolicNumber
 from compile_core.capture.tensors import TensorValue
 
 # No power, difference or quotient that programs form of it is zero.
@@ -62,13 +63,15 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
     if not any(isinstance(operand, ScalarValue) for operand in operands):
         return None
     known = all(
-        isinstance(operand, ScalarValue) or type(getattr(operand, "value", None)) in (int, float)
+        isinstance(operand, ScalarValue)
+        or (_is_open_float(operand) and function is not operator.pow)  # a power may be complex
+        or type(getattr(operand, "value", None)) in (int, float)
         for operand in operands
     )
     if function not in _OPERATIONS or not known:
         shown = ", ".join(operand.describe() for operand in operands)
         raise state.unsupported("data-dependent-value", f"{function.__name__} of {shown}")
-    examples = [_example_of(operand) for operand in operands]
+    examples = [_example_of(state, operand) for operand in operands]
     try:
         example = function(*examples)
     except ArithmeticError as error:
@@ -81,8 +84,14 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
     return ScalarValue(state.add_scalar_node("call_function", function, arguments, example), example)
 
 
-def _example_of(operand: Value) -> float | int:
+def _is_open_float(operand: Value) -> bool:
+    return isinstance(operand, SymbolicNumber) and operand.python_type() is float
+
+
+def _example_of(state: CaptureState, operand: Value) -> float | int:
     if isinstance(operand, ScalarValue):
         return operand.example
+    if isinstance(operand, SymbolicNumber) and _is_open_float(operand):
+        return operand.example(state)
     assert isinstance(operand, ConstantValue)
     return operand.value

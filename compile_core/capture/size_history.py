@@ -1,8 +1,8 @@
-"""Which sizes are open: what the user said, and which sizes differed between the calls so far.
+"""Which sizes and numbers are open: what the user said, and which differed between the calls so far.
 
-With ``dynamic=None`` everything is static first. A function remembers what it saw at each source; a size, stride or
-integer that differs at a later capture is open from then on. The memory is by the text of the source: should two
-sources share a text, a size is open that need not be, which is never wrong.
+With ``dynamic=None`` everything is static first. A function remembers what it saw at each source; a size, stride,
+integer or float that differs at a later capture is open from then on. The memory is by the text of the source: should
+two sources share a text, a size is open that need not be, which is never wrong.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class SizeHistory:
             return False
         return bool(changed) or (self.dynamic is True and _is_argument(source))
 
-    def has_changed(self, source: Source, value: float | str) -> bool:
-        """Whether the float or string at ``source`` has differed between calls."""
+    def is_open_float(self, source: Source, value: float) -> bool:
+        """Whether the float at ``source`` is open: once it differed, also under ``dynamic=True``, since programs are
+        full of floats that never do. The text tells 0.0 from -0.0, and takes nan for itself."""
+        return self.dynamic is not False and bool(self._note(("float", str(source)), [repr(value)]))
+
+    def has_changed(self, source: Source, value: str) -> bool:
+        """Whether the string at ``source`` has differed between calls."""
         return bool(self._note(("literal", str(source)), [value]))
 
     def has_grown(self, source: Source, length: int) -> bool:

@@ -6,16 +6,22 @@ numbers, and the rules here are those that keep a number open.
 
 Integers are expressions of the ShapeEnv, whose arithmetic is exact. Floats are not: an algebraic simplification may
 round otherwise than the program does, so a float keeps the program's own operations, to be done in the same order.
+
+Of floats that the program was given, torch knows nothing: the ShapeEnv could not tell nan from other values nor 0.0
+from -0.0. Fake tensors see the float of this call, so only operations whose results look the same for every float take
+such a number (``open_floats``).
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue, fold
@@ -26,9 +32,11 @@ Names = Callable[[Source], str]
 
 
 class SymbolicNumber(ConstantValue):
-    """The base of both. ``number`` is torch's SymInt or SymFloat."""
+    """The base of all. ``number`` is torch's SymInt or SymFloat, or the float of this call where torch knows nothing of
+    it; ``weight`` counts the operations."""
 
     number: Any
+    weight = 1
 
     @property
     def value(self) -> Any:
@@ -91,6 +99,44 @@ class SymbolicInt(SymbolicNumber):
         return state.sizes.sources(state.sizes.expression(self.number))
 
 
+class FloatInput(SymbolicNumber):
+    """A float that existed before the call. Where it ``never_stays``, it gives no ``value``."""
+
+    def __init__(self, state: CaptureState, source: Source, number: float, never_stays: bool = False) -> None:
+        self.source: Source = source
+        self.number = number
+        self._state = state
+        self._never_stays = never_stays
+
+    @property
+    def value(self) -> float:
+        if self._never_stays:
+            raise self._state.unsupported("opaque-object", f"a use of {self.describe()} that needs its value")
+        self._state.guards.constant(self.source, self.number)
+        return self.number
+
+    def python_type(self) -> type:
+        return float
+
+    def truth(self, state: CaptureState) -> bool:
+        return compare_numbers(state, "!=", operator.ne, self, ConstantValue(0.0))
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        try:
+            return state.graph.float_input(self.source, self.number, lambda: self.value)
+        except NotImplementedError:
+            return self.value
+
+    def text(self, state: CaptureState, names: Names) -> str:
+        return names(self.source)
+
+    def example(self, state: CaptureState) -> float:
+        return self.number
+
+    def sources(self, state: CaptureState) -> list[Source]:
+        return [self.source]
+
+
 class SymbolicFloat(SymbolicNumber):
     """What one operation gives for numbers of which some are symbolic.
 
@@ -104,6 +150,7 @@ class SymbolicFloat(SymbolicNumber):
         self.form = form
         self.operands = operands
         self.number = function(*(_number(operand) for operand in operands)) if number is None else number
+        self.weight = 1 + sum(operand.weight for operand in operands if isinstance(operand, SymbolicNumber))
         self._nodes: dict[Any, Any] = {}
 
     @property
@@ -112,8 +159,9 @@ class SymbolicFloat(SymbolicNumber):
 
     @property
     def is_simple(self) -> bool:
-        """Whether there is but one operation, so that nothing can be simplified."""
-        return not any(isinstance(operand, SymbolicFloat) for operand in self.operands)
+        """Whether there is but one operation, of integers, so that nothing can be simplified."""
+        only_operation = not any(isinstance(operand, SymbolicFloat) for operand in self.operands)
+        return only_operation and not isinstance(self.number, float)
 
     def python_type(self) -> type:
         return float
@@ -125,9 +173,12 @@ class SymbolicFloat(SymbolicNumber):
         found = self._nodes.get(state.graph)
         if found is None:
             arguments = tuple(operand.graph_argument(state) for operand in self.operands)
-            found = self._nodes[state.graph] = state.graph.number_operation(
-                self.function, arguments, self.number
-            )
+            if not any(isinstance(argument, fx.Node) for argument in arguments):
+                return self.function(*arguments)
+            found = state.graph.number_operation(self.function, arguments, self.number)
+            self._nodes[state.graph] = found
+            if isinstance(self.number, float):
+                state.graph.open_floats[found] = lambda: self.value
         return found
 
     def text(self, state: CaptureState, names: Names) -> str:
@@ -165,7 +216,7 @@ def are_numbers(*values: Value) -> bool:
         or (
             isinstance(value, ConstantValue)
             and type(value.value) in (int, float)
-            and math.isfinite(value.value)
+            and abs(value.value) <= sys.float_info.max
         )
         for value in values
     )
@@ -185,9 +236,31 @@ def binary_number(
     if _is_int(left) and _is_int(right) and symbol != "/" and not _is_float_power(symbol, right):
         return state.from_constant(function(_number(left), _number(right)))
     number = None
-    if symbol == "**":
+    if any(
+        isinstance(_number(operand), float)
+        for operand in (left, right)
+        if isinstance(operand, SymbolicNumber)
+    ):
+        number = function(_example(state, left), _example(state, right))
+    elif symbol == "**":
         number = torch.sym_float(_number(left)) ** float(right.value)
-    return SymbolicFloat(function, f"({{0}} {symbol} {{1}})", [left, right], number)
+    return _float_of(state, function, f"({{0}} {symbol} {{1}})", [left, right], number)
+
+
+# Texts repeat what occurs several times, so a loop of ``rate = rate * rate`` must come to an end.
+_MOST_OPERATIONS = 100
+
+
+def _float_of(
+    state: CaptureState,
+    function: Callable[..., Any],
+    form: str,
+    operands: list[ConstantValue],
+    number: Any = None,
+) -> Value:
+    """A further operation on floats; the value of this call where there are too many."""
+    made = SymbolicFloat(function, form, operands, number)
+    return made if made.weight <= _MOST_OPERATIONS else ConstantValue(made.value)
 
 
 def _is_float_power(symbol: str, exponent: ConstantValue) -> bool:
@@ -213,7 +286,7 @@ def _stays_open(state: CaptureState, symbol: str, left: Value, right: Value) -> 
 def negate_number(state: CaptureState, operand: SymbolicNumber) -> Value:
     if isinstance(operand, SymbolicInt):
         return state.from_constant(-operand.number)
-    return SymbolicFloat(operator.neg, "(-{0})", [operand])
+    return _float_of(state, operator.neg, "(-{0})", [operand])
 
 
 def compare_numbers(
@@ -259,12 +332,26 @@ def call_with_numbers(
         return _to_integer(state, function, operand)
     if function is float:
         return _to_float(operand)
+    if function is abs and isinstance(operand.number, float):
+        return _float_of(state, operator.abs, "abs({0})", [operand])  # -0.0 and nan have signs
     if function is abs:
         positive = compare_numbers(state, ">=", operator.ge, operand, ConstantValue(0))
         return operand if positive else negate_number(state, operand)
     if function is math.sqrt and compare_numbers(state, ">=", operator.ge, operand, ConstantValue(0)):
-        return SymbolicFloat(torch.sym_sqrt, "math.sqrt({0})", [operand])
+        return _float_of(state, torch.sym_sqrt, "math.sqrt({0})", [operand])
+    if function in (math.sin, math.cos) and _is_finite(state, operand):
+        name = f"math.{function.__name__}({{0}})"
+        return _float_of(state, function, name, [operand], function(operand.example(state)))
     return None
+
+
+def _is_finite(state: CaptureState, operand: SymbolicNumber) -> bool:
+    if isinstance(operand, SymbolicInt):
+        return True
+    greatest, least = ConstantValue(sys.float_info.max), ConstantValue(-sys.float_info.max)
+    return compare_numbers(state, "<=", operator.le, operand, greatest) and compare_numbers(
+        state, ">=", operator.ge, operand, least
+    )
 
 
 _TO_INTEGER = (int, round, operator.index, math.floor, math.ceil, math.trunc)

@@ -47,7 +47,7 @@ from compile_core.capture.references import (
     find_call_rule,
 )
 from compile_core.capture.sets import SetValue
-from compile_core.capture.symbolic_numbers import SymbolicInt
+from compile_core.capture.symbolic_numbers import FloatInput, SymbolicInt
 from compile_core.capture.tensors import TensorValue
 from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
 from compile_core.capture.type_forms import TYPE_FORMS, TypeFormValue
@@ -116,8 +116,11 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
             return SymbolicInt(number, source)
         # What ``.item()`` gave before a break, or its text, differs at every call; the uses of it are not worth a
         # capture each.
-        passed_on = state.is_continuation and isinstance(source, LocalSource) and type(real) in (float, str)
-        if passed_on and state.sizes.history.has_changed(source, real):
+        passed_on = state.is_continuation and isinstance(source, LocalSource)
+        if type(real) is float and state.sizes.history.is_open_float(source, real):
+            state.guards.type_is(source, float)
+            return FloatInput(state, source, real, never_stays=passed_on)
+        if passed_on and type(real) is str and state.sizes.history.has_changed(source, real):
             return wrap_opaque(state, real, source, None)
         state.guards.constant(source, real)
     return ConstantValue(real)

@@ -37,13 +37,14 @@ GuardKind = Literal[
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One tensor that the graph reads, or one symbolic integer.
+    """One tensor that the graph reads, or one symbolic number.
 
     ``kind`` is ``parameter`` or ``buffer`` for entries of a module's tables, ``argument`` for tensors that
     are reached from the call's arguments, ``state`` for globals, closures and plain attributes of modules.
     ``example`` is a fake tensor; two inputs never have the same source, nor are they the same tensor object.
 
     An integer argument of the program that may differ at the next call is an input as well; its example is a SymInt.
+    So is a float; its example is the float of this call.
     """
 
     name: str
@@ -74,7 +75,7 @@ class CapturedGraph:
 
 def is_symbolic_number(example: object) -> bool:
     """Whether an example value is a number that differs between calls."""
-    return isinstance(example, (torch.SymInt, torch.SymFloat))
+    return isinstance(example, (torch.SymInt, torch.SymFloat, float))
 
 
 @dataclass(frozen=True)
