@@ -11,7 +11,7 @@ What a checkpoint of the program marks is never saved, whatever it costs (see ``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import networkx
@@ -105,15 +105,16 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
     return [node for node in graph.nodes if (node, "in") in reachable and (node, "out") not in reachable]
 
 
-def ancestors(values: Iterable[Node]) -> set[Node]:
-    """The values and all that they are computed from."""
+def ancestors(values: Iterable[Node], down_to: Container[Node] = ()) -> set[Node]:
+    """The values and all that they are computed from, as far as the nodes ``down_to``."""
     found: set[Node] = set()
     frontier = list(values)
     while frontier:
         node = frontier.pop()
         if node not in found:
             found.add(node)
-            frontier.extend(node.all_input_nodes)
+            if node not in down_to:
+                frontier.extend(node.all_input_nodes)
     return found
 
 

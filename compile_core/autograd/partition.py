@@ -97,7 +97,7 @@ def _extract(
         on_demand: values that are computed just before their first use instead, so that what the backward
             computes again does not all lie in memory at its start.
     """
-    needed = _between([*(node for node in results if node is not None), *effects], inputs)
+    needed = ancestors([*(node for node in results if node is not None), *effects], inputs)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node, name in inputs.items():
@@ -113,19 +113,6 @@ def _extract(
     graph.lint()
     with _use_lazy_graph_module(True):
         return _make_graph_module(module, graph)
-
-
-def _between(values: Iterable[Node], inputs: Mapping[Node, str]) -> set[Node]:
-    """The values and all that they are computed from, down to the inputs."""
-    found: set[Node] = set()
-    frontier = list(values)
-    while frontier:
-        node = frontier.pop()
-        if node not in found:
-            found.add(node)
-            if node not in inputs:
-                frontier.extend(node.all_input_nodes)
-    return found
 
 
 def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
