@@ -87,7 +87,7 @@ def test_the_profiler_reports_breaks_and_the_guards_that_fail(capsys):
         return x * n
 
     with compile_core.CompileProfiler() as profiler:
-        compiled = compile_core.compile(repeats, backend=profiler)
+        compiled = compile_core.compile(repeats, backend=profiler, dynamic=False)
         for n in range(4):
             compiled(torch.ones(2), n)
     assert profiler.frame_count == 4 and profiler.op_count == 4

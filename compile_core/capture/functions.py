@@ -93,7 +93,9 @@ class FunctionValue(Value):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in self.changes and self.changes[name] is not MISSING:
             return self.changes[name]
-        if name in ("__name__", "__qualname__", "__module__", "__doc__", "__code__"):
+        # ``__type_params__`` came with 3.12.
+        told = ("__name__", "__qualname__", "__module__", "__doc__", "__code__", "__type_params__")
+        if name in told and hasattr(types.FunctionType, name):
             return state.from_constant(getattr(self.real or self.bare_function(), name))
         if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
             return self._part(state, name)

@@ -158,7 +158,7 @@ def _extremum_rule(function: Any, symbol: str) -> CallRule:
         if not items:
             if "default" in kwargs:
                 return kwargs["default"]
-            raise state.raise_exception(ValueError, f"{function.__name__}() arg is an empty sequence")
+            return fold(state, lambda: function(()), [], {})  # raises, in this version's words
         key = kwargs.get("key")
         keys = items if key is None else [key.call(state, [item], {}) for item in items]
         best = 0

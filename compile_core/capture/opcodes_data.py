@@ -69,10 +69,10 @@ def load_local(frame: Frame, name: str) -> Value:
 
 
 def store_local(frame: Frame, name: str, value: Value) -> None:
-    if name in frame.cells:
-        if not isinstance(value, CellValue) and value is not NULL:
-            raise frame.state.unsupported("cell-store", f"a plain store to the cell variable {name!r}")
-        frame.cells[name] = value if isinstance(value, CellValue) else CellValue(None)
+    if isinstance(value, CellValue):
+        # An inlined comprehension ends: its variable is the function's cell again.
+        frame.cells[name] = value
+        frame.locals.pop(name, None)
         return
     frame.locals[name] = value
     if isinstance(value, TensorValue):
@@ -94,8 +94,8 @@ def _load_fast_load_fast(frame: Frame, instruction: Instruction) -> None:
 def _load_fast_and_clear(frame: Frame, instruction: Instruction) -> None:
     name = instruction.value
     if name in frame.cells:
-        frame.push(frame.cells[name])
-        frame.cells[name] = CellValue(None)
+        # Until the comprehension ends the place is a plain variable, or a cell that MAKE_CELL puts there.
+        frame.push(frame.cells.pop(name))
     else:
         frame.push(frame.locals.pop(name, NULL))
 

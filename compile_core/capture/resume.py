@@ -132,9 +132,15 @@ def origin_of(code: types.CodeType) -> Origin:
 
 
 def can_resume(code: types.CodeType) -> bool:
-    """Whether cells are made at the start only; an inlined comprehension may make one in the middle."""
-    names = [instruction.name for instruction in decode(code).instructions]
-    return "MAKE_CELL" not in names[names.index("RESUME") :] if "RESUME" in names else False
+    """Whether a cell variable is a cell from the start to the end; an inlined comprehension may use its place."""
+    instructions = decode(code).instructions
+    names = [instruction.name for instruction in instructions]
+    if "RESUME" not in names or "MAKE_CELL" in names[names.index("RESUME") :]:
+        return False
+    return not any(
+        instruction.name == "LOAD_FAST_AND_CLEAR" and instruction.value in code.co_cellvars
+        for instruction in instructions
+    )
 
 
 def split_locals(

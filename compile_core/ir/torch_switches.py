@@ -43,6 +43,7 @@ _PAIRS = [
     ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
     ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
     ("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
+    ("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"),
     ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
     ("_get_onednn_allow_tf32", "_set_onednn_allow_tf32"),
