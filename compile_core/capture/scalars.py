@@ -15,7 +15,7 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.symbolic_numbers import SymbolicNumber
+from compile_core.capture.symbolic_numbers import SymbolicNumber, compare_numbers
 from compile_core.capture.tensors import TensorValue
 
 # No power, difference or quotient that programs form of it is zero.
@@ -64,7 +64,7 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
         return None
     known = all(
         isinstance(operand, ScalarValue)
-        or (_is_open_float(operand) and function is not operator.pow)  # a power may be complex
+        or _stays_open(state, function, operand)
         or type(getattr(operand, "value", None)) in (int, float)
         for operand in operands
     )
@@ -82,6 +82,13 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
         )
     arguments = tuple(operand.graph_argument(state) for operand in operands)
     return ScalarValue(state.add_scalar_node("call_function", function, arguments, example), example)
+
+
+def _stays_open(state: CaptureState, function: Any, operand: Value) -> bool:
+    """Whether an open float may be part of it: powers of what is not positive may be complex."""
+    return _is_open_float(operand) and (
+        function is not operator.pow or compare_numbers(state, ">", operator.gt, operand, ConstantValue(0))
+    )
 
 
 def _is_open_float(operand: Value) -> bool:

@@ -39,6 +39,11 @@ class SymbolicNumber(ConstantValue):
     weight = 1
 
     @property
+    def is_known(self) -> bool:
+        """Whether ``number`` is but the float of this call."""
+        return isinstance(self.number, float)
+
+    @property
     def value(self) -> Any:
         """The number of this call, which it then has to be at every call of the entry."""
         raise NotImplementedError
@@ -161,7 +166,7 @@ class SymbolicFloat(SymbolicNumber):
     def is_simple(self) -> bool:
         """Whether there is but one operation, of integers, so that nothing can be simplified."""
         only_operation = not any(isinstance(operand, SymbolicFloat) for operand in self.operands)
-        return only_operation and not isinstance(self.number, float)
+        return only_operation and not self.is_known
 
     def python_type(self) -> type:
         return float
@@ -177,7 +182,7 @@ class SymbolicFloat(SymbolicNumber):
                 return self.function(*arguments)
             found = state.graph.number_operation(self.function, arguments, self.number)
             self._nodes[state.graph] = found
-            if isinstance(self.number, float):
+            if self.is_known:
                 state.graph.open_floats[found] = lambda: self.value
         return found
 
@@ -236,11 +241,8 @@ def binary_number(
     if _is_int(left) and _is_int(right) and symbol != "/" and not _is_float_power(symbol, right):
         return state.from_constant(function(_number(left), _number(right)))
     number = None
-    if any(
-        isinstance(_number(operand), float)
-        for operand in (left, right)
-        if isinstance(operand, SymbolicNumber)
-    ):
+    is_known = any(isinstance(operand, SymbolicNumber) and operand.is_known for operand in (left, right))
+    if is_known or (symbol == "**" and not _is_int(left)):
         number = function(_example(state, left), _example(state, right))
     elif symbol == "**":
         number = torch.sym_float(_number(left)) ** float(right.value)
@@ -276,6 +278,13 @@ def _stays_open(state: CaptureState, symbol: str, left: Value, right: Value) -> 
     if symbol == "/":
         return right.truth(state)
     if symbol == "**":
+        if not _is_int(left):
+            # Shares of something, powers of which neither overflow nor become complex.
+            return (
+                compare_numbers(state, "<=", operator.le, left, ConstantValue(1))
+                and compare_numbers(state, ">=", operator.ge, left, ConstantValue(0))
+                and compare_numbers(state, ">=", operator.ge, right, ConstantValue(0))
+            )
         if isinstance(right, SymbolicNumber) or not isinstance(left, SymbolicInt):
             return False
         whole = _is_int(right) and right.as_constant() >= 0
@@ -332,7 +341,7 @@ def call_with_numbers(
         return _to_integer(state, function, operand)
     if function is float:
         return _to_float(operand)
-    if function is abs and isinstance(operand.number, float):
+    if function is abs and operand.is_known:
         return _float_of(state, operator.abs, "abs({0})", [operand])  # -0.0 and nan have signs
     if function is abs:
         positive = compare_numbers(state, ">=", operator.ge, operand, ConstantValue(0))

@@ -128,6 +128,25 @@ def test_other_uses_take_the_value(use):
         assert same(use(x, value), compiled(x, value)), value
 
 
+def test_numbers_behind_a_graph_break():
+    """What a tensor gave differs at every call; uses of the value itself are left to plain Python."""
+
+    def step(x, best):
+        loss = x.sum().item()
+        scaled = x * loss + loss * 2
+        best = min(best, loss)
+        return scaled, best, f"{loss:.2f}", scaled * best
+
+    compiled = compile_eager(step)
+    best = expected_best = 100.0
+    for size in range(12):
+        x = torch.full((2,), 7.3 - size)
+        expected, found = step(x, expected_best), compiled(x, best)
+        assert same(expected, found)
+        expected_best, best = expected[1], found[1]
+    assert all_entries(compiled) <= 12
+
+
 def test_stores():
     class Holder:
         rate = 0.0
@@ -159,6 +178,30 @@ def test_a_float_that_the_function_itself_changes():
     for _ in range(10):
         assert same(decay(torch.ones(2), plain), compiled(torch.ones(2), ours))
         assert plain == ours
+    assert len(compiled.entries) == 2
+
+
+def test_powers():
+    def powers(x, a, count):
+        return x * a**2, a**0.5, 0.9**count, 2.0 ** (count - 40), (a + 1.0) ** 50.0, (-a) ** 3
+
+    compiled = compile_eager(powers)
+    for count, value in enumerate((0.5, 0.25, 1.0, 0.0, 0.125, 0.75), start=5):
+        assert same(powers(torch.ones(2), value, count), compiled(torch.ones(2), value, count)), value
+    for value in (-0.5, 4.0, math.nan, -0.0):
+        assert same(powers(torch.ones(2), value, 3), compiled(torch.ones(2), value, 3)), value
+    for function in (powers, compiled):
+        with pytest.raises(OverflowError):
+            function(torch.ones(2), 1e300, 3)
+
+
+def test_powers_of_shares_stay_open():
+    def shares(x, a, count):
+        return x * a**2, a**0.5 + 0.9**count
+
+    compiled = compile_eager(shares, fullgraph=True)
+    for count, value in enumerate((0.5, 0.25, 1.0, 0.0, 0.125, 0.75), start=5):
+        assert same(shares(torch.ones(2), value, count), compiled(torch.ones(2), value, count)), value
     assert len(compiled.entries) == 2
 
 
@@ -243,6 +286,7 @@ OPTIMIZERS = {
 }
 SCHEDULES = {
     "exponential": lambda optimizer: optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "powers": lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.95**epoch),
     "cosine": lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
 }
 
@@ -280,6 +324,16 @@ def test_train_steps_under_a_schedule(make_optimizer):
     assert same(expected, found)
     _, without = train(make_optimizer, None, compiled=True)
     assert counts[-1] <= without[-1] + 1
+
+
+def test_a_schedule_that_changes_the_decay_rates_of_moments():
+    def make_schedule(optimizer):
+        return optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+    expected, _ = train(OPTIMIZERS["adamw"], make_schedule, compiled=False)
+    found, counts = train(OPTIMIZERS["adamw"], make_schedule, compiled=True)
+    assert same(expected, found)
+    assert counts[3:] == counts[3:4] * 5, counts
 
 
 @pytest.mark.parametrize("make_schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
