@@ -278,7 +278,7 @@ class CaptureState:
         return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
 
     def equal(self, one: Value, other: Value) -> bool:
-        """``one == other`` where the answer is known."""
+        """Whether containers take one for the other, by identity or ``==``, where the answer is known."""
         raise NotImplementedError
 
     def as_index(self, value: Value, what: str) -> int:

@@ -95,7 +95,7 @@ def _same_object(state: CaptureState, left: Value, right: Value) -> bool:
 
 def _lexicographic(state: CaptureState, symbol: str, left: SequenceValue, right: SequenceValue) -> Value:
     for one, other in zip(left.all(state), right.all(state), strict=False):
-        if not _same_item(state, one, other):
+        if not same_item(state, one, other):
             return compare(state, symbol, one, other)
     return ConstantValue(COMPARE[symbol][0](len(left.items), len(right.items)))
 
@@ -108,7 +108,7 @@ def _kind(value: SequenceValue) -> type:
     return tuple if issubclass(value.cls, tuple) else value.cls
 
 
-def _same_item(state: CaptureState, one: Value, other: Value) -> bool:
+def same_item(state: CaptureState, one: Value, other: Value) -> bool:
     """How containers compare items: by identity first."""
     if one is other:
         return True
@@ -138,7 +138,7 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         if _kind(left) is not _kind(right) or len(left.items) != len(right.items):
             return False
         pairs = zip(left.all(state), right.all(state), strict=True)
-        return all(_same_item(state, one, other) for one, other in pairs)
+        return all(same_item(state, one, other) for one, other in pairs)
     if isinstance(left, DictValue) and isinstance(right, DictValue):
         return _equal_dicts(state, left, right)
     if _is_set(left) and _is_set(right):
@@ -174,7 +174,7 @@ def _equal_dicts(state: CaptureState, left: DictValue, right: DictValue) -> bool
         return False
     if left.cls is right.cls is collections.OrderedDict and list(left.entries) != list(right.entries):
         return False
-    return all(_same_item(state, left.get(state, key), right.get(state, key)) for key in left.entries)
+    return all(same_item(state, left.get(state, key), right.get(state, key)) for key in left.entries)
 
 
 def is_same(state: CaptureState, left: Value, right: Value) -> bool:

@@ -17,7 +17,7 @@ _ARITHMETIC = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.mod),
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.imod),
     *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-    operator.floordiv,
+    *(operator.floordiv, operator.setitem),
 )
 
 # By name, as functions, as methods, and with the underscore of the form in place.

@@ -112,7 +112,7 @@ class Capture(CaptureState):
         raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
 
     def equal(self, one: Value, other: Value) -> bool:
-        return comparisons.equal(self, one, other)
+        return comparisons.same_item(self, one, other)
 
     def as_index(self, value: Value, what: str) -> int:
         found = special_call(self, value, "__index__", [])

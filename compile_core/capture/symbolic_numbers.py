@@ -341,6 +341,13 @@ def call_with_numbers(
         return _to_integer(state, function, operand)
     if function is float:
         return _to_float(operand)
+    if function is math.isfinite:
+        return ConstantValue(_is_finite(state, operand))
+    if function is math.isnan:
+        return ConstantValue(compare_numbers(state, "!=", operator.ne, operand, operand))
+    if function is math.isinf:
+        is_finite = _is_finite(state, operand)
+        return ConstantValue(not is_finite and compare_numbers(state, "==", operator.eq, operand, operand))
     if function is abs and operand.is_known:
         return _float_of(state, operator.abs, "abs({0})", [operand])  # -0.0 and nan have signs
     if function is abs:

@@ -95,6 +95,24 @@ def test_comparisons_are_guarded_not_the_value():
     assert len(compiled.entries) <= 5
 
 
+def test_questions_about_nan_and_infinity():
+    def asked(x, a):
+        if math.isnan(a):
+            return x - 1
+        return (x * a, math.isfinite(a), math.isinf(a)), a in [a]
+
+    check_values(asked, captures=4)  # by value, finite, nan, infinite
+
+
+def test_containers_compare_by_identity_first():
+    def asked(x, a):
+        return x * 2, a in [1.0, a], a in (0.5, math.inf), [a].count(a), a == a
+
+    compiled = compile_eager(asked, fullgraph=True)
+    for value in VALUES:
+        assert same(asked(torch.ones(2), value), compiled(torch.ones(2), value)), value
+
+
 def test_division_by_zero_raises_as_in_plain_python():
     def divided(x, a):
         return x * (1 / a)
