@@ -55,14 +55,17 @@ def autocast_state() -> tuple[Any, ...]:
 
 
 def attention_kernels() -> tuple[Any, ...]:
-    """What decides which kernel attention decomposes to; read by graphs with attention only."""
+    """Which kernels attention may use; read by graphs with attention only.
+
+    Not their order of priority: torch changes it itself at the first choice between CUDA kernels, and it is only a
+    preference among kernels of one meaning.
+    """
     backends = torch.backends.cuda
     return (
         backends.flash_sdp_enabled(),
         backends.mem_efficient_sdp_enabled(),
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
     )
 
 
