@@ -422,7 +422,7 @@ def _container(state: CaptureState, real: Any, cls: type, source: Source | None)
         if source is not None:
             state.guards.length(source, len(items))
         made: Any = ListValue(_lazy_items(items, source), source)
-        if cls is collections.deque:
+        if isinstance(real, collections.deque):
             made = DequeValue(_lazy_items(items, source), real.maxlen, source)
             if source is not None:
                 state.guards.add([source], f"{{0}}.maxlen == {real.maxlen}", [], f"{source}.maxlen")
