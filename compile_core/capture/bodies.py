@@ -19,10 +19,10 @@ from torch import fx
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.mappings import DictValue
+from compile_core.capture.containers import SequenceValue
 from compile_core.capture.output_graph import OutputGraph
 from compile_core.capture.partials import PartialValue
+from compile_core.capture.structures import map_parts
 from compile_core.capture.symbolic_sizes import TensorSizes
 from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
@@ -138,24 +138,18 @@ def capture_body(
 
 def map_tensors(state: CaptureState, value: Value, change: Callable[[TensorValue], Value]) -> Value:
     """A copy of a value made of tensors, constants, tuples, lists and dictionaries, with other tensors."""
-    if isinstance(value, TensorValue):
-        return change(value)
-    if isinstance(value, ConstantValue):
-        return value
-    if isinstance(value, SequenceValue):
-        items: list[Any] = [map_tensors(state, item, change) for item in value.all(state)]
-        return ListValue(items) if value.cls is list else SequenceValue(items, value.cls)
-    if isinstance(value, DictValue) and value.cls is dict:
-        value.guard_keys(state)
-        entries: dict[Any, Any] = {
-            key: (name, map_tensors(state, value.get(state, key), change))
-            for key, (name, _) in list(value.entries.items())
-        }
-        return DictValue(entries, dict)
-    raise state.unsupported(
-        "value-in-body",
-        f"{value.describe()} goes into or comes out of a function that becomes a graph of its own",
-    )
+
+    def part(value: Value) -> Value:
+        if isinstance(value, TensorValue):
+            return change(value)
+        if isinstance(value, ConstantValue):
+            return value
+        raise state.unsupported(
+            "value-in-body",
+            f"{value.describe()} goes into or comes out of a function that becomes a graph of its own",
+        )
+
+    return map_parts(state, value, part)
 
 
 def tensors_of(state: CaptureState, value: Value) -> list[TensorValue]:

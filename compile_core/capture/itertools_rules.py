@@ -12,7 +12,7 @@ from typing import Any
 
 from compile_core.capture import operators
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.constants import ConstantValue
+from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.iterators import IteratorValue, SliceIterator
 from compile_core.capture.references import CALL_RULES, CallRule, call_rule
@@ -83,7 +83,7 @@ class _ByValue:
 
 
 def _is_none(value: Value | None) -> bool:
-    return value is None or (isinstance(value, ConstantValue) and value.value is None)
+    return value is None or is_none(value)
 
 
 def _test(state: CaptureState, function: Value) -> Callable[[Value], bool]:

@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.mappings import DictValue
 from compile_core.capture.numpy_arrays import ArrayValue, as_array
 from compile_core.capture.references import call_rule
+from compile_core.capture.structures import map_parts
 from compile_core.capture.tensors import TensorValue
 
 
@@ -68,16 +67,9 @@ def _tensors_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
 
 
 def _map(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:
-    if isinstance(value, SequenceValue):
-        items: list[Any] = [_map(state, item, change) for item in value.all(state)]
-        return ListValue(items) if value.cls is list else SequenceValue(items, value.cls)
-    if isinstance(value, DictValue) and value.cls is dict:
-        value.guard_keys(state)
-        entries: dict[Any, Any] = {
-            key: (name, _map(state, value.get(state, key), change))
-            for key, (name, _) in list(value.entries.items())
-        }
-        return DictValue(entries, dict)
-    if isinstance(value, (TensorValue, ArrayValue, ConstantValue)):
-        return change(value)
-    raise state.unsupported("wrap-numpy", f"{value.describe()} goes in or out of a function of arrays")
+    def part(value: Value) -> Value:
+        if isinstance(value, (TensorValue, ArrayValue, ConstantValue)):
+            return change(value)
+        raise state.unsupported("wrap-numpy", f"{value.describe()} goes in or out of a function of arrays")
+
+    return map_parts(state, value, part)
