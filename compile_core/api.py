@@ -18,7 +18,7 @@ from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
-from compile_core.options import parse_options
+from compile_core.options import parse_options, refuse_both
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest, claim
 
@@ -56,11 +56,13 @@ def compile(
     Raises:
         TypeError: ``model`` is not callable, or an argument has the wrong type.
         ValueError: unknown backend, mode or option; the message says what is allowed.
+        RuntimeError: a mode and options at once.
     """
     if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
     resolved = resolve_backend(backend)
     if isinstance(resolved, GraphBackend) and resolved.takes_options:
+        refuse_both(mode, options)
         resolved = resolved.with_options(mode, options)
         mode = options = None
     request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)

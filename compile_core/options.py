@@ -1,11 +1,15 @@
-"""What a user may ask of a compilation, and the one place that reads the environment."""
+"""What a user may ask of a compilation, and the one place that reads the environment.
+
+``CompileOptions`` is the table: a line an option, with its default, what it takes and what it means. Where
+torch.compile has an option of the same purpose, its name is torch's, a dot included.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,74 +23,182 @@ def default_cache_folder() -> Path:
 
 
 @dataclass(frozen=True)
+class Option:
+    """How an option is given: its name, the values it takes (a test, and the test in words), its meaning."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+    allowed: str
+    meaning: str
+    convert: Callable[[Any], Any]
+
+
+def _option(
+    accepts: Callable[[Any], bool],
+    allowed: str,
+    meaning: str,
+    *,
+    name: str = "",
+    convert: Callable[[Any], Any] = lambda value: value,
+) -> dict[str, Option]:
+    """What a field of ``CompileOptions`` carries; the option's ``name`` is the field's by default."""
+    return {"option": Option(name, accepts, allowed, meaning, convert)}
+
+
+def _flag(meaning: str, *, name: str = "") -> dict[str, Option]:
+    return _option(lambda value: isinstance(value, bool), "True or False", meaning, name=name)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, Path))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+@dataclass(frozen=True)
 class CompileOptions:
-    """One compilation's settings, passed from ``compile`` to every stage that reads one.
+    """One compilation's settings, passed from ``compile`` to every stage that reads one."""
 
-    Attributes:
-        cache_folder: where built kernels are kept between runs.
-        trace_folder: if given, every stage writes what it made there, one file a graph and stage.
-        cache_size_limit: compiled entries a function may have before it runs as plain Python; None is
-            ``config.cache_size_limit`` at the time.
-        activation_memory_budget: what may be kept between forward and backward, as a share of what is cheapest in time:
-            1.0 keeps that, smaller numbers compute more again in the backward, 0.0 all but random numbers.
-        verify: check what every stage hands on; costs compile time.
-    """
+    cache_folder: Path = field(
+        default_factory=default_cache_folder,
+        metadata=_option(_is_path, "a path", "where built kernels are kept between runs", convert=Path),
+    )
+    cache_size_limit: int | None = field(
+        default=None,
+        metadata=_option(
+            _is_count,
+            "a positive number",
+            "compiled entries a function may have before it runs as plain Python; by default config.cache_size_limit",
+        ),
+    )
+    activation_memory_budget: float = field(
+        default=1.0,
+        metadata=_option(
+            _is_share,
+            "a number from 0.0 to 1.0",
+            "what may be kept between forward and backward, as a share of what is cheapest in time: 1.0 keeps that, "
+            "smaller numbers compute more again in the backward, 0.0 all but random numbers",
+            convert=float,
+        ),
+    )
+    verify: bool = field(
+        default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0",
+        metadata=_flag("check what every stage hands on; costs compile time"),
+    )
+    trace_folder: Path | None = field(
+        default=None,
+        metadata=_option(
+            lambda value: value is None or _is_path(value),
+            "a path",
+            "write what every stage made there, one file a graph and stage",
+            convert=lambda value: None if value is None else Path(value),
+        ),
+    )
+    trace_enabled: bool = field(
+        default=False,
+        metadata=_flag(
+            "write what every stage made to trace_folder, by default gradsplit_trace/pid_<process> here",
+            name="trace.enabled",
+        ),
+    )
+    trace_graph_diagram: bool = field(
+        default=False,
+        metadata=_flag(
+            "write a picture of every region after fusion, as SVG, to the same folder",
+            name="trace.graph_diagram",
+        ),
+    )
 
-    cache_folder: Path = field(default_factory=default_cache_folder)
-    trace_folder: Path | None = None
-    cache_size_limit: int | None = None
-    activation_memory_budget: float = 1.0
-    verify: bool = field(default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0")
+    @property
+    def text_folder(self) -> Path | None:
+        """Where stages write what they made, if they do."""
+        return self.trace_folder or (_default_trace_folder() if self.trace_enabled else None)
 
+    @property
+    def diagram_folder(self) -> Path | None:
+        """Where pictures of the regions are written, if they are."""
+        return (self.trace_folder or _default_trace_folder()) if self.trace_graph_diagram else None
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the options that differ from their defaults."""
+        defaults = CompileOptions()
+        return frozenset(
+            name
+            for name, attribute in _ATTRIBUTES.items()
+            if getattr(self, attribute) != getattr(defaults, attribute)
+        )
+
+
+def _default_trace_folder() -> Path:
+    return Path("gradsplit_trace") / f"pid_{os.getpid()}"
+
+
+# Name of an option -> the attribute that holds it, and how the option is given.
+_ATTRIBUTES: Mapping[str, str] = {
+    row.metadata["option"].name or row.name: row.name for row in fields(CompileOptions)
+}
+OPTIONS: Mapping[str, Option] = {
+    name: replace(row.metadata["option"], name=name)
+    for name, row in zip(_ATTRIBUTES, fields(CompileOptions), strict=True)
+}
 
 # What each mode sets.
 MODES: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
 
 def list_mode_options(mode: str | None = None) -> dict[str, Any]:
-    """The options that each mode sets, or those of one mode."""
+    """The options that each mode sets, or those of one mode.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
     if mode is None:
         return {name: dict(settings) for name, settings in MODES.items()}
     return dict(MODES[_known(mode, MODES, "mode")])
 
 
 def list_options() -> list[str]:
-    """The names that ``compile(options=...)`` takes."""
-    return sorted(option.name for option in fields(CompileOptions))
+    """The names that ``compile(options=...)`` takes; ``compile_core.options.OPTIONS`` has what they mean."""
+    return sorted(OPTIONS)
 
 
 def parse_options(mode: str | None, options: Mapping[str, Any] | None) -> CompileOptions:
-    """The settings of a mode, changed by the user's options.
+    """The settings of a mode, or the user's options.
 
     Raises:
         ValueError: an unknown mode or option; the message lists the nearest names and what is allowed.
         TypeError: an option's value has the wrong type.
+        RuntimeError: both a mode and options.
     """
-    chosen = list_mode_options(mode or "default")
+    refuse_both(mode, options)
+    chosen: dict[str, Any] = list_mode_options(mode or "default")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a dictionary, not {options!r}")
     for name, value in (options or {}).items():
-        known = _known(name, list_options(), "option")
-        chosen[known] = _checked(known, value)
-    return CompileOptions(**chosen)
+        option = OPTIONS[_known(name, OPTIONS, "option")]
+        if not option.accepts(value):
+            raise TypeError(f"option {name!r} takes {option.allowed}, not {value!r}")
+        chosen[name] = option.convert(value)
+    return CompileOptions(**{_ATTRIBUTES[name]: value for name, value in chosen.items()})
 
 
-def _checked(name: str, value: Any) -> Any:
-    if name in ("cache_folder", "trace_folder"):
-        if value is None and name == "trace_folder":
-            return None
-        if not isinstance(value, (str, Path)):
-            raise TypeError(f"option {name!r} takes a path, not {value!r}")
-        return Path(value)
-    if name == "activation_memory_budget":
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
-            raise TypeError(f"option {name!r} takes a number from 0.0 to 1.0, not {value!r}")
-        return float(value)
-    if name == "cache_size_limit":
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise TypeError(f"option {name!r} takes a positive number, not {value!r}")
-        return value
-    if not isinstance(value, bool):
-        raise TypeError(f"option {name!r} takes True or False, not {value!r}")
-    return value
+def refuse_both(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """As ``torch.compile``, which takes one of the two.
+
+    Raises:
+        RuntimeError: both are given.
+    """
+    if mode is not None and options is not None:
+        raise RuntimeError(
+            "compile takes a mode or options, not both; list_mode_options() has what a mode sets"
+        )
 
 
 def _known(name: str, allowed: Iterable[str], kind: str) -> str:

@@ -128,7 +128,7 @@ def compile_stages(
     planner: SchedulePlanner | None,
 ) -> CompiledGraph:
     """The stages proper; see ``compile_module``."""
-    dump = StageDump(options.trace_folder)
+    dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph(module))
     with timed("trace_joint"):
         joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+import compile_core
 from compile_core.options import (
+    OPTIONS,
     CompileOptions,
     default_cache_folder,
     list_mode_options,
@@ -16,7 +19,7 @@ from compile_core.options import (
 
 
 def test_nothing_asked_is_the_default():
-    assert parse_options(None, None) == CompileOptions() == parse_options("default", {})
+    assert parse_options(None, None) == CompileOptions() == parse_options("default", None)
 
 
 def test_options_are_taken_over(tmp_path):
@@ -41,6 +44,7 @@ def test_unknown_mode():
     ("name", "value"),
     [
         ("verify", 1),
+        ("trace.enabled", "yes"),
         ("cache_size_limit", 0),
         ("cache_size_limit", True),
         ("cache_size_limit", "8"),
@@ -53,6 +57,45 @@ def test_unknown_mode():
 def test_wrong_type(name, value):
     with pytest.raises(TypeError, match=f"option '{name}' takes"):
         parse_options(None, {name: value})
+
+
+def test_mode_and_options_exclude_each_other():
+    with pytest.raises(RuntimeError, match="a mode or options, not both"):
+        parse_options("default", {"verify": True})
+    with pytest.raises(RuntimeError, match="not both"):
+        compile_core.compile(
+            lambda x: x, backend=lambda module, examples: module, mode="any", options={"a": 1}
+        )
+
+
+def test_options_must_be_a_dictionary():
+    with pytest.raises(TypeError, match="options must be a dictionary"):
+        parse_options(None, ["verify"])  # type: ignore[arg-type]
+
+
+def test_every_option_has_a_meaning_and_a_default_it_accepts():
+    for name, option in OPTIONS.items():
+        assert option.name == name and len(option.meaning) > 20 and option.allowed
+    for mode in list_mode_options():
+        assert isinstance(parse_options(mode, None), CompileOptions)
+
+
+def test_folders_of_traces(tmp_path):
+    def folders(**options):
+        chosen = parse_options(None, {name.replace("__", "."): value for name, value in options.items()})
+        return chosen.text_folder, chosen.diagram_folder
+
+    here = Path("gradsplit_trace") / f"pid_{os.getpid()}"
+    assert folders() == (None, None)
+    assert folders(trace__enabled=True) == (here, None)
+    assert folders(trace__graph_diagram=True) == (None, here)
+    assert folders(trace_folder=tmp_path, trace__graph_diagram=True) == (tmp_path, tmp_path)
+
+
+def test_changed_options_are_named():
+    assert parse_options(None, {"trace.enabled": True, "activation_memory_budget": 1}).changed == {
+        "trace.enabled"
+    }
 
 
 def test_lists():

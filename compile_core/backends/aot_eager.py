@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compile_core.ir.schedule import Compute
+from compile_core.observe.diagram import draw_graph
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
@@ -22,7 +23,8 @@ def decompositions(device_type: str) -> Mapping[Any, Callable[..., Any]]:
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
     """Interprets the region's graph; a result with a destination is copied there."""
-    del options, dump
+    del options
+    dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
     num_inputs = len(compute.inputs)
     stored = [(k, position) for position, k in enumerate(_stored_outputs(compute))]
 

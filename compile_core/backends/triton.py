@@ -13,6 +13,7 @@ from compile_core.lowering.fuse import fuse
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
 from compile_core.lowering.tiling_split import split_reductions
+from compile_core.observe.diagram import draw_program
 from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
@@ -32,6 +33,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))
+    dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
     nests = [step for step in program.steps if isinstance(step, LoopNest)]
     with timed("generate"):
         sources = [generate(nest, program.buffers) for nest in nests]

@@ -18,6 +18,7 @@ from compile_core.ir.loops import (
     LoopProgram,
     Reduce,
     Statement,
+    Step,
     View,
 )
 
@@ -33,10 +34,14 @@ def print_program(program: LoopProgram) -> str:
     roles |= dict.fromkeys(program.constants, "constant")
     lines += [f"  {roles.get(name, 'temporary')} {name}: {spec}" for name, spec in program.buffers.items()]
     for step in program.steps:
-        printed = print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
-        lines += ["  " + line for line in printed.splitlines()]
+        lines += ["  " + line for line in print_step(step).splitlines()]
     lines.append("  return " + ", ".join("none" if view is None else _view(view) for view in program.outputs))
     return "\n".join(lines) + "\n"
+
+
+def print_step(step: Step) -> str:
+    """A nest with its body, or a call in one line."""
+    return print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
 
 
 def axis_name(axis: int) -> str:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 _numbers = itertools.count()
 
 
 class StageDump:
-    """``dump(stage, text)`` writes ``graph_<n>.<stage>.txt`` into a folder; without a folder it does nothing."""
+    """``dump(stage, text)`` writes ``graph_<n>.<stage>.txt`` into a folder; without a folder it does nothing.
 
-    def __init__(self, folder: Path | None) -> None:
+    Args:
+        folder: for texts.
+        diagram_folder: for pictures.
+    """
+
+    def __init__(self, folder: Path | None, diagram_folder: Path | None = None) -> None:
         self._folder = folder
+        self._diagram_folder = diagram_folder
         self._number = next(_numbers)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, stage: str, text: str) -> None:
-        if self._folder is not None:
-            (self._folder / f"graph_{self._number}.{stage}.txt").write_text(text, encoding="utf-8")
+        self._write(self._folder, f"{stage}.txt", text)
+
+    def diagram(self, stage: str, draw: Callable[[], str]) -> None:
+        """Writes ``graph_<n>.<stage>.svg``, drawn only if it is wanted."""
+        if self._diagram_folder is not None:
+            self._write(self._diagram_folder, f"{stage}.svg", draw())
+
+    def _write(self, folder: Path | None, name: str, text: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"graph_{self._number}.{name}").write_text(text, encoding="utf-8")
