@@ -80,10 +80,11 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class AxisIndex:
-    """The position along one axis, int64."""
+class Position:
+    """Where in the iteration space the body is, as an int64 value: ``offset + sum(axis * stride)``."""
 
-    axis: int
+    strides: tuple[int, ...]
+    offset: int = 0
     dtype: torch.dtype = torch.int64
 
 
@@ -122,7 +123,7 @@ class Store:
     mask: int | None = None
 
 
-Statement = Load | Constant | AxisIndex | Apply | Reduce | Store
+Statement = Load | Constant | Position | Apply | Reduce | Store
 
 REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin"})
 

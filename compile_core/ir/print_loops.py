@@ -10,12 +10,12 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
-    AxisIndex,
     Constant,
     ExternCall,
     Load,
     LoopNest,
     LoopProgram,
+    Position,
     Reduce,
     Statement,
     Step,
@@ -62,8 +62,8 @@ def print_statement(number: int, statement: Statement) -> str:
     """One statement; ``number`` is the value that it defines."""
     if isinstance(statement, Constant):
         return f"%{number} = {statement.value!r} {_dtype(statement.dtype)}"
-    if isinstance(statement, AxisIndex):
-        return f"%{number} = index {axis_name(statement.axis)}"
+    if isinstance(statement, Position):
+        return f"%{number} = index {' + '.join(_terms(statement.offset, statement.strides)) or '0'}"
     if isinstance(statement, Load):
         masked = "" if statement.mask is None else f" if %{statement.mask} else {statement.other!r}"
         return f"%{number} = load {print_access(statement.access)}{masked} {_dtype(statement.dtype)}"
@@ -79,12 +79,17 @@ def print_statement(number: int, statement: Statement) -> str:
 
 def print_access(access: Access) -> str:
     """``buffer[offset + axis * stride + gathered * stride]``."""
-    terms = [str(access.offset)] if access.offset else []
-    for axis, stride in enumerate(access.strides):
-        if stride:
-            terms.append(axis_name(axis) if stride == 1 else f"{stride}*{axis_name(axis)}")
+    terms = _terms(access.offset, access.strides)
     terms += [f"{gather.stride}*(%{gather.value} < {gather.size})" for gather in access.gathers]
     return f"{access.buffer}[{' + '.join(terms) or '0'}]"
+
+
+def _terms(offset: int, strides: Sequence[int]) -> list[str]:
+    terms = [str(offset)] if offset else []
+    for axis, stride in enumerate(strides):
+        if stride:
+            terms.append(axis_name(axis) if stride == 1 else f"{stride}*{axis_name(axis)}")
+    return terms
 
 
 def _print_call(call: ExternCall) -> str:

@@ -18,11 +18,11 @@ from compile_core.ir.loops import (
     SCALAR_OPERATIONS,
     Access,
     Apply,
-    AxisIndex,
     Constant,
     Load,
     LoopNest,
     LoopProgram,
+    Position,
     Reduce,
     Statement,
     Store,
@@ -113,8 +113,8 @@ def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = 
             _check_access(statement, nest, buffers, where)
         if isinstance(statement, Store):
             _check_store(statement, nest, varying, where)
-        if isinstance(statement, AxisIndex):
-            _rule(0 <= statement.axis < rank, where, "there is no such axis")
+        if isinstance(statement, Position):
+            _rule(len(statement.strides) == rank, where, "needs one stride per axis")
         if isinstance(statement, Reduce) and statement.operation.startswith("arg"):
             _rule(nest.reduced_axes == 1, where, "a position needs a single reduced axis")
 
@@ -127,13 +127,17 @@ def _rule(holds: bool, where: str, rule: str) -> None:
 def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[int]]) -> frozenset[int]:
     """The axes over which a statement's value varies."""
     axes: frozenset[int] = frozenset().union(*(varying[operand] for operand in operands(statement)))
-    if isinstance(statement, AxisIndex):
-        return frozenset({statement.axis})
+    if isinstance(statement, Position):
+        return _moving(statement.strides)
     if isinstance(statement, (Load, Store)):
-        return axes | {axis for axis, stride in enumerate(statement.access.strides) if stride}
+        return axes | _moving(statement.access.strides)
     if isinstance(statement, Reduce):
         return frozenset(axis for axis in axes if axis < len(nest.extents) - nest.reduced_axes)
     return axes
+
+
+def _moving(strides: Sequence[int]) -> frozenset[int]:
+    return frozenset(axis for axis, stride in enumerate(strides) if stride)
 
 
 def _check_dtypes(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from compile_core.errors import InternalError
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store, operands
+from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
@@ -221,8 +221,8 @@ class BodyWriter:
                 return self._store(n, statement, value)
             case Constant():
                 return [f"{name} = {scalar_cpp.constant(statement)};"]
-            case AxisIndex(axis=axis):
-                return [f"{name} = i{axis};"]
+            case Position(strides=strides, offset=offset):
+                return [f"{name} = {' + '.join(_terms(offset, strides)) or '0'};"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 return [f"{name} = {scalar_cpp.apply(statement, [value(a) for a in arguments], dtypes)};"]
@@ -259,10 +259,7 @@ class BodyWriter:
     ) -> tuple[list[str], str]:
         """Lines that check gathered indices, and the memory element. Checks stay outside conditions, so that
         these can become masks."""
-        terms = [str(access.offset)] if access.offset else []
-        for axis, stride in enumerate(access.strides):
-            if stride:
-                terms.append(f"i{axis}" if stride == 1 else f"i{axis} * {stride}LL")
+        terms = _terms(access.offset, access.strides)
         lines = []
         for k, gather in enumerate(access.gathers):
             index = f"checked_index(int64_t({value(gather.value)}), {gather.size}LL, {active}, bad)"
@@ -287,6 +284,14 @@ class BodyWriter:
         if statement.operation in ("argmax", "argmin"):
             return self.dtypes[statement.argument]
         return statement.dtype
+
+
+def _terms(offset: int, strides: Sequence[int]) -> list[str]:
+    terms = [str(offset)] if offset else []
+    for axis, stride in enumerate(strides):
+        if stride:
+            terms.append(f"i{axis}" if stride == 1 else f"i{axis} * {stride}LL")
+    return terms
 
 
 def value_dtype(statement: Statement) -> torch.dtype:

@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Store, operands
+from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
@@ -77,10 +77,7 @@ class _TritonWriter:
         self.y_count = prod(nest.extents[axis] for axis in self.tiling.y_axes)
         self.r_count = prod(nest.extents[self.parallel :])
         self.wide = _needs_int64(nest)
-        self.used = {
-            axis for access in _accesses(nest) for axis, stride in enumerate(access.strides) if stride
-        }
-        self.used |= {s.axis for s in nest.body if isinstance(s, AxisIndex)}
+        self.used = {axis for _, strides in _walks(nest) for axis, stride in enumerate(strides) if stride}
 
     def grid(self) -> tuple[int, int, int]:
         x_programs = -(-self.x_count // self.tiling.x_block)
@@ -253,8 +250,9 @@ class _TritonWriter:
                 return self._store(n, statement)
             case Constant(value=value, dtype=dtype):
                 return [f"v{n} = {scalar_triton.literal(value, dtype)}"]
-            case AxisIndex(axis=axis):
-                return [f"v{n} = i{axis}.to(tl.int64)"]
+            case Position(strides=strides, offset=offset):
+                terms = [*_terms(strides), *([str(offset)] if offset else [])]
+                return [f"v{n} = ({' + '.join(terms)}).to(tl.int64)"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 expression = scalar_triton.apply(statement, [f"v{a}" for a in arguments], dtypes)
@@ -304,10 +302,7 @@ class _TritonWriter:
     def _address(self, n: int, access: Access, varied: frozenset[int]) -> tuple[list[str], str, list[str]]:
         """Lines that compute gathered indices, the address, and which of the indices are in range. The
         address has all sides that ``varied`` names, since a mask may not have more of them than it."""
-        terms, lines, valid = [], [], []
-        for axis, stride in enumerate(access.strides):
-            if stride:
-                terms.append(f"i{axis}" if stride == 1 else f"i{axis} * {stride}")
+        terms, lines, valid = _terms(access.strides), [], []
         for k, gather in enumerate(access.gathers):
             index = f"x{n}_{k}"
             lines.append(f"{index} = v{gather.value}.to(tl.int64)")
@@ -342,8 +337,14 @@ def _overhangs(count: int, block: int) -> bool:
     return count % block != 0 or count == 0
 
 
-def _accesses(nest: LoopNest) -> list[Access]:
-    return [s.access for s in nest.body if isinstance(s, Load | Store)]
+def _terms(strides: Sequence[int]) -> list[str]:
+    return [f"i{a}" if stride == 1 else f"i{a} * {stride}" for a, stride in enumerate(strides) if stride]
+
+
+def _walks(nest: LoopNest) -> list[tuple[int, tuple[int, ...]]]:
+    """Offset and strides of every access and every position."""
+    walks = [(s.access.offset, s.access.strides) for s in nest.body if isinstance(s, Load | Store)]
+    return walks + [(s.offset, s.strides) for s in nest.body if isinstance(s, Position)]
 
 
 def _needs_int64(nest: LoopNest) -> bool:
@@ -351,11 +352,9 @@ def _needs_int64(nest: LoopNest) -> bool:
     margin = 1 << 20
     if prod(nest.extents) > _LARGEST_INT32 - margin:
         return True
-    for access in _accesses(nest):
-        reach = abs(access.offset)
-        reach += sum(
-            abs(stride) * extent for stride, extent in zip(access.strides, nest.extents, strict=True)
-        )
+    for offset, strides in _walks(nest):
+        reach = abs(offset)
+        reach += sum(abs(stride) * extent for stride, extent in zip(strides, nest.extents, strict=True))
         if reach > _LARGEST_INT32 - margin:
             return True
     return False

@@ -15,11 +15,11 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
-    AxisIndex,
     Constant,
     Gather,
     Load,
     LoopNest,
+    Position,
     Reduce,
     Statement,
     Store,
@@ -61,8 +61,8 @@ class Transplant:
         builder = self.builder
         if isinstance(statement, Constant):
             return builder.add(statement)
-        if isinstance(statement, AxisIndex):
-            return self._position(axes[statement.axis])
+        if isinstance(statement, Position):
+            return builder.point(self._strides(statement.strides, axes), statement.offset)
         if isinstance(statement, Apply):
             arguments = [values[argument] for argument in statement.arguments]
             return builder.apply(statement.operation, arguments, statement.dtype, statement.parameter)
@@ -89,22 +89,16 @@ class Transplant:
                 return self.builder.apply("where", (mask, value, other), load.dtype)
         raise OtherPointsError(access.buffer)
 
-    def _position(self, terms: Sequence[tuple[int, int]]) -> int:
-        builder = self.builder
-        total = builder.constant(0, torch.int64)
-        for axis, coefficient in terms:
-            factor = builder.constant(coefficient, torch.int64)
-            term = builder.apply("mul", (builder.axis_index(axis), factor), torch.int64)
-            total = builder.apply("add", (total, term), torch.int64)
-        return total
+    def _strides(self, strides: Sequence[int], axes: AxisMap) -> tuple[int, ...]:
+        moved = [0] * len(self.builder.extents)
+        for stride, terms in zip(strides, axes, strict=True):
+            for axis, coefficient in terms:
+                moved[axis] += stride * coefficient
+        return tuple(moved)
 
     def _access(self, access: Access, values: Sequence[int], axes: AxisMap) -> Access:
-        strides = [0] * len(self.builder.extents)
-        for stride, terms in zip(access.strides, axes, strict=True):
-            for axis, coefficient in terms:
-                strides[axis] += stride * coefficient
         gathers = tuple(Gather(values[gather.value], gather.stride, gather.size) for gather in access.gathers)
-        return Access(access.buffer, tuple(strides), access.offset, gathers)
+        return Access(access.buffer, self._strides(access.strides, axes), access.offset, gathers)
 
 
 class OtherPointsError(Exception):
@@ -179,7 +173,7 @@ def _finds_position(nest: LoopNest) -> bool:
 
 
 def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
-    """Drops axes of extent 1, merges axes that every access walks as one, and orders them for memory.
+    """Drops axes of extent 1, merges axes that every access and position walks as one, and orders them for memory.
 
     Parallel and reduced axes are each sorted by the strides of the accesses, the ones that move most elements
     first, so that the innermost axis has unit stride wherever there is a choice.
@@ -189,19 +183,18 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
     rank, parallel = len(nest.extents), len(nest.extents) - nest.reduced_axes
     keep_reduced = _finds_position(nest)
     kept = [a for a in range(rank) if nest.extents[a] != 1 or (keep_reduced and a >= parallel)]
-    indexed = {s.axis for s in nest.body if isinstance(s, AxisIndex)}
     walked = accesses(nest)
     is_load = [isinstance(statement, Load) for statement in nest.body if isinstance(statement, (Load, Store))]
     extents = {axis: nest.extents[axis] for axis in kept}
     stride_of = {axis: [access.strides[axis] for access in walked] for axis in kept}
+    positions = [statement.strides for statement in nest.body if isinstance(statement, Position)]
+    walked_as = {axis: [*stride_of[axis], *(strides[axis] for strides in positions)] for axis in kept}
     merged = True
     while merged:
         merged = False
         for outer in extents:
             for inner in extents:
-                if outer != inner and _walk_as_one(
-                    outer, inner, extents, stride_of, indexed, parallel, keep_reduced
-                ):
+                if outer != inner and _walk_as_one(outer, inner, extents, walked_as, parallel, keep_reduced):
                     extents[inner] *= extents.pop(outer)
                     merged = True
                     break
@@ -215,8 +208,8 @@ def simplified(nest: LoopNest, buffer_dtype: BufferDtype) -> LoopNest:
 
     final = sorted((a for a in extents if a < parallel), key=order)
     reduced = sorted((a for a in extents if a >= parallel), key=order)
-    positions = {axis: position for position, axis in enumerate([*final, *reduced])}
-    axes = [[(positions[axis], 1)] if axis in positions else [] for axis in range(rank)]
+    places = {axis: place for place, axis in enumerate([*final, *reduced])}
+    axes = [[(places[axis], 1)] if axis in places else [] for axis in range(rank)]
     new_extents = [extents[axis] for axis in [*final, *reduced]]
     return remapped(nest, new_extents, len(reduced), axes, buffer_dtype)
 
@@ -225,14 +218,13 @@ def _walk_as_one(
     outer: int,
     inner: int,
     extents: dict[int, int],
-    stride_of: dict[int, list[int]],
-    indexed: set[int],
+    walked_as: dict[int, list[int]],
     parallel: int,
     keep_reduced: bool,
 ) -> bool:
-    if (outer < parallel) != (inner < parallel) or outer in indexed or inner in indexed:
+    if (outer < parallel) != (inner < parallel):
         return False
     if keep_reduced and outer >= parallel:
         return False
-    pairs = zip(stride_of[outer], stride_of[inner], strict=True)
+    pairs = zip(walked_as[outer], walked_as[inner], strict=True)
     return all(far == near * extents[inner] for far, near in pairs)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, Reduce, Statement, Store
+from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store
 
 NARROW_FLOATS = frozenset({torch.float16, torch.bfloat16})
 
@@ -99,8 +99,10 @@ class BodyBuilder:
                 return self.load(access) if known else self.constant(other, dtype)
         return self.add(Load(access, dtype, mask, other if mask is not None else 0))
 
-    def axis_index(self, axis: int) -> int:
-        return self.constant(0, torch.int64) if self.extents[axis] == 1 else self.add(AxisIndex(axis))
+    def point(self, strides: Sequence[int], offset: int = 0) -> int:
+        """``offset + sum(axis * stride)`` as a value."""
+        moving = tuple(s if n != 1 else 0 for s, n in zip(strides, self.extents, strict=True))
+        return self.add(Position(moving, offset)) if any(moving) else self.constant(offset, torch.int64)
 
     def reduce(self, operation: str, argument: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(operation, argument, dtype))

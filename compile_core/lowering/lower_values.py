@@ -148,25 +148,17 @@ class Emitter(BodyBuilder):
                 gathers.append(Gather(entry.value, stride, size))
             else:
                 address = address.plus(entry.scaled(stride))
-        strides = [0] * len(self.extents)
-        for axis, stride in address.terms:
-            strides[axis] = stride
-        return Access(view.buffer, tuple(strides), address.offset, tuple(gathers))
+        return Access(view.buffer, self._strides(address), address.offset, tuple(gathers))
+
+    def _strides(self, entry: Affine) -> tuple[int, ...]:
+        strides = dict(entry.terms)
+        return tuple(strides.get(axis, 0) for axis in range(len(self.extents)))
 
     def affine_value(self, entry: Affine) -> int:
         """An affine index entry as an int64 value."""
-        total: int | None = None
-        for axis, coefficient in entry.terms:
-            term = self.axis_index(axis)
-            if coefficient != 1:
-                term = self.apply("mul", (term, self.constant(coefficient, torch.int64)), torch.int64)
-            total = term if total is None else self.apply("add", (total, term), torch.int64)
-        if total is None:
-            total = self.constant(entry.offset, torch.int64)
-        elif entry.offset:
-            total = self.apply("add", (total, self.constant(entry.offset, torch.int64)), torch.int64)
-        self._affine_of[total] = entry
-        return total
+        value = self.point(self._strides(entry), entry.offset)
+        self._affine_of[value] = entry
+        return value
 
     def indirect(self, value: int, size: int) -> Entry:
         """An integer value as an index into a dim of ``size``; plain affine where the value is one and in

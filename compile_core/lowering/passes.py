@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from compile_core.errors import InternalError
 from compile_core.ir.loops import (
     Apply,
-    AxisIndex,
     Constant,
     Load,
     LoopNest,
+    Position,
     Reduce,
     Statement,
     Store,
@@ -157,13 +157,17 @@ def _varied_axes(nest: LoopNest) -> tuple[frozenset[int], ...]:
     for statement in nest.body:
         varied = frozenset().union(*(axes[operand] for operand in operands(statement)))
         if isinstance(statement, Load | Store):
-            varied |= {axis for axis, stride in enumerate(statement.access.strides) if stride}
-        elif isinstance(statement, AxisIndex):
-            varied |= {statement.axis}
+            varied |= _moving(statement.access.strides)
+        elif isinstance(statement, Position):
+            varied |= _moving(statement.strides)
         elif isinstance(statement, Reduce):
             varied -= reduced
         axes.append(varied)
     return tuple(axes)
+
+
+def _moving(strides: Sequence[int]) -> frozenset[int]:
+    return frozenset(axis for axis, stride in enumerate(strides) if stride)
 
 
 def _levels(nest: LoopNest) -> tuple[int, ...]:
@@ -196,7 +200,7 @@ def _needed(
         if known or (
             value in computed
             and len(kept - kept_already) < may_keep
-            and not isinstance(body[value], Load | Constant | AxisIndex)
+            and not isinstance(body[value], Load | Constant | Position)
             and _recompute_cost(walked, value) > KEEP_ABOVE_COST
         ):
             kept.add(value)

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Statement, Store
+from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Statement, Store
 
 
 def simplify(nest: LoopNest) -> LoopNest:
@@ -75,11 +75,10 @@ def _with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
     for statement in nest.body:
         if isinstance(statement, Load | Store):
             body.append(replace(statement, access=moved(statement.access)))
-        elif isinstance(statement, AxisIndex):
-            known = statement.axis in kept
-            body.append(
-                AxisIndex(kept.index(statement.axis), statement.dtype) if known else Constant(0, torch.int64)
-            )
+        elif isinstance(statement, Position):
+            strides = tuple(statement.strides[axis] for axis in kept)
+            still = Constant(statement.offset, torch.int64)
+            body.append(replace(statement, strides=strides) if any(strides) else still)
         else:
             body.append(statement)
     return replace(
@@ -106,15 +105,15 @@ def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
 
 
 def _merged(nest: LoopNest) -> LoopNest:
-    """Every pair of neighbours that no access tells from one longer axis becomes that axis."""
-    indexed = {s.axis for s in nest.body if isinstance(s, AxisIndex)}
-    accesses = _accesses(nest)
+    """Every pair of neighbours that no access or position tells from one longer axis becomes that axis."""
+    walks = [access.strides for access in _accesses(nest)]
+    walks += [statement.strides for statement in nest.body if isinstance(statement, Position)]
     for outer in range(len(nest.extents) - 1):
         inner = outer + 1
-        if inner == parallel_axes(nest) or outer in indexed or inner in indexed:
+        if inner == parallel_axes(nest):
             continue
         extent = nest.extents[inner]
-        if any(access.strides[outer] != access.strides[inner] * extent for access in accesses):
+        if any(strides[outer] != strides[inner] * extent for strides in walks):
             continue
         longer = replace(
             nest, extents=(*nest.extents[:outer], nest.extents[outer] * extent, *nest.extents[inner + 1 :])
@@ -132,8 +131,8 @@ def _without_axis(longer: LoopNest, outer: int, kept: list[int]) -> LoopNest:
         if isinstance(statement, Load | Store):
             strides = tuple(statement.access.strides[axis] for axis in kept)
             body.append(replace(statement, access=replace(statement.access, strides=strides)))
-        elif isinstance(statement, AxisIndex) and statement.axis > outer:
-            body.append(replace(statement, axis=statement.axis - 1))
+        elif isinstance(statement, Position):
+            body.append(replace(statement, strides=tuple(statement.strides[axis] for axis in kept)))
         else:
             body.append(statement)
     parallel = len(kept) + 1 - longer.reduced_axes

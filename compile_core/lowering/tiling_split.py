@@ -9,7 +9,7 @@ inside one kernel, see ``tiling.py``.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -18,11 +18,11 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
-    AxisIndex,
     Constant,
     Load,
     LoopNest,
     LoopProgram,
+    Position,
     Reduce,
     Statement,
     Step,
@@ -179,12 +179,11 @@ class _Split:
             body.append(statement)
             return len(body) - 1
 
-        chunk = add(AxisIndex(0))
-        step = add(AxisIndex(self.parallel + 1))
-        length = add(Constant(self.length, torch.int64))
-        position = add(Apply("add", (add(Apply("mul", (chunk, length), torch.int64)), step), torch.int64))
         inside: int | None = None
         if self.is_ragged:
+            along = [0] * len(self.nest.extents)
+            along[self.parallel] = 1
+            position = add(Position(self._with_chunk(along)))
             extent = add(Constant(self.nest.extents[self.parallel], torch.int64))
             inside = add(Apply("lt", (position, extent), torch.bool))
 
@@ -206,10 +205,8 @@ class _Split:
                 case Store(access=access, value=value, mask=mask):
                     moved = self._moved(access, number)
                     number[n] = add(Store(moved, number[value], masked(mask)))
-                case AxisIndex(axis=axis):
-                    number[n] = (
-                        position if axis == self.parallel else add(AxisIndex(axis + 1, statement.dtype))
-                    )
+                case Position(strides=strides):
+                    number[n] = add(replace(statement, strides=self._with_chunk(strides)))
                 case Reduce(operation=operation, argument=argument, dtype=dtype):
                     value = number[argument]
                     if inside is not None:
@@ -245,14 +242,17 @@ class _Split:
                 if isinstance(moved, Load | Store):
                     strides = (*moved.access.strides[: self.parallel], 0)
                     moved = replace(moved, access=replace(moved.access, strides=strides))
+                elif isinstance(moved, Position):
+                    moved = replace(moved, strides=(*moved.strides[: self.parallel], 0))
                 body.append(moved)
             number[n] = len(body) - 1
         return tuple(body)
 
+    def _with_chunk(self, strides: Sequence[int]) -> tuple[int, ...]:
+        return (strides[self.parallel] * self.length, *strides)
+
     def _moved(self, access: Access, number: Mapping[int, int]) -> Access:
-        return replace(
-            regathered(access, number), strides=(access.strides[self.parallel] * self.length, *access.strides)
-        )
+        return replace(regathered(access, number), strides=self._with_chunk(access.strides))
 
 
 def _identity(operation: str, dtype: torch.dtype) -> float | bool:

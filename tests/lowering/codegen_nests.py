@@ -10,11 +10,11 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
-    AxisIndex,
     Constant,
     Gather,
     Load,
     LoopNest,
+    Position,
     Reduce,
     Statement,
     Store,
@@ -219,7 +219,7 @@ def masked_pad(rows: int = 5, columns: int = 23, pad: int = 3) -> Case:
     b = NestBuilder((rows, columns + 2 * pad))
     b.buffer("x", (rows, columns))
     b.buffer("y", (rows, columns + 2 * pad))
-    position = b.add(AxisIndex(1))
+    position = b.add(Position((0, 1)))
     inside = b.apply(
         "logical_and",
         b.apply("ge", position, b.constant(pad, I64)),
@@ -236,11 +236,39 @@ def masked_points(count: int = 37) -> Case:
     b.buffer("one", ())
     b.buffer("y", (count,))
     b.buffer("chosen", ())
-    position = b.add(AxisIndex(0))
+    position = b.add(Position((1,)))
     few = b.apply("lt", position, b.constant(5, I64))
     b.store("y", (0,), b.load("one", (), mask=few, other=3.0))
     b.store("chosen", (), b.load("x", (0,)), mask=b.apply("eq", position, b.constant(30, I64)))
     return b.nest("masked_points"), b.buffers
+
+
+def positions(count: int = 3, rows: int = 7, columns: int = 16) -> Case:
+    """A flat position, along which axes may be merged, and one of a single axis, along which they may not."""
+    b = NestBuilder((count, rows, columns))
+    for name in ("flat", "row"):
+        b.buffer(name, (count, rows, columns), I64)
+    b.store("flat", (0, 1, 2), b.add(Position((rows * columns, columns, 1), 5)))
+    b.store("row", (0, 1, 2), b.add(Position((0, -2, 0))))
+    return b.nest("positions"), b.buffers
+
+
+def flat_positions(count: int = 3, rows: int = 7, columns: int = 16) -> Case:
+    b = NestBuilder((count, rows, columns))
+    b.buffer("flat", (count, rows, columns))
+    b.store("flat", (0, 1, 2), b.apply("cast", b.add(Position((rows * columns, columns, 1))), dtype=F32))
+    return b.nest("flat_positions"), b.buffers
+
+
+def weighted_columns(rows: int = 40, columns: int = 24) -> Case:
+    """Positions in what is reduced and in what follows."""
+    b = NestBuilder((columns, rows), 1)
+    b.buffer("x", (rows, columns), F64)
+    b.buffer("y", (columns,), F64)
+    weight = b.apply("cast", b.add(Position((1, columns), 1)), dtype=F64)
+    total = b.reduce("sum", b.apply("mul", b.load("x", (1, 0)), weight))
+    b.store("y", (0,), b.apply("add", total, b.apply("cast", b.add(Position((3, 0))), dtype=F64)))
+    return b.nest("weighted_columns"), b.buffers
 
 
 def transpose(rows: int = 45, columns: int = 70) -> Case:
@@ -358,6 +386,9 @@ HAND_WRITTEN = {
     "gather_elements": gather_elements(),
     "masked_pad": masked_pad(),
     "masked_points": masked_points(),
+    "positions": positions(),
+    "flat_positions": flat_positions(),
+    "weighted_columns": weighted_columns(),
     "transpose": transpose(),
     "argmax": arg_extremum(),
     "argmin": arg_extremum("argmin"),

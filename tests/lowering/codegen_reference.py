@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, AxisIndex, Constant, Load, LoopNest, Reduce, Store
+from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Store
 from compile_core.ir.tensor_spec import TensorSpec
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -62,8 +62,9 @@ def evaluate(
                 )
             case Constant(value=value, dtype=dtype):
                 values.append(torch.full((1,) * rank, value, dtype=dtype))
-            case AxisIndex(axis=axis):
-                values.append(axis_index(axis))
+            case Position(strides=strides, offset=offset):
+                moves = (axis_index(axis) * stride for axis, stride in enumerate(strides) if stride)
+                values.append(sum(moves, torch.full((1,) * rank, offset)))
             case Apply():
                 values.append(_apply(statement, [values[a] for a in statement.arguments]))
             case Reduce():

@@ -11,12 +11,12 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
-    AxisIndex,
     Constant,
     ExternCall,
     Load,
     LoopNest,
     LoopProgram,
+    Position,
     Reduce,
     Store,
     View,
@@ -119,8 +119,8 @@ def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
         value = torch.zeros([1] * rank)
         if isinstance(statement, Constant):
             value = torch.full([1] * rank, statement.value, dtype=statement.dtype, device=device)
-        elif isinstance(statement, AxisIndex):
-            value = grid[statement.axis]
+        elif isinstance(statement, Position):
+            value = address(Access("", statement.strides, statement.offset))
         elif isinstance(statement, Load):
             where = address(statement.access)
             flat = _flat(buffers[statement.access.buffer])

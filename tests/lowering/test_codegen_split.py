@@ -23,6 +23,7 @@ from tests.lowering.codegen_nests import (
     layer_norm,
     softmax,
     total,
+    weighted_columns,
 )
 from tests.lowering.codegen_reference import evaluate
 
@@ -57,6 +58,8 @@ CASES = {
     "total_prime": total((99991,)),
     "bias_gradient": bias_gradient(),
     "bias_gradient_prime": bias_gradient(4999, 23),
+    "weighted_columns": weighted_columns(5000),
+    "weighted_columns_prime": weighted_columns(4999, 23),
     "layer_norm_of_few_rows": layer_norm(3, 400_001),
     "centred_channels": batch_norm_statistics(40, 5, 6000),
     "softmax_of_few_rows": softmax(4, 300_000),

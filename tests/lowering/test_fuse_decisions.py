@@ -9,7 +9,10 @@ import torch.nn.functional as F
 
 from compile_core.ir.loops import Load, LoopProgram, Store
 from compile_core.lowering.fuse import fuse_and_explain
+from compile_core.lowering.fuse_axes import simplified
 from compile_core.lowering.lower import lower
+from compile_core.lowering.tiling_axes import simplify
+from tests.lowering.codegen_nests import flat_positions, positions
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
 
@@ -111,3 +114,10 @@ def test_dead_reductions_leave_parallel_axes_behind() -> None:
 
     (nest,) = nests(check(function, torch.randn(4, 8)))
     assert (nest.extents, nest.reduced_axes) == ((32,), 0)
+
+
+def test_axes_are_merged_where_positions_walk_them_as_one() -> None:
+    for nest, buffers in (flat_positions(), positions()):
+        extents = (3 * 7 * 16,) if nest.name == "flat_positions" else nest.extents
+        assert simplified(nest, lambda name, specs=buffers: specs[name].dtype).extents == extents
+        assert simplify(nest).extents == extents
