@@ -5,8 +5,8 @@ bytes it keeps alive, its worth the time that computing it again takes. It is fi
 saving one value less really saves only the cut knows (its inputs may have to be saved instead), so the number of items
 that are given up is found by bisection over cuts.
 
-Limits: random numbers are never drawn again, so their results stay saved whatever the budget; times are estimated from
-floating-point operations and bytes, not measured.
+Limits: random numbers are never drawn again, so their results stay saved whatever the budget, and so does what the
+program's checkpoints order to save; times are estimated from floating-point operations and bytes, not measured.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _by_worth(problem: CutProblem, saved: list[Node]) -> list[Node]:
     for node in problem.graph.nodes:
         if node not in needed or node in primals or node in problem.only_backward or is_random(node):
             continue
-        if is_pinned(problem, node, needed):
+        if node not in problem.orders and is_pinned(problem, node, needed):
             freed = sum(bytes_of(value) for value in (node, *node.users) if value in kept)
             worth[node] = _estimated_cost(node) / freed if freed else math.inf
     return sorted(worth, key=worth.__getitem__)

@@ -5,13 +5,13 @@ could be saved is an edge whose capacity is its bytes, the forward's inputs are 
 can compute is the sink. Values cut are saved; values between the cut and the backward are computed again there. Values
 that may not be recomputed hang on the source with infinite capacity.
 
-What a checkpoint of the program marks is never saved, whatever it costs (see ``recompute_regions``).
+What a checkpoint of the program orders goes before all costs (see ``recompute_orders``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import networkx
@@ -19,8 +19,8 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
+from compile_core.autograd.recompute_orders import Order
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
-from compile_core.autograd.recompute_regions import is_recomputed
 from compile_core.ir.random_operators import is_random
 
 # A saved input costs no new memory, but one tensor more to keep track of.
@@ -43,6 +43,7 @@ class CutProblem:
         in_forward: what the forward's outputs are computed from.
         only_backward: what depends on a tangent.
         gradients: the backward's results.
+        orders: values about which the program's checkpoints leave no choice.
     """
 
     graph: Graph
@@ -51,6 +52,7 @@ class CutProblem:
     in_forward: Set[Node]
     only_backward: Set[Node]
     gradients: Sequence[Node | None]
+    orders: Mapping[Node, Order]
 
     def needed(self) -> set[Node]:
         """The values of the forward that the backward can be computed from."""
@@ -84,11 +86,12 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
     for node in graph.nodes:
         if node in only_backward or node.op == "output" or node not in needed:
             continue
-        by_order = is_recomputed(node, problem.in_forward)
-        capacity = math.inf if by_order else _capacity(node, free, distances.get(node, 0))
+        order = problem.orders.get(node)
+        unsaved = order is Order.RECOMPUTE
+        capacity = math.inf if unsaved else _capacity(node, free, distances.get(node, 0))
         network.add_edge((node, "in"), (node, "out"), capacity=capacity)
-        pinned = not by_order and node not in recomputed and is_pinned(problem, node, needed)
-        if node in sources or pinned:
+        by_choice = order is None and node not in recomputed and is_pinned(problem, node, needed)
+        if node in sources or order is Order.SAVE or by_choice:
             network.add_edge("source", (node, "in"), capacity=math.inf)
         for user in node.users:
             if user in only_backward:

@@ -10,6 +10,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from compile_core.autograd.memory_budget import choose_within_budget
 from compile_core.autograd.min_cut import CutProblem, ancestors, bytes_of
+from compile_core.autograd.recompute_orders import find_orders
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
 from compile_core.ir.random_operators import is_random
@@ -36,7 +37,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
             raise InternalError(f"forward output {output} depends on a tangent")
     changed = {primals[mutation.input] for mutation in joint.signature.mutated}
     in_forward = ancestors(node for node in outputs if node is not None)
-    problem = CutProblem(joint.module.graph, primals, changed, in_forward, only_backward, gradients)
+    orders = find_orders(joint.module.graph, in_forward, only_backward)
+    problem = CutProblem(joint.module.graph, primals, changed, in_forward, only_backward, gradients, orders)
     saved = choose_within_budget(problem, activation_memory_budget)
     computed = [node for node in saved if problem.is_computed(node)]
     random = [node for node in joint.module.graph.nodes if is_random(node)]

@@ -1,29 +1,62 @@
 """Checkpoints of the program: what the backward computes again because the user said so.
 
 A checkpoint node of a captured graph would, traced as it is, record its body twice. Instead its body is traced once,
-and every operator of it carries the region's number, from which the partition takes its orders: what only the region
-itself reads is not saved. Random numbers are drawn once and saved, so that the backward sees the very same.
+and every operator of it carries a ``RegionMark``, from which the partition takes its orders (``recompute_orders``). A
+policy of selective checkpointing is asked about each operator as eager asks it, above functionalization and
+decompositions, and its answer becomes part of the mark. Of nested checkpoints the outermost decides: what it computes
+again, it computes again whole.
 
-Limit: a region that changes a tensor in place would change it once more at the recomputation; it is refused.
+Random numbers are drawn once and saved, so that the backward sees the very same.
+
+Limits, each an ``Unsupported``: a region that changes a tensor in place, which would change once more at the
+recomputation; one that draws random numbers but does not keep the generator's state, whose recomputation sees others;
+contexts that are not those of a policy; values that a policy sends to another device.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as node_metadata
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _CachingTorchDispatchMode,
+)
 
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.random_operators import is_random
 
-_REGION = "recompute_region"
+_MARK = "recompute_region"
 _numbers = itertools.count()
+
+Policy = Callable[..., CheckpointPolicy | bool]
+
+
+@dataclass
+class RegionMark:
+    """What an operator of the traced program carries that lies in a checkpoint.
+
+    Attributes:
+        region: the checkpoint's number.
+        keeps_random_state: whether its recomputation sees the same random numbers.
+        operator: under a policy, the number of the program's operator that the traced one is part of.
+        policy: what the policy said of that operator; of the whole region where there is no policy.
+    """
+
+    region: int
+    keeps_random_state: bool
+    operator: int | None = None
+    policy: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def mark_regions(module: GraphModule) -> GraphModule:
@@ -42,28 +75,80 @@ def mark_regions(module: GraphModule) -> GraphModule:
     return marked
 
 
-def region_of(node: Node) -> int | None:
-    """The region that an operator of the traced program belongs to."""
-    return node.meta.get("custom", {}).get(_REGION)
+def mark_of(node: Node) -> RegionMark | None:
+    """The mark of an operator of the traced program; ``None`` outside of all checkpoints."""
+    return node.meta.get("custom", {}).get(_MARK)
 
 
-def is_recomputed(node: Node, in_forward: Set[Node]) -> bool:
-    """Whether a value may not be saved: it lies inside a region, and of the forward only the region reads it."""
-    region = region_of(node)
-    if region is None or node not in in_forward or is_random(node):
-        return False
-    return all(
-        user.op != "output" and (user not in in_forward or region_of(user) == region) for user in node.users
-    )
+def check_random_state(module: GraphModule) -> None:
+    """Refuses a traced program with a region whose recomputation would draw random numbers of its own."""
+    for node in module.graph.nodes:
+        mark = mark_of(node)
+        if mark is not None and not mark.keeps_random_state and is_random(node):
+            raise Unsupported(
+                "checkpoint-random",
+                f"a checkpoint with preserve_rng_state=False draws random numbers ({node.target})",
+                "leave preserve_rng_state at True",
+            )
 
 
-def _run_marked(body: Callable[..., Any], options: Any, *tensors: torch.Tensor) -> Any:
-    if options.keywords.get("context_fn") is not None:
-        raise Unsupported("selective-checkpoint", "a checkpoint with a policy of its own (context_fn)")
+def _run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
+    inner = mark_regions(body) if isinstance(body, GraphModule) else body
+    if _MARK in node_metadata.current_meta.get("custom", {}):
+        return higher_order.checkpoint_once(inner, options, *tensors)
+    mark = RegionMark(next(_numbers), options.keywords.get("preserve_rng_state", True))
+    policy = _policy_of(options.keywords.get("context_fn"))
     versions = [tensor._version for tensor in tensors]
-    with node_metadata.annotate({_REGION: next(_numbers)}):
-        inner = mark_regions(body) if isinstance(body, GraphModule) else body
+    with ExitStack() as stack:
+        stack.enter_context(node_metadata.annotate({_MARK: mark}))
+        if policy is not None:
+            stack.enter_context(_AskPolicy(mark, policy))
         results = higher_order.checkpoint_once(inner, options, *tensors)
     if [tensor._version for tensor in tensors] != versions:
         raise Unsupported("checkpoint-mutation", "a checkpointed function changes a tensor in place")
     return results
+
+
+def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> Policy | None:
+    """The policy in the contexts of a checkpoint; ``None`` where these do nothing."""
+    if context_fn is None:
+        return None
+    context, _ = context_fn()
+    if type(context) is _CachingTorchDispatchMode:
+        return context.policy_fn
+    if type(context) is nullcontext:
+        return None
+    raise Unsupported(
+        "checkpoint-context",
+        f"a checkpoint runs its function under {type(context).__qualname__}",
+        "only contexts of create_selective_checkpoint_contexts are compiled",
+    )
+
+
+class _AskPolicy(TorchDispatchMode):
+    """Asks a policy about each operator of a region, and marks what the operator is traced into with the answer."""
+
+    def __init__(self, region: RegionMark, policy: Policy) -> None:
+        super().__init__()
+        self.region = region
+        self.policy = policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        mark = copy.copy(self.region)
+        mark.operator = next(_numbers)
+        with node_metadata.annotate({_MARK: mark}):
+            result = func(*args, **kwargs)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = result
+        answer = self.policy(context, func, *args, **kwargs)
+        if answer is True:
+            answer = CheckpointPolicy.MUST_SAVE
+        elif not isinstance(answer, CheckpointPolicy):
+            answer = CheckpointPolicy.PREFER_RECOMPUTE
+        if answer.name.endswith("OFFLOAD"):
+            raise Unsupported("checkpoint-offload", f"a checkpoint's policy offloads the result of {func}")
+        mark.policy = answer
+        return result

@@ -1,6 +1,7 @@
 """Cleans a traced graph before it is partitioned: no-ops out, equal nodes merged, dead nodes dropped.
 
-Random operators are never merged or dropped: each advances torch's generator as eager would.
+Random operators are never merged or dropped: each advances torch's generator as eager would. Of two checkpoints neither
+reads what is computed in the other, which would have to be saved for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.autograd.recompute_regions import mark_of
 from compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
@@ -24,7 +26,7 @@ PASS_THROUGH = frozenset(
 def simplify(module: GraphModule) -> GraphModule:
     """The same program with fewer nodes; changes ``module`` and returns it."""
     graph = module.graph
-    seen: dict[Any, Node] = {}
+    seen: dict[Any, dict[int | None, Node]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -42,7 +44,7 @@ def simplify(module: GraphModule) -> GraphModule:
         key = _key(node)
         if key is None:
             continue
-        twin = seen.setdefault(key, node)
+        twin = _find_twin(seen.setdefault(key, {}), node)
         if twin is not node:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
@@ -52,6 +54,15 @@ def simplify(module: GraphModule) -> GraphModule:
     graph.lint()
     module.recompile()
     return module
+
+
+def _find_twin(equal: dict[int | None, Node], node: Node) -> Node:
+    """The equal node that stands for this one, or the node itself; ``equal`` has one for each checkpoint."""
+    mark = mark_of(node)
+    region = None if mark is None else mark.region
+    if region is None and equal:
+        return next(iter(equal.values()))
+    return equal.get(None) or equal.setdefault(region, node)
 
 
 def _undone_transpose(node: Node) -> Node | None:

@@ -37,7 +37,7 @@ from compile_core.autograd.calling_convention import (
     find_calling_convention,
 )
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
-from compile_core.autograd.recompute_regions import mark_regions
+from compile_core.autograd.recompute_regions import check_random_state, mark_regions
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
@@ -133,6 +133,7 @@ def trace_joint(
             record_stack_traces=False,
         )(*leaves, *seeds)
     _check_overlap(examples, mutated)
+    check_random_state(traced)
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_outputs = num_results + len(mutated)
