@@ -40,6 +40,7 @@ from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from compile_core.ir.sources import variable_of
+from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
 
@@ -57,20 +58,17 @@ class CompiledFunction:
     """A function, method or module whose calls run compiled graphs.
 
     Args:
-        fn: a Python function, a bound method, an ``nn.Module`` (its call is compiled), or an object whose
-        class
-            defines ``__call__`` in Python.
-        compile_graph: given a captured graph and its real inputs, returns what is called as
-        ``compiled(*tensors)``
-            and returns the flat tuple of the graph's outputs.
+        fn: a Python function, a bound method, an ``nn.Module`` (its call is compiled), or an object whose class defines
+            ``__call__`` in Python.
+        compile_graph: given a captured graph and its real inputs, returns what is called as ``compiled(*tensors)`` and
+            returns the flat tuple of the graph's outputs.
         fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
         name: for messages; the function's own name by default.
         dynamic: None makes the sizes symbolic that differ between calls, True all of them at once, False none.
         cache_limit: how many different captures are kept before calls run as plain Python; None is
             ``config.cache_size_limit`` at the time.
         target: what to capture, if it is not what ``fn`` itself says.
-        callees: the compiled forms of functions called at graph breaks, if they are shared with another
-        function.
+        callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
         observer: who is told of captures and misses, also of those of continuations and callees.
         continuations: for a resume function, all those of the function that it continues.
 
@@ -127,8 +125,7 @@ class CompiledFunction:
         return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Compiled functions are descriptors as functions are, so that methods can be compiled in a class
-        body."""
+        """Compiled functions are descriptors as functions are, so that methods can be compiled in a class body."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __copy__(self) -> CompiledFunction:
@@ -258,7 +255,13 @@ class CompiledFunction:
         return entry.run(entry.compiled, inputs, *arguments)
 
     def _run_again(self, failure: Exception, *arguments: Any) -> Any:
-        """The graph raised: plain Python raises the same at the user's line, after the effects that come before."""
+        """The graph raised: plain Python raises the same at the user's line, after the effects that come before.
+
+        Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
+        the recomputation once it has all that it needs.
+        """
+        if saved_tensor_hooks_are_active():
+            raise failure
         result = self._call_plain(*arguments)
         logger.warning("%s: the graph raised %r, which plain Python did not", self.name, failure)
         return result

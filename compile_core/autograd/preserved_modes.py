@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from compile_core.ir.torch_switches import preserved_switches
+from compile_core.ir.torch_switches import preserved_switches, without_saved_tensor_hooks
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -16,10 +16,12 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def preserved_modes() -> Iterator[None]:
     """Torch's modes and switches are afterwards as before, also where the graph failed between two switches.
 
-    Inside, autocast keeps no casts: they would be casts of tensors that are not real.
+    Inside, autocast keeps no casts: they would be casts of tensors that are not real. Nor does anomaly mode look for
+    NaN in them, or a hook for what autograd saves get them.
     """
-    with preserved_switches():
+    with preserved_switches(), without_saved_tensor_hooks():
         torch.set_autocast_cache_enabled(False)
+        torch.set_anomaly_enabled(False)
         yield
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 
 from compile_core.capture.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.run_only import is_run_only
+from compile_core.ir.torch_switches import without_saved_tensor_hooks
 
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -30,8 +32,8 @@ _AUTOCAST_DEVICES = {"cpu", "cuda", *([] if _accelerator is None else [_accelera
 
 
 def global_state() -> tuple[Any, ...]:
-    """Gradient, inference and autocast modes, default dtype and device, determinism, active modes, global module
-    hooks."""
+    """Gradient, inference and autocast modes, default dtype and device, determinism, active modes, forward-mode
+    gradients, global module hooks."""
     return (
         _is_grad_enabled(),
         _is_inference_mode_enabled(),
@@ -42,8 +44,14 @@ def global_state() -> tuple[Any, ...]:
         _function_modes() and (_function_modes(), default_device()),
         _dispatch_modes(),
         _functorch_stack() is None,
+        _is_forward_mode(),
         any(GLOBAL_HOOK_TABLES),
     )
+
+
+def _is_forward_mode() -> bool:
+    """Whether tensors may carry tangents of ``torch.autograd.forward_ad``, which compiled kernels would lose."""
+    return forward_ad._current_level >= 0
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -82,18 +90,24 @@ def default_device() -> torch.device | None:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Fake tensors are made and traced outside inference mode, whose tensors have no version, and on the devices that
-    the graph says; grad mode stays."""
+    """Fake tensors are made and traced outside inference mode, whose tensors have no version, on the devices that the
+    graph says, and unseen by the program's saved-tensor hooks; grad mode stays."""
     grad_mode = torch.is_grad_enabled()
     no_device = nullcontext() if default_device() is None else _pop_mode_temporarily()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), no_device:
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_mode),
+        no_device,
+        without_saved_tensor_hooks(),
+    ):
         yield
 
 
 def must_run_plain() -> bool:
     """Whether nothing may be captured: under ``run_only``, or where a mode is active under which torch calls mean
-    something else (tracing, fake tensors, vmap)."""
+    something else (tracing, fake tensors, vmap, gradients in forward mode)."""
     if is_run_only():
         return True
     modes = _function_modes() and default_device() is None
-    return bool(modes or _dispatch_modes() or _functorch_stack() is not None or _is_tracing())
+    transformed = _functorch_stack() is not None or _is_forward_mode()
+    return bool(modes or _dispatch_modes() or transformed or _is_tracing())

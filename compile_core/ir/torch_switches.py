@@ -114,3 +114,19 @@ def preserved_switches() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache_enabled)
         turn_back(settings)
         torch.set_grad_enabled(grad_enabled)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """The hooks of ``torch.autograd.graph.saved_tensors_hooks`` are for the program's tensors, not for the fake ones
+    that a capture or a trace computes with."""
+    before = _C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        _C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def saved_tensor_hooks_are_active() -> bool:
+    """Whether the program has hooks for what autograd saves, at this place of this thread."""
+    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
