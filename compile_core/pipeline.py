@@ -131,7 +131,7 @@ def compile_stages(
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph(module))
     with timed("trace_joint"):
-        joint = trace_joint(module, examples, backend.decompositions(_device_type(examples)))
+        joint = trace_joint(module, examples, backend.decompositions(_device_type(examples), options))
     dump("joint", print_graph(joint.module))
     with timed("partition"):
         graph = partition(joint, options.activation_memory_budget)

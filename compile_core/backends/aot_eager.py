@@ -15,9 +15,9 @@ from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
 
 
-def decompositions(device_type: str) -> Mapping[Any, Callable[..., Any]]:
+def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:
     """None: every operator runs as torch wrote it."""
-    del device_type
+    del device_type, options
     return {}
 
 

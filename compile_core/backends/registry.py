@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compile_core.backends import aot_eager, eager, triton
+from compile_core.backends import aot_eager, eager, inductor, triton
 from compile_core.ir.schedule import Compute
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions, unknown_name
@@ -46,12 +46,12 @@ class RegionBackend:
 
     Attributes:
         compile_region: one region -> what runs it.
-        decompositions: device type -> the decompositions that the joint trace applies.
+        decompositions: device type and options -> the decompositions that the joint trace applies.
     """
 
     name: str
     compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
-    decompositions: Callable[[str], Mapping[Any, Callable[..., Any]]]
+    decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
 
 
@@ -64,6 +64,7 @@ _DEBUG = frozenset(["debug"])
 _backends: dict[str, Backend] = {
     "eager": GraphBackend("eager", eager.compile_graph, _DEBUG, takes_options=False),
     "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG),
+    "inductor": RegionBackend("inductor", inductor.compile_region, inductor.decompositions),
     "triton": RegionBackend("triton", triton.compile_region, triton.decompositions),
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from compile_core.ir.loops import LoopNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
@@ -19,7 +22,11 @@ from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.link_program import LinkedProgram, link_program
 
-decompositions = decomposition_table
+
+def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:
+    """What the lowering relies on."""
+    del options
+    return decomposition_table(device_type)
 
 
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import RegionBackend, resolve_backend
+from compile_core.options import CompileOptions
 
 
 @dataclass
@@ -111,7 +112,7 @@ def _measure_ours(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]
             for one in examples
         ]
     start = time.process_time()
-    joint = trace_joint(module, fakes, backend.decompositions("cpu"))
+    joint = trace_joint(module, fakes, backend.decompositions("cpu", CompileOptions()))
     traced = time.process_time()
     parts = partition(joint)
     measured.trace_s.append(traced - start)

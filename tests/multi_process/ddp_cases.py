@@ -412,6 +412,13 @@ def aot_eager_backend_is_bit_equal() -> None:
 
 
 @case
+def inductor_backend_fills_the_buckets() -> None:
+    stock, compiled = pair(backend="inductor", bucket_cap_mb=0.007)
+    train((stock, compiled), steps=2)
+    assert is_in_graph(compiled) and len(inspect_ddp(compiled).plan.buckets) > 1
+
+
+@case
 def whole_graph_backend_keeps_the_reducer() -> None:
     stock, compiled = pair(backend="eager")
     train((stock, compiled))

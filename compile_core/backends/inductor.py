@@ -1,0 +1,140 @@
+"""The bridge: TorchInductor makes the kernels, everything round them is ours.
+
+Capture, joint trace, partition and schedule are those of the default backend; each compute region of a schedule goes
+to TorchInductor as one graph. Measured beside the default backend it tells the quality of kernels from that of
+schedules. This is the one file that uses torch's compiler, which is imported when the first region comes.
+
+Random numbers are TorchInductor's own, seeded from torch's generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from compile_core.errors import CompileError
+from compile_core.ir.regions import graph_inputs, graph_results
+from compile_core.ir.schedule import Compute
+from compile_core.observe.diagram import draw_graph
+from compile_core.observe.dump import StageDump
+from compile_core.observe.stage_times import timed
+from compile_core.options import CompileOptions
+from compile_core.runtime.executable import Region
+
+
+@cache
+def _inductor() -> Any:
+    try:
+        import torch._inductor.compile_fx
+        import torch._inductor.config
+        import torch._inductor.decomposition
+        import torch._inductor.fx_passes.joint_graph
+        import torch._inductor.virtualized
+    except ImportError as error:
+        raise CompileError(
+            f'backend="inductor" needs TorchInductor, which torch has not here: {error}'
+        ) from error
+    return torch._inductor
+
+
+def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:
+    """TorchInductor's own, which its lowering relies on."""
+    del device_type
+    with _configured(options):
+        return dict(_inductor().decomposition.select_decomp_table())
+
+
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
+    """One graph for TorchInductor; results with a destination are stored there by its kernels."""
+    inductor = _inductor()
+    module = _with_stores(compute)
+    dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
+    examples = [node.meta["val"] for node in graph_inputs(module)]
+    with timed("inductor"), _configured(options), _tracing(module):
+        module = inductor.fx_passes.joint_graph.joint_graph_passes(module)
+        _promise_layouts(module)
+        run = inductor.compile_fx.compile_fx_inner(
+            module, examples, is_backward=compute.name.startswith("backward")
+        )
+    stored = {name: position for position, name in enumerate(compute.destinations)}
+    if not stored:
+        return run
+    num_inputs = len(compute.inputs)
+
+    def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        destinations = arguments[num_inputs:]
+        results = iter(run(arguments))
+        return [destinations[stored[name]] if name in stored else next(results) for name in compute.outputs]
+
+    return run_and_store
+
+
+def _configured(options: CompileOptions) -> Any:
+    """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
+    return _inductor().config.patch({"triton.cudagraphs": False})
+
+
+@contextmanager
+def _tracing(module: GraphModule) -> Iterator[None]:
+    """What TorchInductor expects to be compiled in: the graph's mode of fake tensors, which lets constants in."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    fake_mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), FakeTensorMode())
+    strict = fake_mode.allow_non_fake_inputs
+    fake_mode.allow_non_fake_inputs = True
+    try:
+        with tracing(TracingContext(fake_mode)), _inductor().virtualized.V.set_fake_mode(fake_mode):
+            yield
+    finally:
+        fake_mode.allow_non_fake_inputs = strict
+
+
+def _with_stores(compute: Compute) -> GraphModule:
+    """The region's graph, where a result with a destination is copied into one more input instead of returned."""
+    graph = Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs = graph_inputs(compute.module)
+    results = graph_results(compute.module)
+    for node in inputs:
+        copies[node] = graph.node_copy(node)
+    stores: list[tuple[torch.fx.Node, Any]] = []
+    returned: list[Any] = []
+    for name, value in zip(compute.outputs, results, strict=True):
+        if name in compute.destinations:
+            assert value is not None
+            place = graph.placeholder(f"destination_{len(stores)}")
+            place.meta["val"] = _contiguous_like(value.meta["val"])
+            stores.append((place, value))
+        else:
+            returned.append(value)
+    for node in compute.module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    for place, value in stores:
+        store = graph.call_function(torch.ops.aten.copy_.default, (place, copies[value]))
+        store.meta["val"] = place.meta["val"]
+    graph.output(tuple(None if value is None else copies[value] for value in returned))
+    return GraphModule(compute.module, graph)
+
+
+def _contiguous_like(value: torch.Tensor) -> torch.Tensor:
+    with torch.utils._python_dispatch._disable_current_modes(), value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _promise_layouts(module: GraphModule) -> None:
+    """Asks for results in the strides that they were traced with, on which backward and caller rely."""
+    (output,) = module.graph.find_nodes(op="output")
+    results = output.args[0]
+    output.meta["original_output_strides"] = [
+        None if result is None else result.meta["val"].stride() for result in results
+    ]
+    output.meta["user_visible_output_idxs"] = [
+        position for position, result in enumerate(results) if result is not None
+    ]

@@ -1,0 +1,81 @@
+"""The bridge to TorchInductor: our capture, joint graph and schedule, its kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import compile_core
+from compile_core.backends import inductor
+from compile_core.ir.regions import build_region, graph_results
+from compile_core.observe.dump import StageDump
+from compile_core.options import CompileOptions
+
+
+class Net(nn.Module):
+    """A buffer that changes, a result that is a view, a loss by class index, and a random mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = self.out(functional.gelu(self.norm(x)))
+        mask = functional.dropout(torch.ones_like(x), 0.5)
+        return functional.cross_entropy(scores, y) + (mask * x).sum(), scores.t(), mask.clone()
+
+
+def test_a_training_step_equals_the_plain_one() -> None:
+    compiled_net = Net()
+    plain_net = copy.deepcopy(compiled_net)
+    x, y = torch.randn(16, 8, requires_grad=True), torch.randint(0, 5, (16,))
+    compiled = compile_core.compile(compiled_net, backend="inductor", fullgraph=True)
+    loss, scores, mask = compiled(x, y)
+    (loss + scores.sum()).backward()
+    assert x.grad is not None
+    assert set(mask.unique().tolist()) == {0.0, 2.0}, "half are dropped, the others doubled"
+
+    with_grad, x.grad = x.grad, None
+    scores_of_plain = plain_net.out(functional.gelu(plain_net.norm(x)))
+    # TorchInductor draws other random numbers; those of its forward must be those of its backward.
+    plain_loss = functional.cross_entropy(scores_of_plain, y) + (mask * x).sum()
+    (plain_loss + scores_of_plain.sum()).backward()
+    torch.testing.assert_close(loss, plain_loss)
+    torch.testing.assert_close(scores, scores_of_plain.t())
+    assert scores.stride() == scores_of_plain.t().stride()
+    torch.testing.assert_close(with_grad, x.grad)
+    for found, expected in zip(compiled_net.parameters(), plain_net.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    for found, expected in zip(compiled_net.buffers(), plain_net.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+    torch.manual_seed(3)
+    first = compiled(x, y)[2]
+    torch.manual_seed(3)
+    assert torch.equal(compiled(x, y)[2], first)
+    assert not torch.equal(compiled(x, y)[2], first)
+
+
+def test_results_are_stored_where_they_belong() -> None:
+    mode = FakeTensorMode()
+    x = torch.randn(4, 6)
+    table = inductor.decompositions("cpu", CompileOptions())
+    trace = make_fx(lambda x: (x.sin(), x.t() * 3, x + 1), decomposition_table=dict(table))
+    graph = trace(mode.from_tensor(x))
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    first, transposed, last = graph_results(graph)
+    assert first is not None and transposed is not None and last is not None
+    region = build_region("backward_0", graph, nodes, [first], {"a.grad": transposed, "b.grad": last}, 0.5)
+    place_a, place_b = torch.zeros(6, 4), torch.zeros(4, 6)
+    run = inductor.compile_region(region, CompileOptions(), StageDump(None))
+    results = run([x, place_a, place_b])
+    assert results[1] is place_a and results[2] is place_b
+    torch.testing.assert_close(results[0], x.sin())
+    torch.testing.assert_close(place_a, x.t() * 1.5)
+    torch.testing.assert_close(place_b, (x + 1) / 2)
