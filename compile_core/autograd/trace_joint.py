@@ -1,9 +1,7 @@
 """Traces a captured graph forward and backward into one functional ATen graph.
 
 The idea is AOTAutograd's: run the captured program once on fake tensors with autograd on, ask autograd for
-the gradients, and record every operator below autograd. Three dispatch modes are stacked: functionalization
-on top turns mutation and views into pure operators, the proxy mode below it records (and decomposes), fake
-tensors compute shapes.
+the gradients, and record every operator below autograd (``record_operators``).
 
 Limits, each an ``Unsupported`` (the caller then runs the captured graph with torch's own kernels): an input that
 shares memory with another one is changed in place; an input's metadata is changed; results that share memory
@@ -16,18 +14,15 @@ intermediate (``retain_grad``, a hook), holds what arrives from outside the grap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from compile_core.autograd import random_order
 from compile_core.autograd.calling_convention import (
     CallingConvention,
     as_leaf,
@@ -38,6 +33,7 @@ from compile_core.autograd.calling_convention import (
 )
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
 from compile_core.autograd.recompute_regions import check_random_state, mark_regions
+from compile_core.autograd.record_operators import Decompositions, record
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
@@ -47,11 +43,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 # torch exports these without declaring them.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
-sync: Any = torch._sync  # type: ignore[attr-defined]
 _set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
-from_functional_tensor: Any = torch._from_functional_tensor  # type: ignore[attr-defined]
-
-Decompositions = Mapping[Any, Callable[..., Any]]
 
 
 def trace_joint(
@@ -83,33 +75,29 @@ def trace_joint(
     mutated: list[int] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
-        with FunctionalTensorMode():
-            wrapped = [FunctionalTensor.to_functional(primal) for primal in inputs[: len(examples)]]
-            # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
-            passed: list[Any] = [
-                tensor.clone() if position in rebound else tensor for position, tensor in enumerate(wrapped)
-            ]
-            results = module.forward(*passed)
-            outputs = [pick.of(results) for pick in convention.picks]
-            mutated.extend(
-                position
-                for position, tensor in enumerate(passed)
-                if functionalize_has_data_mutation(tensor.elem)
-            )
-            updated = [passed[position] for position in mutated]
-            gradients: Sequence[torch.Tensor | None] = ()
-            if trainable:
-                wrapped_seeds = [FunctionalTensor.to_functional(seed) for seed in inputs[len(examples) :]]
-                roots = [outputs[position] for position in tangents]
-                roots += [passed[position] for position in rebound]
-                with without_autocast():
-                    gradients = torch.autograd.grad(
-                        roots,
-                        [wrapped[position] for position in convention.gradient_inputs],
-                        wrapped_seeds,
-                        allow_unused=True,
-                    )
-            return [_unwrap(value) for value in (*outputs, *updated, *gradients)]
+        primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
+        # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
+        passed: list[Any] = [
+            tensor.clone() if position in rebound else tensor for position, tensor in enumerate(primals)
+        ]
+        results = module.forward(*passed)
+        outputs = [pick.of(results) for pick in convention.picks]
+        mutated.extend(
+            position for position, tensor in enumerate(passed) if functionalize_has_data_mutation(tensor)
+        )
+        updated = [passed[position] for position in mutated]
+        gradients: Sequence[torch.Tensor | None] = ()
+        if trainable:
+            roots = [outputs[position] for position in tangents]
+            roots += [passed[position] for position in rebound]
+            with without_autocast():
+                gradients = torch.autograd.grad(
+                    roots,
+                    [primals[position] for position in convention.gradient_inputs],
+                    seeds,
+                    allow_unused=True,
+                )
+        return [*outputs, *updated, *gradients]
 
     with fake_mode:
         specs = [convention.specs[position] for position in tangents]
@@ -125,13 +113,7 @@ def trace_joint(
         fake_mode,
         failures_explained(),
     ):
-        traced = make_fx(
-            joint,
-            decomposition_table={**random_order.DECOMPOSITIONS, **decompositions},
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-            record_stack_traces=False,
-        )(*leaves, *seeds)
+        traced = record(joint, (*leaves, *seeds), decompositions, fake_mode)
     _check_overlap(examples, mutated)
     check_random_state(traced)
 
@@ -196,13 +178,6 @@ def _check_traceable(module: torch.fx.GraphModule) -> None:
             raise Unsupported("default-dtype", "the program changes the default dtype between its operations")
         if node.target == "requires_grad_":
             raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
-
-
-def _unwrap(value: torch.Tensor | None) -> torch.Tensor | None:
-    if not isinstance(value, FunctionalTensor):
-        return value
-    sync(value)
-    return from_functional_tensor(value.elem)
 
 
 def _check_layouts(module: torch.fx.GraphModule, convention: CallingConvention) -> None:

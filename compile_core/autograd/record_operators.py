@@ -1,0 +1,194 @@
+"""Records what a function of tensors does as a graph of functional ATen operators.
+
+Three things lie on top of one another. Autograd is outermost, as ever, so that gradients may be asked for inside the
+function. Below it functionalization turns mutation and views into pure operators. What is left arrives here, one
+operator at a time: it is decomposed, or else run on fake tensors and written down as a node.
+
+Source: the same layers as ``make_fx`` under torch's AOTAutograd, without what only other users of those need (proxies
+that can be computed with, constants followed through the program, tensor subclasses): that took half of a trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import snapshot_fake
+from torch.fx.traceback import current_meta
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_core.autograd import functional_batch_norm, random_order
+
+# torch exports these without declaring them.
+_to_functional: Any = torch._to_functional_tensor  # type: ignore[attr-defined]
+_from_functional: Any = torch._from_functional_tensor  # type: ignore[attr-defined]
+_is_functional: Any = torch._is_functional_tensor  # type: ignore[attr-defined]
+_mirror_autograd_meta: Any = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
+_sync: Any = torch._sync  # type: ignore[attr-defined]
+_enable_functionalization: Any = torch._enable_functionalization  # type: ignore[attr-defined]
+_disable_functionalization: Any = torch._disable_functionalization  # type: ignore[attr-defined]
+
+aten = torch.ops.aten
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+# They ask about a tensor and compute nothing.
+_QUESTIONS = frozenset({torch.ops.prim.device.default})
+
+
+def record(
+    function: Callable[..., Sequence[torch.Tensor | None]],
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    fake_mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """The operators below autograd of ``function(*inputs)``, as a graph.
+
+    Args:
+        function: is called once, with functional tensors that stand for ``inputs``; what it changes in place, it
+            changes in those alone.
+        inputs: fake tensors, leaves where they require gradients.
+        decompositions: operator -> function that expresses it in others, or returns ``NotImplemented``.
+        fake_mode: their mode, which must be on.
+
+    Returns:
+        A module with one placeholder for each input and the results of ``function`` as a tuple. Nodes have their fake
+        result in ``meta["val"]``, and what ``torch.fx.traceback.annotate`` said of them in ``meta["custom"]``.
+    """
+    table = {**random_order.DECOMPOSITIONS, **functional_batch_norm.DECOMPOSITIONS, **decompositions}
+    recorder = OperatorRecorder(table, fake_mode)
+    placeholders = [recorder.placeholder(tensor) for tensor in inputs]
+    _enable_functionalization(reapply_views=True)
+    try:
+        with recorder:
+            results = [_unwrapped(result) for result in function(*map(_wrapped, placeholders))]
+    finally:
+        _disable_functionalization()
+    return recorder.finish(results)
+
+
+def _wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    functional = _to_functional(tensor)
+    _mirror_autograd_meta(tensor, functional)
+    return functional
+
+
+def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not _is_functional(tensor):
+        return tensor
+    _sync(tensor)
+    return _from_functional(tensor)
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """The mode that makes the nodes; see ``record``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, decompositions: Decompositions, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
+        self._decompositions = decompositions
+        self._graph = fx.Graph()
+        self._root = torch.nn.Module()
+        # By identity. The tensor is kept, so that no other one takes its identity.
+        self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+
+    def placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
+        node = self._graph.placeholder(f"input_{len(self._nodes)}")
+        self._name(tensor, node)
+        return tensor
+
+    def finish(self, results: Sequence[torch.Tensor | None]) -> fx.GraphModule:
+        self._graph.output(tuple(self._argument(result) for result in results))
+        return fx.GraphModule(self._root, self._graph, "joint")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        decompose = self._decompositions.get(func)
+        if decompose is not None:
+            with self:
+                result = decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        elif _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            func = (
+                aten.lift_fresh_copy.default
+            )  # a constant of the graph must not be changed by whom it is lifted for
+        arguments = tuple([self._argument(value) for value in args])
+        keywords = {key: self._argument(value) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        node = self._graph.create_node("call_function", func, arguments, keywords, _name_of(func))
+        self._mark(node)
+        self._take(result, node)
+        return result
+
+    def _take(self, result: Any, node: fx.Node) -> None:
+        if isinstance(result, torch.Tensor):
+            self._name(result, node)
+        elif isinstance(result, (tuple, list)):
+            node.meta["val"] = type(result)(
+                snapshot_fake(item) if isinstance(item, torch.Tensor) else item for item in result
+            )
+            for position, item in enumerate(result):
+                if isinstance(item, torch.Tensor):
+                    element = self._graph.create_node("call_function", operator.getitem, (node, position))
+                    self._mark(element)
+                    self._name(item, element)
+        else:
+            node.meta["val"] = result
+
+    def _name(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        node.meta["val"] = snapshot_fake(tensor)
+        self._nodes[id(tensor)] = (tensor, node)
+
+    def _mark(self, node: fx.Node) -> None:
+        annotation = current_meta.get("custom")
+        if annotation:
+            node.meta["custom"] = dict(annotation)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found = self._nodes.get(id(value))
+            return found[1] if found is not None else self._constant(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._argument(item) for item in value])
+        return value
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        """A tensor that the function did not get and did not compute."""
+        name = f"_tensor_constant{sum(1 for _ in self._root.buffers())}"
+        self._root.register_buffer(name, tensor, persistent=False)
+        node = self._graph.get_attr(name)
+        node.meta["val"] = self._fake_mode.from_tensor(tensor, static_shapes=True)
+        self._nodes[id(tensor)] = (tensor, node)
+        return node
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether autograd would have decomposed it; below autograd, as inside a decomposition, nobody did."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        and not any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA")
+        )
+    )
+
+
+@functools.cache
+def _name_of(func: Any) -> str:
+    return getattr(func, "overloadpacket", func).__name__
