@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
-from torch.fx.traceback import current_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_core.autograd import functional_batch_norm, random_order
@@ -155,7 +155,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes[id(tensor)] = (tensor, node)
 
     def _mark(self, node: fx.Node) -> None:
-        annotation = current_meta.get("custom")
+        annotation = node_metadata.current_meta.get("custom")  # torch exchanges the whole dictionary at times
         if annotation:
             node.meta["custom"] = dict(annotation)
 
