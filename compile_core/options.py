@@ -87,6 +87,12 @@ class CompileOptions:
             convert=float,
         ),
     )
+    double_backward: bool = field(
+        default=False,
+        metadata=_flag(
+            "gradients can be differentiated again, as a gradient penalty does; keeps the inputs for that"
+        ),
+    )
     verify: bool = field(
         default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0",
         metadata=_flag("check what every stage hands on; costs compile time"),

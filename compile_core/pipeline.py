@@ -15,6 +15,7 @@ import torch
 
 from compile_core import config
 from compile_core.autograd.bind import BoundGraph, bind_autograd
+from compile_core.autograd.double_backward import differentiable_backward
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
@@ -141,11 +142,12 @@ def compile_stages(
 
     schedule = whole_schedule("forward", graph.forward)
     forward = link(schedule, _compile_regions(schedule, backend, options, dump), None)
-    backward = None
+    backward = again = None
     if graph.backward is not None:
         schedule, communicator = _plan_backward(graph, inputs, planner)
         backward = link(schedule, _compile_regions(schedule, backend, options, dump), communicator)
-    return CompiledGraph(bind_autograd(graph, forward, backward), forward, backward, graph)
+        again = differentiable_backward(module, joint) if options.double_backward else None
+    return CompiledGraph(bind_autograd(graph, forward, backward, again), forward, backward, graph)
 
 
 def _plan_backward(

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from compile_core.errors import Unsupported
+from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
+from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias
-from compile_core.ir.tensor_spec import TensorSpec
 
 # torch exports it without declaring it.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
@@ -24,7 +24,8 @@ class BoundGraph:
     """A compiled graph, called as ``bound(*tensors)``; returns the captured graph's flat tuple of tensors.
 
     It behaves as the captured graph: gradients flow through it, inputs that the program changes are changed,
-    results that are inputs are those very inputs. Differentiating it twice is an error.
+    results that are inputs are those very inputs. Differentiating it twice is an error, but with a
+    ``differentiable_backward``.
     """
 
     forward: Program
@@ -33,6 +34,8 @@ class BoundGraph:
     saved_primals: tuple[int | None, ...]
     signature: GraphSignature
     replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    backward_module: torch.fx.GraphModule | None
+    differentiable_backward: DifferentiableBackward | None
 
     def __call__(self, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         signature = self.signature
@@ -41,7 +44,7 @@ class BoundGraph:
             with torch.no_grad():
                 outputs = [_standalone(value) for value in self.forward([*primals])]
         else:
-            outputs = _CompiledGraph.apply(self, *primals)
+            outputs = CompiledCall.apply(self, *primals)
         if signature.mutated:
             with torch.no_grad():
                 for positions, updates in self.replays:
@@ -54,17 +57,27 @@ class BoundGraph:
             for result in signature.results
         )
 
-    def differentiate(self, saved_and_tangents: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients; with ``create_graph=True`` as tensors that cannot be differentiated again."""
-        assert self.backward is not None
+    def differentiate(
+        self, saved: list[torch.Tensor], arriving: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients as values. The list of saved tensors is emptied."""
+        assert self.backward is not None and self.backward_module is not None
+        specs = self.signature.tangent_specs
         with torch.no_grad():
-            gradients = self.backward(saved_and_tangents)
-        if torch.is_grad_enabled():
-            return _Undifferentiable.apply(torch.empty(0, requires_grad=True), *gradients)
-        return gradients
+            if are_batched(arriving):
+                # Only torch's own kernels can take them.
+                tangents = map(batched_as_specified, arriving, specs)
+                return self.backward_module.forward(*saved, *tangents)
+            saved += map(as_specified, arriving, specs)
+            return self.backward(saved)
 
 
-def bind_autograd(graph: PartitionedGraph, forward: Program, backward: Program | None) -> BoundGraph:
+def bind_autograd(
+    graph: PartitionedGraph,
+    forward: Program,
+    backward: Program | None,
+    differentiable_backward: DifferentiableBackward | None = None,
+) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
     Args:
@@ -73,10 +86,20 @@ def bind_autograd(graph: PartitionedGraph, forward: Program, backward: Program |
             primals.
         backward: takes the saved values and the tangents, returns a gradient or ``None`` for each gradient
             input.
+        differentiable_backward: computes gradients that are to be differentiated.
     """
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
-    return BoundGraph(forward, backward, graph.num_outputs, saved_primals, graph.signature, _replays(graph))
+    return BoundGraph(
+        forward,
+        backward,
+        graph.num_outputs,
+        saved_primals,
+        graph.signature,
+        _replays(graph),
+        graph.backward,
+        differentiable_backward,
+    )
 
 
 def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -96,13 +119,17 @@ def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int,
     )
 
 
-class _CompiledGraph(torch.autograd.Function):
+class CompiledCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = bound.forward([*primals])
         outputs = tuple(_standalone(value) for value in results[: bound.num_outputs])
         computed = iter(results[bound.num_outputs :])
-        ctx.save_for_backward(*(next(computed) if k is None else primals[k] for k in bound.saved_primals))
+        saved = [next(computed) if k is None else primals[k] for k in bound.saved_primals]
+        if bound.differentiable_backward is not None:
+            changed = {mutation.input for mutation in bound.signature.mutated}
+            saved += (primal.clone() if k in changed else primal for k, primal in enumerate(primals))
+        ctx.save_for_backward(*saved)
         ctx.bound = bound
         ctx.set_materialize_grads(False)
         differentiable = set(bound.signature.tangents)
@@ -117,63 +144,30 @@ class _CompiledGraph(torch.autograd.Function):
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
         if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
-        tangents = [_as_specified(g, spec) for g, spec in zip(arriving, signature.tangent_specs, strict=True)]
-        inputs = [*ctx.saved_tensors, *tangents]
-        # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps
-        # it).
-        ctx.maybe_clear_saved_tensors()
-        del arriving, tangents
-        found = bound.differentiate(inputs)
+        count = len(bound.saved_primals)
+        again = bound.differentiable_backward
+        # A backward that needs nothing can be run as often as one likes.
+        kept = ctx.saved_tensors if count or torch.is_grad_enabled() else ()
+        saved = [*kept[:count]]
+        if not torch.is_grad_enabled():
+            # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps
+            # it).
+            ctx.maybe_clear_saved_tensors()
+            del kept
+            found = bound.differentiate(saved, arriving)
+        elif again is not None:
+            found = again(kept[count:], arriving)
+        else:
+            sources = [*saved, *(gradient for gradient in arriving if gradient is not None)]
+            found = undifferentiable(bound.differentiate(saved, arriving), sources, ctx)
         for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for position, gradient, sources in zip(
+        for position, gradient, depends_on in zip(
             signature.gradient_inputs, found, signature.gradient_tangents, strict=True
         ):
             # What only depends on gradients that did not arrive is undefined, not zero.
-            if not sources or not absent.issuperset(sources):
+            if not depends_on or not absent.issuperset(depends_on):
                 for_primals[position + 1] = gradient
         return tuple(for_primals)
-
-
-class _Undifferentiable(torch.autograd.Function):
-    """Passes gradients on as results of an operation whose own backward is an error.
-
-    Without it they would count as constants, and a gradient penalty would silently do nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, root: torch.Tensor, *gradients: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        raise Unsupported(
-            "double-backward",
-            "the gradients of a compiled graph are differentiated",
-            "call the module uncompiled where create_graph=True is needed, as for a gradient penalty",
-        )
-
-
-def _as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
-    """The arriving gradient in the layout that the backward was traced with; zeros where none arrived."""
-    if (
-        gradient is not None
-        and _has_layout(gradient, spec)
-        and not gradient.is_conj()
-        and not gradient.is_neg()
-    ):
-        return gradient
-    expected = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    return expected.zero_() if gradient is None else expected.copy_(gradient)
-
-
-def _has_layout(tensor: torch.Tensor, spec: TensorSpec) -> bool:
-    stride = tuple(tensor.stride())
-    if stride == spec.stride:
-        return True
-    # Strides of dims of one element say nothing.
-    return all(n == 1 or a == b for n, a, b in zip(spec.shape, stride, spec.stride, strict=True))
 
 
 def _standalone(value: torch.Tensor) -> torch.Tensor:

@@ -91,16 +91,41 @@ def _autocast_depth() -> int:
     return deeper - 1
 
 
+@dataclass(frozen=True)
+class TorchModes:
+    """Grad mode, autocast and all switches, as they were at one time."""
+
+    grad_enabled: bool
+    autocast_cache_enabled: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    switches: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def now() -> TorchModes:
+        return TorchModes(
+            torch.is_grad_enabled(),
+            torch.is_autocast_cache_enabled(),
+            tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in _AUTOCAST_DEVICES
+            ),
+            read_switches(),
+        )
+
+    def turn_on(self) -> None:
+        """Make them torch's modes."""
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache_enabled)
+        turn_back(self.switches)
+        torch.set_grad_enabled(self.grad_enabled)
+
+
 @contextmanager
 def preserved_switches() -> Iterator[None]:
-    """Grad mode, autocast and all switches are afterwards as before, whatever stops in between."""
-    grad_enabled = torch.is_grad_enabled()
-    cache_enabled = torch.is_autocast_cache_enabled()
-    autocast = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _AUTOCAST_DEVICES
-    ]
-    settings = read_switches()
+    """Torch's modes are afterwards as before, whatever stops in between."""
+    before = TorchModes.now()
     depth = _autocast_depth()
     try:
         yield
@@ -108,12 +133,7 @@ def preserved_switches() -> Iterator[None]:
         while _autocast_depth() > depth:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
-        for device, enabled, dtype in autocast:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(cache_enabled)
-        turn_back(settings)
-        torch.set_grad_enabled(grad_enabled)
+        before.turn_on()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
-from compile_core.options import CompileOptions
+from compile_core.options import parse_options
 from compile_core.pipeline import CompiledGraph, SchedulePlanner, compile_stages
 
 Program = Callable[..., Any]
@@ -51,11 +51,17 @@ def compile_program(
     inputs: Sequence[torch.Tensor],
     planner: SchedulePlanner | None = None,
     backend: str = "aot_eager",
+    options: Mapping[str, Any] | None = None,
 ) -> CompiledGraph:
     resolved = resolve_backend(backend)
     assert isinstance(resolved, RegionBackend)
     return compile_stages(
-        captured(program), fakes(inputs), inputs, backend=resolved, options=CompileOptions(), planner=planner
+        captured(program),
+        fakes(inputs),
+        inputs,
+        backend=resolved,
+        options=parse_options(None, options),
+        planner=planner,
     )
 
 

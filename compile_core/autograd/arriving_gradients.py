@@ -1,0 +1,47 @@
+"""Gradients on their way into a compiled backward, which was traced for one layout of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
+
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
+    """The gradient in the layout of ``spec``; zeros where none arrived."""
+    if (
+        gradient is not None
+        and _has_layout(gradient, spec)
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+    ):
+        return gradient
+    expected = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    return expected.zero_() if gradient is None else expected.copy_(gradient)
+
+
+def are_batched(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether many gradients arrive as one tensor of ``vmap`` (``is_grads_batched``), which has no memory itself."""
+    return peek_interpreter_stack() is not None or any(
+        gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients
+    )
+
+
+def batched_as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
+    """The same where they are batched: each gradient of the batch gets the layout, which is dense."""
+    if gradient is None:
+        return as_specified(None, spec)
+    outermost_first = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
+    rows = gradient.resolve_conj().resolve_neg().permute(outermost_first).contiguous()
+    return rows.permute([outermost_first.index(dim) for dim in range(len(spec.shape))])
+
+
+def _has_layout(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    stride = tuple(tensor.stride())
+    if stride == spec.stride:
+        return True
+    # Strides of dims of one element say nothing.
+    return all(n == 1 or a == b for n, a, b in zip(spec.shape, stride, spec.stride, strict=True))
