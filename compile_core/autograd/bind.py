@@ -10,6 +10,7 @@ import torch
 
 from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
 from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
+from compile_core.autograd.preserved_modes import without_autocast
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias
 
 # torch exports it without declaring it.
@@ -26,6 +27,8 @@ class BoundGraph:
     It behaves as the captured graph: gradients flow through it, inputs that the program changes are changed,
     results that are inputs are those very inputs. Differentiating it twice is an error, but with a
     ``differentiable_backward``.
+
+    ``enables_gradients`` says that the program does so itself, where the caller has switched them off.
     """
 
     forward: Program
@@ -36,13 +39,20 @@ class BoundGraph:
     replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     backward_module: torch.fx.GraphModule | None
     differentiable_backward: DifferentiableBackward | None
+    enables_gradients: bool
 
     def __call__(self, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.enables_gradients:
+            with torch.enable_grad():
+                return self._run(primals)
+        return self._run(primals)
+
+    def _run(self, primals: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         signature = self.signature
         if self.backward is None:
             # Inputs may require gradients although no result does; ``out=`` kernels would refuse them.
             with torch.no_grad():
-                outputs = [_standalone(value) for value in self.forward([*primals])]
+                outputs = [_standalone(value) for value in _call(self.forward, [*primals])]
         else:
             outputs = CompiledCall.apply(self, *primals)
         if signature.mutated:
@@ -67,9 +77,10 @@ class BoundGraph:
             if are_batched(arriving):
                 # Only torch's own kernels can take them.
                 tangents = map(batched_as_specified, arriving, specs)
-                return self.backward_module.forward(*saved, *tangents)
+                module = self.backward_module
+                return _call(lambda inputs: module.forward(*inputs), [*saved, *tangents])
             saved += map(as_specified, arriving, specs)
-            return self.backward(saved)
+            return _call(self.backward, saved)
 
 
 def bind_autograd(
@@ -87,6 +98,8 @@ def bind_autograd(
         backward: takes the saved values and the tangents, returns a gradient or ``None`` for each gradient
             input.
         differentiable_backward: computes gradients that are to be differentiated.
+
+    The grad mode must be that in which the graph was traced.
     """
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
@@ -99,7 +112,16 @@ def bind_autograd(
         _replays(graph),
         graph.backward,
         differentiable_backward,
+        enables_gradients=backward is not None and not torch.is_grad_enabled(),
     )
+
+
+def _call(program: Program, arguments: list[torch.Tensor]) -> Sequence[Any]:
+    """Runs a program, whose casts are operations of its own, without the caller's autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return program(arguments)
+    with without_autocast():
+        return program(arguments)
 
 
 def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -122,7 +144,7 @@ def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int,
 class CompiledCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = bound.forward([*primals])
+        results = _call(bound.forward, [*primals])
         outputs = tuple(_standalone(value) for value in results[: bound.num_outputs])
         computed = iter(results[bound.num_outputs :])
         saved = [next(computed) if k is None else primals[k] for k in bound.saved_primals]
