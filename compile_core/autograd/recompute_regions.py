@@ -59,22 +59,6 @@ class RegionMark:
     policy: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def mark_regions(module: GraphModule) -> GraphModule:
-    """The program with checkpoints that run their body once, marking its operators; ``module`` stays as it is.
-
-    The marks appear where the program is traced under ``torch.fx.traceback.preserve_node_meta``.
-    """
-    if not any(node.target is higher_order.checkpoint for node in module.graph.nodes):
-        return module
-    marked = copy.copy(module)
-    marked.graph = copy.deepcopy(module.graph)
-    for node in marked.graph.nodes:
-        if node.target is higher_order.checkpoint:
-            node.target = _run_marked
-    marked.recompile()
-    return marked
-
-
 def mark_of(node: Node) -> RegionMark | None:
     """The mark of an operator of the traced program; ``None`` outside of all checkpoints."""
     return node.meta.get("custom", {}).get(_MARK)
@@ -92,10 +76,13 @@ def check_random_state(module: GraphModule) -> None:
             )
 
 
-def _run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
-    inner = mark_regions(body) if isinstance(body, GraphModule) else body
+def run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
+    """A checkpoint that runs its body once and marks the operators of it.
+
+    The marks appear where the program is traced under ``torch.fx.traceback.preserve_node_meta``.
+    """
     if _MARK in node_metadata.current_meta.get("custom", {}):
-        return higher_order.checkpoint_once(inner, options, *tensors)
+        return higher_order.checkpoint_once(body, options, *tensors)
     mark = RegionMark(next(_numbers), options.keywords.get("preserve_rng_state", True))
     policy = _policy_of(options.keywords.get("context_fn"))
     versions = [tensor._version for tensor in tensors]
@@ -103,7 +90,7 @@ def _run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
         stack.enter_context(node_metadata.annotate({_MARK: mark}))
         if policy is not None:
             stack.enter_context(_AskPolicy(mark, policy))
-        results = higher_order.checkpoint_once(inner, options, *tensors)
+        results = higher_order.checkpoint_once(body, options, *tensors)
     if [tensor._version for tensor in tensors] != versions:
         raise Unsupported("checkpoint-mutation", "a checkpointed function changes a tensor in place")
     return results

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from compile_core.autograd import functional_batch_norm, random_order
 
@@ -83,6 +84,17 @@ def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor
     _sync(tensor)
     return _from_functional(tensor)
+
+
+@contextmanager
+def outside_of_recording() -> Iterator[None]:
+    """For what a recorded function does that is no part of the record, such as recording another function."""
+    _disable_functionalization()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _enable_functionalization(reapply_views=True)
 
 
 class OperatorRecorder(TorchDispatchMode):

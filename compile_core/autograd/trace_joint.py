@@ -31,13 +31,16 @@ from compile_core.autograd.calling_convention import (
     failures_explained,
     find_calling_convention,
 )
+from compile_core.autograd.control_flow import ControlFlow
+from compile_core.autograd.kept_calls import KeptCalls, kept_calls
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
-from compile_core.autograd.recompute_regions import check_random_state, mark_regions
+from compile_core.autograd.recompute_regions import check_random_state, run_marked
 from compile_core.autograd.record_operators import Decompositions, record
+from compile_core.autograd.replace_calls import replace_calls
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
-from compile_core.ir.control_flow import DATA_DEPENDENT
+from compile_core.ir import higher_order
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -65,7 +68,20 @@ def trace_joint(
     """
     fake_mode = _fake_mode_of(examples)
     _check_traceable(module)
-    module = mark_regions(module)
+    with kept_calls() as calls:
+        control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
+        replacements = {higher_order.checkpoint: run_marked, **control_flow.replacements()}
+        traceable = replace_calls(module, replacements)
+        return _trace(traceable, examples, fake_mode, decompositions, calls)
+
+
+def _trace(
+    module: torch.fx.GraphModule,
+    examples: Sequence[torch.Tensor],
+    fake_mode: FakeTensorMode,
+    decompositions: Decompositions,
+    calls: KeptCalls,
+) -> JointGraph:
     convention = find_calling_convention(module, examples, fake_mode)
     num_results = len(convention.picks)
     # Results that take gradients, then inputs that got a history by being changed.
@@ -116,6 +132,7 @@ def trace_joint(
         traced = record(joint, (*leaves, *seeds), decompositions, fake_mode)
     _check_overlap(examples, mutated)
     check_random_state(traced)
+    calls.settle(traced)
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_outputs = num_results + len(mutated)
@@ -167,11 +184,6 @@ def _check_traceable(module: torch.fx.GraphModule) -> None:
     """Refuse a program that does more than compute from its inputs, in itself or in a body that it holds."""
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
-        if node.target in DATA_DEPENDENT:
-            raise Unsupported(
-                "data-dependent-control-flow",
-                "the program has a torch.cond or torch.while_loop that data decide",
-            )
         if node.target is _enter_inference_mode:
             raise Unsupported("inference-mode", "the program enters inference mode")
         if node.target is _set_default_dtype:

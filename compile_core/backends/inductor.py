@@ -19,7 +19,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_core.errors import CompileError
+from compile_core.errors import CompileError, Unsupported
+from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.regions import graph_inputs, graph_results
 from compile_core.ir.schedule import Compute
 from compile_core.observe.diagram import draw_graph
@@ -54,6 +55,9 @@ def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Ca
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
     """One graph for TorchInductor; results with a destination are stored there by its kernels."""
     inductor = _inductor()
+    for node in compute.module.graph.nodes:
+        if isinstance(node.target, KeptCall):
+            raise Unsupported("kept-call", f"TorchInductor takes no call of {node.target}")
     module = _with_stores(compute)
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
     examples = [node.meta["val"] for node in graph_inputs(module)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Body = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -14,6 +15,8 @@ def cond(
     predicate: torch.Tensor, on_true: Body, on_false: Body, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """The results of one of two bodies, as tensors of their own that depend on all tensors for autograd."""
+    if isinstance(predicate, FakeTensor):
+        return cond_example(predicate, on_true, on_false, *tensors)
     return _as_new_tensors((on_true if predicate else on_false)(*tensors), tensors)
 
 
@@ -32,6 +35,8 @@ def while_loop(
 
     The first ``num_carried`` tensors are carried, the others are read by both bodies.
     """
+    if isinstance(tensors[0], FakeTensor):
+        return while_loop_example(condition, step, num_carried, *tensors)
     carried, lifted = tensors[:num_carried], tensors[num_carried:]
     while condition(*carried, *lifted)[0]:
         carried = step(*carried, *lifted)
@@ -76,5 +81,5 @@ class _Depend(torch.autograd.Function):
         return (None, *gradients, *zeros)
 
 
-# The data decide how these run, so no trace can follow them.
+# The data decide how these run, so no trace can go through them.
 DATA_DEPENDENT = (cond, while_loop)

@@ -169,7 +169,7 @@ class ExternCall:
     """A call of one of torch's kernels.
 
     Attributes:
-        target: the operator overload.
+        target: the operator overload, or a ``KeptCall``.
         arguments, keywords: as for the operator, every tensor replaced by a ``View``.
         outputs: names of the buffers that it defines, ``None`` for a result nobody uses. A single-result operator has
             one entry.

@@ -35,7 +35,7 @@ _KEPT_WHOLE = frozenset(
         "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put", "scatter_add",
         "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
-        "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_",
+        "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_", "kept_call",
     }
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compile_core.errors import Unsupported
+from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.loops import View
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
@@ -22,12 +23,12 @@ aten = torch.ops.aten
 def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
     """Emits the call of a node's operator; returns its result or, for several, a list of them."""
     target, fake, place = node.target, node.meta.get("val"), plan.places.get(node)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, (torch._ops.OpOverload, KeptCall)):
         raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
     if node in plan.bare:
         return _product_plus_bias(builder, node, args)
     single = isinstance(fake, torch.Tensor)
-    if single and (target in OUT_VARIANTS or place is not None):
+    if single and not isinstance(target, KeptCall) and (target in OUT_VARIANTS or place is not None):
         variant = out_variant(target)
         factor = plan.factors.get(node)
         if variant is not None and factor is not None:

@@ -25,9 +25,9 @@ def check_same(
     for call in range(calls):
         torch.manual_seed(call)
         arguments = make_arguments()
-        twins = pytree.tree_map(_twin, arguments)
-        expected = _run(program, arguments, call)
-        found = _run(compiled, twins, call)
+        twins = pytree.tree_map(twin_of, arguments)
+        expected = run_once(program, arguments, call)
+        found = run_once(compiled, twins, call)
         for part, one, other in zip(
             ("results", "arguments", "gradients", "random state"), expected, found, strict=True
         ):
@@ -35,7 +35,7 @@ def check_same(
     return compiled
 
 
-def _run(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+def run_once(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     torch.manual_seed(seed)
     results = function(*arguments)
     leaves = pytree.tree_leaves(arguments)
@@ -49,7 +49,7 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int) ->
     return results, arguments, gradients, torch.get_rng_state()
 
 
-def _twin(value: Any) -> Any:
+def twin_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value.detach())
         return twin.requires_grad_(value.requires_grad)

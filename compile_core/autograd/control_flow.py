@@ -1,0 +1,174 @@
+"""Control flow that data decide, in a joint trace: both branches, or the step of a loop, behind one kept call.
+
+Each body is traced and partitioned as a graph of its own, under the modes that hold where the program calls it. What
+runs in the end are torch's own kernels. The gradient of a ``torch.cond`` is a kept call too: it takes the tensors that
+the branches read, and runs the chosen one again before its backward, as torch does.
+
+Limits, each an ``Unsupported``: bodies that draw random numbers, which the second run would draw anew; bodies that
+change a tensor in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+
+from compile_core.autograd.calling_convention import dense_spec, empty_like_spec
+from compile_core.autograd.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
+from compile_core.autograd.partition import partition
+from compile_core.autograd.record_operators import outside_of_recording
+from compile_core.autograd.replace_calls import copy_module
+from compile_core.errors import Unsupported
+from compile_core.ir import control_flow
+from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.kept_calls import KeptCall, in_layout
+from compile_core.ir.random_operators import is_random
+from compile_core.ir.regions import graph_inputs, graph_results
+from compile_core.ir.tensor_spec import TensorSpec
+
+TraceBody = Callable[[GraphModule, Sequence[torch.Tensor]], JointGraph]
+
+
+class ControlFlow:
+    """The calls of a program that data decide, for one trace of it.
+
+    Args:
+        calls: the kept calls of the trace.
+        fake_mode: that of the trace.
+        trace_body: the joint graph of a body for fake tensors.
+    """
+
+    def __init__(self, calls: KeptCalls, fake_mode: FakeTensorMode, trace_body: TraceBody) -> None:
+        self._calls = calls
+        self._fake_mode = fake_mode
+        self._trace_body = trace_body
+
+    def replacements(self) -> Mapping[Any, Callable[..., Any]]:
+        """What is run in the place of calls of the captured graph."""
+        return {control_flow.cond: self._cond, control_flow.while_loop: self._while_loop}
+
+    def _cond(
+        self, predicate: torch.Tensor, on_true: GraphModule, on_false: GraphModule, *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        if isinstance(predicate, FakeTensor):
+            return control_flow.cond_example(predicate, on_true, on_false, *tensors)
+        branches = [self._body(branch, tensors) for branch in (on_true, on_false)]
+        if branches[0].results != branches[1].results:
+            raise Unsupported("different-branches", "the branches of torch.cond have different metadata")
+
+        def run(predicate: torch.Tensor, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            return branches[0 if predicate else 1](*tensors)
+
+        def differentiate(predicate: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
+            branch = branches[0 if predicate else 1]
+            return branch.gradients(rest[: len(tensors)], rest[len(tensors) :])
+
+        forward = KeptCall("cond", run, branches[0].results)
+        if not any(branch.graph.backward for branch in branches):
+            return self._calls.call(forward, [predicate, *tensors])
+        wanted = [dense_spec(TensorSpec.of(tensor)) for tensor in tensors if tensor.requires_grad]
+        kept = DifferentiableCall(forward, KeptCall("cond_backward", differentiate, wanted))
+        return self._calls.call_with_gradients(kept, [predicate.detach(), *tensors])
+
+    def _while_loop(
+        self, condition: GraphModule, step: GraphModule, num_carried: int, *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        if isinstance(tensors[0], FakeTensor):
+            return control_flow.while_loop_example(condition, step, num_carried, *tensors)
+        constants = [tensor.detach() for tensor in tensors]
+        holds, step_body = self._body(condition, constants), self._body(step, constants)
+
+        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            return control_flow.while_loop(holds, step_body, num_carried, *tensors)
+
+        return self._calls.call(KeptCall("while_loop", run, step_body.results), tensors)
+
+    def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _Body:
+        """Traces a body for tensors like those of the outer trace."""
+        like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
+        with outside_of_recording():
+            with self._fake_mode:
+                examples = [empty_like_spec(spec).requires_grad_(tracked) for spec, tracked in like]
+                apart = _with_separate_results(body, examples)
+            joint = self._trace_body(apart, examples)
+        if joint.signature.mutated:
+            raise Unsupported("mutation-in-branch", "a branch or a loop's step changes a tensor in place")
+        if any(is_random(node) for node in joint.module.graph.nodes):
+            raise Unsupported("random-in-branch", "a branch or a loop's step draws random numbers")
+        return _Body(partition(joint))
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A traced body whose results are tensors of its own, called on real tensors without autograd."""
+
+    graph: PartitionedGraph
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = self.graph.forward(*tensors)
+        return tuple(outputs[position] for position in self._positions)
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        nodes = [node for node in graph_results(self.graph.forward) if node is not None]
+        return tuple(TensorSpec.of(nodes[position].meta["val"]) for position in self._positions)
+
+    @property
+    def _positions(self) -> list[int]:
+        positions = [position for position in self.graph.signature.results if isinstance(position, int)]
+        assert len(positions) == len(self.graph.signature.results)
+        return positions
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """For each tensor that requires one; ``arriving`` are those of the floating-point results."""
+        graph, signature = self.graph, self.graph.signature
+        if graph.backward is None:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        outputs = graph.forward(*tensors)
+        inputs = graph_inputs(graph.forward)
+        saved = {node.name: tensor for node, tensor in zip(inputs, tensors, strict=True)}
+        computed = [name for name in graph.saved if name not in saved]
+        saved |= zip(computed, outputs[graph.num_outputs :], strict=True)
+        tangents = dict(
+            zip(filter(lambda k: takes_gradients(outputs[k]), self._positions), arriving, strict=True)
+        )
+        specified = [
+            in_layout(tangents[position], spec)
+            for position, spec in zip(signature.tangents, signature.tangent_specs, strict=True)
+        ]
+        found = graph.backward(*(saved[name] for name in graph.saved), *specified)
+        return [
+            torch.zeros_like(tensors[position]) if gradient is None else gradient
+            for position, gradient in zip(signature.gradient_inputs, found, strict=True)
+        ]
+
+
+def _with_separate_results(body: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
+    """The body with copies for results in the memory of an input or of one another, as ``torch.cond`` gives them."""
+    with torch.no_grad():
+        results = body(*examples)
+    taken = {tensor.untyped_storage()._cdata for tensor in examples}
+    shared = []
+    for position, result in enumerate(results):
+        memory = result.untyped_storage()._cdata
+        if memory in taken:
+            shared.append(position)
+        taken.add(memory)
+    if not shared:
+        return body
+    apart = copy_module(body)
+    (output,) = apart.graph.find_nodes(op="output")
+    nodes = list(output.args[0])
+    with apart.graph.inserting_before(output):
+        for position in shared:
+            nodes[position] = apart.graph.call_function(torch.clone, (nodes[position],))
+    output.args = (tuple(nodes),)
+    apart.recompile()
+    return apart
