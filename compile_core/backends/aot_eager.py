@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx.graph import CodeGen
 
 from compile_core.ir.schedule import Compute
 from compile_core.observe.diagram import draw_graph
@@ -25,18 +26,39 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     """Interprets the region's graph; a result with a destination is copied there."""
     del options
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
+    run = _taking_a_list(compute.module)
     num_inputs = len(compute.inputs)
-    stored = [(k, position) for position, k in enumerate(_stored_outputs(compute))]
+    stored = [compute.outputs.index(name) for name in compute.destinations]
+    if not stored:
+        return run
 
-    def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch.no_grad():
-            results = list(compute.module(*arguments[:num_inputs]))
-            for k, position in stored:
-                results[k] = arguments[num_inputs + position].copy_(results[k])
+    def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        destinations = arguments[num_inputs:]
+        del arguments[num_inputs:]
+        results = list(run(arguments))
+        for k, destination in zip(stored, destinations, strict=True):
+            results[k] = destination.copy_(results[k])
         return results
 
-    return run
+    return run_and_store
 
 
-def _stored_outputs(compute: Compute) -> list[int]:
-    return [compute.outputs.index(name) for name in compute.destinations]
+def _taking_a_list(module: torch.fx.GraphModule) -> Region:
+    """The graph as a function of one list."""
+    graph = torch.fx.Graph()
+    result = graph.graph_copy(module.graph, {})
+    graph.output(result)
+    graph.set_codegen(_TakingAList())
+    return torch.fx.GraphModule(module, graph).forward
+
+
+class _TakingAList(CodeGen):
+    """Code that empties the list of its inputs, so that each is free after its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        del options
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars if name != "self"]
+        taken = "".join(f"{name}, " for name in names)
+        lines = [f"def {self._func_name}(self, arguments){maybe_return_annotation}:"]
+        lines += [f"    {taken}= arguments", "    arguments.clear()"] if names else []
+        return "\n".join(lines)

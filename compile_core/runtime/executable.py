@@ -17,7 +17,7 @@ from compile_core.runtime.communicator import Communicator, RegionObserver
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
 # outputs, with the destination itself as the value of an output that was stored there. The list that it is
-# given is its own: a region empties it to free each input after its last use.
+# given is its own: a region empties it to free each input after its last use. Gradients are off where it is called.
 Region = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -34,8 +34,11 @@ class Executable:
     observer: RegionObserver | None = None
     _last_reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _unread: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _only: Region | None = field(default=None, repr=False)
 
-    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        if self._only is not None and self.observer is None:
+            return self._only(inputs)
         values = dict(zip(self.schedule.inputs, inputs, strict=True))
         inputs.clear()
         communicator, observer = self.communicator, self.observer
@@ -87,8 +90,23 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
         raise InternalError(f"schedule {schedule.name} reduces gradients, but no communicator was given")
     last_reads, unread = _lifetimes(schedule)
     return Executable(
-        schedule, regions, communicator if reduces else None, _last_reads=last_reads, _unread=unread
+        schedule,
+        regions,
+        communicator if reduces else None,
+        _last_reads=last_reads,
+        _unread=unread,
+        _only=None if reduces else _only_region(schedule, regions),
     )
+
+
+def _only_region(schedule: Schedule, regions: Mapping[str, Region]) -> Region | None:
+    """The region that is all of the schedule, if there is one: it needs nobody to pass values on."""
+    if len(schedule.steps) != 1:
+        return None
+    (step,) = schedule.steps
+    if not isinstance(step, Compute) or (step.inputs, step.outputs) != (schedule.inputs, schedule.outputs):
+        return None
+    return regions[step.name]
 
 
 def _lifetimes(schedule: Schedule) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:

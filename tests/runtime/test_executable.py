@@ -136,6 +136,22 @@ def test_missing_communicator(step):
 
 
 def test_wrong_number_of_inputs():
-    run = link(schedule("x", ("y",), compute("region", "x", "y")), {"region": double}, None)
+    steps = compute("first", "x", "y"), compute("second", "y", "z")
+    run = link(schedule("x", ("z",), *steps), {"first": double, "second": double}, None)
     with pytest.raises(ValueError):
         run([])
+
+
+def test_a_region_that_is_all_gets_the_list_itself():
+    given: list[list[torch.Tensor]] = []
+
+    def region(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        given.append(arguments)
+        return double(arguments)
+
+    run = link(schedule("x", ("y",), compute("region", "x", "y")), {"region": region}, None)
+    inputs = [torch.ones(2)]
+    assert torch.equal(run(inputs)[0], torch.full((2,), 2.0)) and given[0] is inputs
+    recorder = run.observer = Recorder()
+    run([torch.ones(2)])
+    assert recorder.events == ["region started", "region finished"]
