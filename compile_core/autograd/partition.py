@@ -11,6 +11,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from compile_core.autograd.memory_budget import choose_within_budget
 from compile_core.autograd.min_cut import CutProblem, ancestors, bytes_of
 from compile_core.autograd.recompute_orders import find_orders
+from compile_core.autograd.separate_results import memory_of
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
 from compile_core.ir.random_operators import is_random
@@ -48,7 +49,9 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         [*outputs, *computed],
         effects=[node for node in random if node not in only_backward],
     )
-    names = {node: _copy_input(forward, node.name) if node in changed else node.name for node in saved}
+    names = {
+        node: _copy_saved(forward, node.name) if memory_of(node) in changed else node.name for node in saved
+    }
     backward = _extract(
         joint.module,
         names | {node: node.name for node in tangents},
@@ -135,17 +138,20 @@ def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
-def _copy_input(forward: GraphModule, name: str) -> str:
-    """Makes the forward return a copy of an input in the input's stead; returns the copy's name.
+def _copy_saved(forward: GraphModule, name: str) -> str:
+    """Makes the forward return a copy of a value in the value's stead; returns the copy's name.
 
     Inputs that the program changes are changed when the forward has ended, and the backward needs the old
-    values.
+    values of them and of their views.
     """
-    (source,) = (node for node in forward.graph.find_nodes(op="placeholder") if node.name == name)
+    (source,) = (node for node in forward.graph.nodes if node.name == name)
     (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
     with forward.graph.inserting_before(output):
         copy = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
     copy.meta["val"] = source.meta["val"].clone()
-    output.replace_input_with(source, copy)
+    # Behind the program's own results, among which the value may be too.
+    results[len(results) - 1 - results[::-1].index(source)] = copy
+    output.args = (tuple(results),)
     forward.recompile()
     return copy.name

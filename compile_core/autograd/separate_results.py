@@ -34,7 +34,7 @@ def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) 
         for position, result in enumerate(results):
             if result is None:
                 continue
-            memory = _memory_of(result)
+            memory = memory_of(result)
             is_output = position < num_outputs
             from_outside = memory.op in ("placeholder", "get_attr") and memory.name not in tangents
             shared = memory in owners and (is_output or owners[memory] is not result)
@@ -49,7 +49,7 @@ def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) 
     return module
 
 
-def _memory_of(node: Node) -> Node:
+def memory_of(node: Node) -> Node:
     """The node whose memory a value lies in: the node itself unless it is a view."""
     while (source := _viewed(node)) is not None:
         node = source

@@ -24,7 +24,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 
 from compile_core.autograd.calling_convention import (
-    CallingConvention,
     as_leaf,
     dense_spec,
     empty_like_spec,
@@ -37,6 +36,7 @@ from compile_core.autograd.preserved_modes import preserved_modes, without_autoc
 from compile_core.autograd.recompute_regions import check_random_state, run_marked
 from compile_core.autograd.record_operators import Decompositions, record
 from compile_core.autograd.replace_calls import replace_calls
+from compile_core.autograd.result_layouts import keep_layouts
 from compile_core.autograd.separate_results import separate_results
 from compile_core.autograd.simplify import simplify
 from compile_core.errors import Unsupported
@@ -137,7 +137,7 @@ def _trace(
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_outputs = num_results + len(mutated)
     graph = separate_results(simplify(traced), num_outputs, set(placeholders[len(examples) :]))
-    _check_layouts(graph, convention)
+    graph = keep_layouts(graph, convention.specs)
     seeds_of = tuple(num_results + mutated.index(position) for position in rebound)
     signature = GraphSignature(
         results=convention.results,
@@ -190,18 +190,6 @@ def _check_traceable(module: torch.fx.GraphModule) -> None:
             raise Unsupported("default-dtype", "the program changes the default dtype between its operations")
         if node.target == "requires_grad_":
             raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
-
-
-def _check_layouts(module: torch.fx.GraphModule, convention: CallingConvention) -> None:
-    """Views of a result are made by its strides, which functionalization may have changed."""
-    (output,) = module.graph.find_nodes(op="output")
-    for result in convention.results:
-        if not isinstance(result, int) and not result.of_input:
-            value = output.args[0][result.position].meta["val"]
-            if TensorSpec.of(value) != convention.specs[result.position]:
-                raise Unsupported(
-                    "results-share-storage", "two results share memory whose layout the graph does not keep"
-                )
 
 
 def _check_overlap(examples: Sequence[torch.Tensor], mutated: Sequence[int]) -> None:

@@ -1,0 +1,62 @@
+"""Gives the results of a traced graph the strides that they have in eager.
+
+Functionalization changes strides: what eager writes into a row-major tensor through a transposed view, the functional
+graph computes transposed. A program sees the strides of its results, and views of them are made by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from compile_core.errors import Unsupported
+from compile_core.ir.tensor_spec import TensorSpec
+
+aten = torch.ops.aten
+
+
+def keep_layouts(module: GraphModule, specs: Sequence[TensorSpec]) -> GraphModule:
+    """Inserts copies of the first results where their layout is not that of ``specs``; changes ``module``.
+
+    Raises:
+        Unsupported: a result must have strides that no copy gives it, as those of an expanded tensor.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    with module.graph.inserting_before(output):
+        for position, spec in enumerate(specs):
+            if _layout(TensorSpec.of(results[position].meta["val"])) == _layout(spec):
+                continue
+            if not spec.is_dense:
+                raise Unsupported(
+                    "result-layout", f"the graph does not make a result with strides {spec.stride}"
+                )
+            results[position] = _copied(results[position], spec)
+    output.args = (tuple(results),)
+    module.recompile()
+    return module
+
+
+def _layout(spec: TensorSpec) -> list[int]:
+    """Strides that say something: not those of dims of one element, and none of an empty tensor."""
+    if spec.numel == 0:
+        return []
+    return [stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size != 1]
+
+
+def _copied(value: Node, spec: TensorSpec) -> Node:
+    """A copy with the strides of ``spec``: row-major in the order of its memory."""
+    order = sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
+    back = [order.index(dim) for dim in range(len(order))]
+    copy = _call(value.graph, aten.permute.default, value, order)
+    copy = _call(value.graph, aten.clone.default, copy, memory_format=torch.contiguous_format)
+    return _call(value.graph, aten.permute.default, copy, back)
+
+
+def _call(graph: Graph, operator: Callable[..., Any], source: Node, *settings: Any, **keywords: Any) -> Node:
+    node = graph.call_function(operator, (source, *settings), keywords)
+    node.meta["val"] = operator(source.meta["val"], *settings, **keywords)
+    return node
