@@ -115,6 +115,24 @@ template <class T> INLINE T integer_power(T base, T exponent) {
   return result;
 }
 
+// ---- random numbers ----------------------------------------------------------------------------------
+
+// Philox 2x32 with ten rounds; see ir/counter_random.py. Its words are kept in 64 bits, where their products are: in
+// 32 bits g++ would pack and unpack vectors every round.
+INLINE int64_t random_bits(int64_t seed, int64_t position) {
+  const uint64_t word = 0xFFFFFFFFu;
+  uint64_t key = uint64_t(seed) & word, low = uint64_t(position) & word;
+  uint64_t high = (uint64_t(position) ^ uint64_t(seed)) >> 32;
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    uint64_t product = uint64_t(uint32_t(low)) * 0xD256D193u;
+    low = (product >> 32) ^ key ^ high;
+    high = product & word;
+    key = (key + 0x9E3779B9u) & word;
+  }
+  return int64_t(high << 32 | low);
+}
+
 // ---- float32 elementary functions --------------------------------------------------------------------
 
 // (e^r - 1 - r) / r^2 for |r| <= ln(2)/2

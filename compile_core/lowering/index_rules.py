@@ -11,6 +11,7 @@ from compile_core.lowering.lower_body import compute_dtype
 from compile_core.lowering.lower_builder import pointwise
 from compile_core.lowering.lower_index import Affine, Entry, Index
 from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor
+from compile_core.lowering.random_rules import RANDOM_RULES
 from compile_core.lowering.view_rules import flip_reindex
 
 aten = torch.ops.aten
@@ -262,6 +263,7 @@ INDEX_RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,
     prims.iota.default: _iota,
+    **RANDOM_RULES,
     aten.embedding.default: _embedding,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,

@@ -131,6 +131,7 @@ _FLOAT32 = {
 
 _INTEGER = {
     "pow": "integer_power<{T}>({0}, {1})",
+    "random_bits": "random_bits({0}, {1})",
     "isnan": "false",
     "isinf": "false",
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
@@ -187,6 +188,8 @@ def converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
         return value
     if target == torch.bool:
         return f"({value} != 0)"
+    if source == torch.bool and target.is_floating_point:
+        return f"({value} ? {literal(1, target)} : {literal(0, target)})"  # g++ vectorises no conversion
     if source.is_floating_point and target in (torch.uint8, torch.int8, torch.int16):
         return (
             f"{value_type(target)}(int64_t({value}))"  # a direct conversion of a negative float is undefined

@@ -68,6 +68,7 @@ _INTEGER = {
     "trunc_div": "{0} // {1}",
     "remainder": "integer_remainder({0}, {1})",
     "fmod": "{0} % {1}",
+    "random_bits": "random_bits({0}, {1})",
     "shift_left": "{0} << {1}",
     "shift_right": "{0} >> {1}",
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),

@@ -21,6 +21,7 @@ _BOOL_TOO = {
     "bitwise_not", "eq", "ne",
 }  # fmt: skip
 _PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"}
+_INT64_ONLY = {"random_bits"}
 _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
 
 # Where Triton needs libdevice, which its interpreter does not have.
@@ -32,6 +33,8 @@ LIBDEVICE_F64 = LIBDEVICE | {"expm1", "log1p", "log10"}
 
 
 def _dtypes(operation: str) -> list[torch.dtype]:
+    if operation in _INT64_ONLY:
+        return [I64]
     dtypes = [] if operation in _INTEGER_ONLY else [F32, F64]
     if operation not in _FLOAT_ONLY:
         dtypes += [I32, I64]
@@ -75,6 +78,8 @@ def operands_for(operation: str, case: Case) -> dict[str, torch.Tensor]:
                 values = torch.where(values == 0, 3, values)
             if operation.startswith("shift"):
                 values = values.abs()
+            if operation == "random_bits":
+                values[::2] = torch.randint(-(2**63), 2**63 - 1, (COUNT // 2,), generator=generator)
             storages[name] = values.to(spec.dtype)
     return storages
 
