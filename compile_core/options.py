@@ -83,7 +83,7 @@ class CompileOptions:
             _is_share,
             "a number from 0.0 to 1.0",
             "what may be kept between forward and backward, as a share of what is cheapest in time: 1.0 keeps that, "
-            "smaller numbers compute more again in the backward, 0.0 all but random numbers",
+            "smaller numbers compute more again in the backward, 0.0 all but what torch's generator gave",
             convert=float,
         ),
     )
@@ -91,6 +91,13 @@ class CompileOptions:
         default=False,
         metadata=_flag(
             "gradients can be differentiated again, as a gradient penalty does; keeps the inputs for that"
+        ),
+    )
+    fallback_random: bool = field(
+        default=False,
+        metadata=_flag(
+            "draw random numbers with torch's kernels, the very numbers that eager draws, instead of inside the "
+            "generated kernels from seeds that torch's generator gives"
         ),
     )
     verify: bool = field(

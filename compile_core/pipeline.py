@@ -14,9 +14,11 @@ from typing import Protocol
 import torch
 
 from compile_core import config
+from compile_core.autograd import random_decompositions
 from compile_core.autograd.bind import BoundGraph, bind_autograd
 from compile_core.autograd.double_backward import differentiable_backward
 from compile_core.autograd.partition import partition
+from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from compile_core.errors import Unsupported
@@ -131,8 +133,14 @@ def compile_stages(
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph(module))
+    decompositions = backend.decompositions(_device_type(examples), options)
+    with_counters = backend.makes_random_numbers and not options.fallback_random
+    if with_counters:
+        decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
     with timed("trace_joint"):
-        joint = trace_joint(module, examples, backend.decompositions(_device_type(examples), options))
+        joint = trace_joint(module, examples, decompositions)
+    if with_counters:
+        joint = random_to_counters(joint)
     dump("joint", print_graph(joint.module))
     with timed("partition"):
         graph = partition(joint, options.activation_memory_budget)

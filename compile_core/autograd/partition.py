@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from compile_core.autograd.backward_marks import is_of_backward
 from compile_core.autograd.memory_budget import choose_within_budget
 from compile_core.autograd.min_cut import CutProblem, ancestors, bytes_of
 from compile_core.autograd.recompute_orders import find_orders
@@ -32,7 +33,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     results = _results(joint.module.graph)
     outputs, gradients = results[: joint.num_outputs], results[joint.num_outputs :]
 
-    only_backward = _descendants(tangents)
+    random = [node for node in joint.module.graph.nodes if is_random(node)]
+    only_backward = _descendants([*tangents, *(node for node in random if is_of_backward(node))])
     for output in outputs:
         if output in only_backward:
             raise InternalError(f"forward output {output} depends on a tangent")
@@ -42,7 +44,6 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     problem = CutProblem(joint.module.graph, primals, changed, in_forward, only_backward, gradients, orders)
     saved = choose_within_budget(problem, activation_memory_budget)
     computed = [node for node in saved if problem.is_computed(node)]
-    random = [node for node in joint.module.graph.nodes if is_random(node)]
     forward = _extract(
         joint.module,
         {node: node.name for node in primals},

@@ -16,12 +16,23 @@ from compile_core.ir.tensor_spec import TensorSpec
 aten = torch.ops.aten
 
 
-def _bernoulli(like: torch.Tensor, p: float, *, generator: Any = None) -> Any:
+def memory_order(like: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """The dims of a tensor as they lie in memory, outermost first, and the permutation back from that order.
+
+    ``None`` where they lie in order already, or not densely.
+    """
     spec = TensorSpec.of(like)
     if spec.is_contiguous or not spec.is_dense:
-        return NotImplemented
+        return None
     order = sorted(range(like.dim()), key=lambda dim: (-spec.stride[dim], dim))
-    back = [order.index(dim) for dim in range(like.dim())]
+    return order, [order.index(dim) for dim in range(like.dim())]
+
+
+def _bernoulli(like: torch.Tensor, p: float, *, generator: Any = None) -> Any:
+    found = memory_order(like)
+    if found is None:
+        return NotImplemented
+    order, back = found
     return aten.bernoulli.p(like.permute(order), p, generator=generator).permute(back)
 
 

@@ -1,8 +1,9 @@
 """Which values the backward may compute again instead of reading what the forward saved.
 
 Recomputing costs nothing where the value is fused into the kernel that needs it: views, pointwise operators
-and creations. Matrix products, convolutions, attention, random operators and reductions are never computed
-twice. The classes follow the default policy of AOTAutograd's min-cut partitioner.
+and creations, among them random numbers that are functions of a seed. Matrix products, convolutions, attention,
+operators that move a generator and reductions are never computed twice. The classes follow the default policy of
+AOTAutograd's min-cut partitioner.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import operator
 import torch
 from torch.fx import Node
 
+from compile_core.ir.counter_random import COUNTER_OPERATORS
 from compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
@@ -43,7 +45,12 @@ def is_recomputable(node: Node) -> bool:
         return True
     if node.op != "call_function" or is_random(node):
         return False
-    if is_view(node) or packet(node) in _CREATIONS or packet(node) in _CHEAP:
+    if (
+        is_view(node)
+        or packet(node) in _CREATIONS
+        or packet(node) in _CHEAP
+        or node.target in COUNTER_OPERATORS
+    ):
         return True
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 

@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 
+from compile_core.autograd.backward_marks import marked_as_backward
 from compile_core.autograd.calling_convention import (
     as_leaf,
     dense_spec,
@@ -106,7 +107,7 @@ def _trace(
         if trainable:
             roots = [outputs[position] for position in tangents]
             roots += [passed[position] for position in rebound]
-            with without_autocast():
+            with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(
                     roots,
                     [primals[position] for position in convention.gradient_inputs],

@@ -47,12 +47,14 @@ class RegionBackend:
     Attributes:
         compile_region: one region -> what runs it.
         decompositions: device type and options -> the decompositions that the joint trace applies.
+        makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
     """
 
     name: str
     compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
     decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
+    makes_random_numbers: bool = False
 
 
 Backend = GraphBackend | RegionBackend
@@ -65,7 +67,9 @@ _backends: dict[str, Backend] = {
     "eager": GraphBackend("eager", eager.compile_graph, _DEBUG, takes_options=False),
     "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG),
     "inductor": RegionBackend("inductor", inductor.compile_region, inductor.decompositions),
-    "triton": RegionBackend("triton", triton.compile_region, triton.decompositions),
+    "triton": RegionBackend(
+        "triton", triton.compile_region, triton.decompositions, makes_random_numbers=True
+    ),
 }
 
 

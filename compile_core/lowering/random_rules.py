@@ -84,8 +84,11 @@ def _normal(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, ori
         if wide:
             positions = (_position(emitter, index, result.shape, 2, k) for k in (0, 1))
             first, second = (_bits(emitter, seeds, slot, position) for position in positions)
-            places = (_fraction(emitter, bits, 11, 53, dtype) for bits in (first, second))
-            return (*places, 2.0**-54)
+            return (
+                _fraction(emitter, first, 11, 53, dtype),
+                _fraction(emitter, second, 11, 53, dtype),
+                2.0**-54,
+            )
         bits = _bits(emitter, seeds, slot, _position(emitter, index, result.shape))
         first = _fraction(emitter, _low_word(emitter, bits), 1, 31, dtype)
         return first, _fraction(emitter, _high_word(emitter, bits), 8, 24, dtype), 2.0**-32

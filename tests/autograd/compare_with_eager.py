@@ -60,7 +60,7 @@ def compile_program(
         fakes(inputs),
         inputs,
         backend=resolved,
-        options=parse_options(None, options),
+        options=parse_options(None, {"fallback_random": True, **(options or {})}),
         planner=planner,
     )
 
