@@ -47,6 +47,12 @@ SETTINGS: Mapping[str, Setting] = {
         "a positive number",
         "compiled entries that a function may have; calls that fit none of them then run as plain Python",
     ),
+    "disk_cache_bytes": Setting(
+        2 << 30,
+        _is_number,
+        "a positive number",
+        "about the size to which kept build results may grow; those longest unused are removed then",
+    ),
     "error_on_recompile": Setting(
         False,
         _is_flag,
@@ -135,6 +141,7 @@ def _unknown(name: str) -> str:
 
 # Declared for type checkers: the loop below gives the settings their values, the class has ``patch``.
 cache_size_limit: int
+disk_cache_bytes: int
 error_on_recompile: bool
 suppress_errors: bool
 log_level: int | None

@@ -7,7 +7,7 @@ function from one frozen type to the next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.communicator import Communicator
-from compile_core.runtime.executable import Executable, Region, link
+from compile_core.runtime.executable import Executable, link
 
 logger = logging.getLogger(__name__)
 
@@ -148,13 +148,16 @@ def compile_stages(
         verify_joint(joint)
         verify_partition(joint, graph)
 
-    schedule = whole_schedule("forward", graph.forward)
-    forward = link(schedule, _compile_regions(schedule, backend, options, dump), None)
-    backward = again = None
+    finish_forward = _start_regions(whole_schedule("forward", graph.forward), backend, options, dump)
+    finish_backward = None
     if graph.backward is not None:
         schedule, communicator = _plan_backward(graph, inputs, planner)
-        backward = link(schedule, _compile_regions(schedule, backend, options, dump), communicator)
-        again = differentiable_backward(module, joint) if options.double_backward else None
+        finish_backward = _start_regions(schedule, backend, options, dump, communicator)
+    forward = finish_forward()
+    backward = None if finish_backward is None else finish_backward()
+    again = (
+        differentiable_backward(module, joint) if backward is not None and options.double_backward else None
+    )
     return CompiledGraph(bind_autograd(graph, forward, backward, again), forward, backward, graph)
 
 
@@ -168,13 +171,19 @@ def _plan_backward(
         return planner.plan_backward(graph, inputs)
 
 
-def _compile_regions(
-    schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
-) -> Mapping[str, Region]:
+def _start_regions(
+    schedule: Schedule,
+    backend: RegionBackend,
+    options: CompileOptions,
+    dump: StageDump,
+    communicator: Communicator | None = None,
+) -> Callable[[], Executable]:
+    """Starts to compile all regions of a schedule; what it returns waits for them and links them."""
     dump(schedule.name, print_schedule(schedule))
     if options.verify:
         verify_schedule(schedule)
-    return {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
+    started = {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
+    return lambda: link(schedule, {name: finish() for name, finish in started.items()}, communicator)
 
 
 def _device_type(examples: Sequence[torch.Tensor]) -> str:

@@ -22,7 +22,7 @@ def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Ca
     return {}
 
 
-def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], Region]:
     """Interprets the region's graph; a result with a destination is copied there."""
     del options
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
@@ -30,7 +30,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     num_inputs = len(compute.inputs)
     stored = [compute.outputs.index(name) for name in compute.destinations]
     if not stored:
-        return run
+        return lambda: run
 
     def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         destinations = arguments[num_inputs:]
@@ -40,7 +40,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
             results[k] = destination.copy_(results[k])
         return results
 
-    return run_and_store
+    return lambda: run_and_store
 
 
 def _taking_a_list(module: torch.fx.GraphModule) -> Region:

@@ -52,7 +52,7 @@ def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Ca
         return dict(_inductor().decomposition.select_decomp_table())
 
 
-def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Region:
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], Region]:
     """One graph for TorchInductor; results with a destination are stored there by its kernels."""
     inductor = _inductor()
     for node in compute.module.graph.nodes:
@@ -69,7 +69,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         )
     stored = {name: position for position, name in enumerate(compute.destinations)}
     if not stored:
-        return run
+        return lambda: run
     num_inputs = len(compute.inputs)
 
     def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -77,7 +77,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         results = iter(run(arguments))
         return [destinations[stored[name]] if name in stored else next(results) for name in compute.outputs]
 
-    return run_and_store
+    return lambda: run_and_store
 
 
 def _configured(options: CompileOptions) -> Any:

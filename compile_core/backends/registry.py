@@ -45,13 +45,14 @@ class RegionBackend:
     """Takes the compute regions of a traced, partitioned and scheduled graph.
 
     Attributes:
-        compile_region: one region -> what runs it.
+        compile_region: starts to compile one region -> what waits for the rest and returns what runs the region. All
+            regions of a graph are started before the first is waited for.
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
     """
 
     name: str
-    compile_region: Callable[[Compute, CompileOptions, StageDump], Region]
+    compile_region: Callable[[Compute, CompileOptions, StageDump], Callable[[], Region]]
     decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False

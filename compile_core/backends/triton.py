@@ -9,7 +9,7 @@ from compile_core.ir.loops import LoopNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import build, generate
+from compile_core.lowering.build import generate, start_build
 from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
@@ -29,8 +29,9 @@ def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Ca
     return decomposition_table(device_type)
 
 
-def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
-    """Stages 5 to 7 for one region: loops, fusion, kernels, and the function that calls them."""
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], LinkedProgram]:
+    """Stages 5 to 7 for one region: loops, fusion, kernels that compile in the background, and, once these are waited
+    for, the function that calls them."""
     with timed("lower"):
         program = lower(compute)
     with timed("choose_gemm"):
@@ -44,10 +45,16 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     nests = [step for step in program.steps if isinstance(step, LoopNest)]
     with timed("generate"):
         sources = [generate(nest, program.buffers) for nest in nests]
-    with timed("build"):
-        kernels = build(sources, options.cache_folder)
-    with timed("link"):
-        linked = link_program(program, sources, kernels)
-    dump(f"{compute.name}.program", linked.text)
     dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
-    return linked
+    with timed("build"):
+        wait_for_kernels = start_build(sources, options.cache_folder)
+
+    def finish() -> LinkedProgram:
+        with timed("build"):
+            kernels = wait_for_kernels()
+        with timed("link"):
+            linked = link_program(program, sources, kernels)
+        dump(f"{compute.name}.program", linked.text)
+        return linked
+
+    return finish

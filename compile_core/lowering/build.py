@@ -9,30 +9,39 @@ from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopNest
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.build_cpp import build_cpp
+from compile_core.lowering.build_cpp import start_cpp
 from compile_core.lowering.build_triton import build_triton
 from compile_core.lowering.codegen_cpp import generate_cpp
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.passes import buffers_of
 
 
-def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, Callable[..., None]]:
-    """Compiles the kernels of a program.
+def start_build(
+    sources: Sequence[KernelSource], cache_folder: Path
+) -> Callable[[], Mapping[str, Callable[..., None]]]:
+    """Starts to compile the kernels of a program, in the background.
 
     Args:
         sources: kernels with distinct names.
         cache_folder: where results are kept; processes may share it.
 
     Returns:
-        A function for each kernel's name. Its arguments are the buffers of ``KernelSource.buffers``, in
-        order, as tensors or as ``tensor.data_ptr()``.
+        A function that waits for the kernels. It returns a function for each kernel's name, whose arguments are the
+        buffers of ``KernelSource.buffers``, in order, as tensors or as ``tensor.data_ptr()``.
 
     Raises:
-        CompileError: a compiler is missing or failed.
+        CompileError: a compiler is missing or failed; from here or when the kernels are waited for.
     """
     cpp = [source for source in sources if source.language == "cpp"]
     on_gpu = [source for source in sources if source.language == "triton"]
-    return {**build_cpp(cpp, cache_folder), **build_triton(on_gpu, cache_folder)}
+    wait_for_cpp = start_cpp(cpp, cache_folder)
+    built = build_triton(on_gpu, cache_folder)
+    return lambda: {**wait_for_cpp(), **built}
+
+
+def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, Callable[..., None]]:
+    """``start_build``, and waits."""
+    return start_build(sources, cache_folder)()
 
 
 def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:

@@ -93,8 +93,7 @@ def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is
     attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(names))} if is_aligned else {}
     unit = triton.compiler.ASTSource(function, dict(zip(names, source.pointers, strict=True)), {}, attributes)
     try:
-        with DiskCache(cache_folder).lock(content_key("triton", source.text)):
-            return triton.compile(unit, target=target, options={**dict(source.meta), **_OPTIONS})
+        return triton.compile(unit, target=target, options={**dict(source.meta), **_OPTIONS})
     except Exception as error:
         raise CompileError(
             f"Triton failed on the kernel {source.name}: {error}\n"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compile_core.lowering.build_cpp import compiler_identity
+from compile_core.lowering.cpp_machine import compiler_identity
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384

@@ -11,6 +11,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ def run_compiler(arguments: Sequence[str], folder: Path, kept_source: Path, sour
     step = [compiler(), *arguments]
     result = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        kept_source.parent.mkdir(parents=True, exist_ok=True)
-        kept_source.write_text(source)
+        with suppress(OSError):
+            kept_source.parent.mkdir(parents=True, exist_ok=True)
+            kept_source.write_text(source)
         first = "\n".join(f"  {line}" for line in result.stderr.splitlines()[:_ERROR_LINES])
         raise CompileError(
             f"{' '.join(step)} failed with status {result.returncode}:\n{first}\n"

@@ -1,11 +1,14 @@
 """A folder of build results that several processes share, and that survives whatever happens to them.
 
-An entry is a folder named after the hash of everything that went into it. It is built in a temporary folder
-beside, described by a manifest (sizes and hashes of its files), and moved into place by one rename: other
-processes see all of it or nothing. A lock per entry makes the second of two processes that want the same
-thing wait and load instead of building it twice; the kernel releases the lock of a process that dies. An
-entry that does not match its manifest (a full disk, a machine that lost power) is built again. When the
-entries outgrow a limit, those that were not used for the longest time go first.
+An entry is a folder named after the hash of everything that went into it. It is built in a folder beside, described
+by a manifest (sizes and hashes of its files), and moved into place by one rename: other processes see all of it or
+nothing. A lock per entry makes the second of two processes that want the same thing wait and load instead of building
+it twice; the kernel releases the lock of a process that dies. An entry that does not match its manifest (a machine
+that lost power, a file that somebody wrote into) is built again. When the entries outgrow a limit, those that were
+not used for the longest time go first.
+
+Where nothing can be kept (a folder that may only be read, a full disk, a lock that never becomes free), results are
+built in a temporary folder, and a line is logged.
 """
 
 from __future__ import annotations
@@ -13,18 +16,27 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from compile_core import config
+
+logger = logging.getLogger(__name__)
+
 _MANIFEST = "manifest.json"
 _ABANDONED_AFTER_S = 24 * 3600.0
-DEFAULT_LIMIT_BYTES = 2 << 30
+# No build takes so long: whoever holds the lock is stopped, or the file system has lost the lock.
+_LOCK_TIMEOUT_S = 600.0
+_NEARLY_FULL_BYTES = 1 << 24
+# Looking for what to remove means a look at every entry, so it waits until this share of the limit was added.
+_EVICTION_SHARE = 64
 
 
 def content_key(*parts: str) -> str:
@@ -43,11 +55,12 @@ class DiskCache:
 
     Attributes:
         folder: where; may be shared by processes, and by machines if keys tell them apart.
-        limit_bytes: beyond this size the oldest entries are removed, but never the one just built.
+        limit_bytes: about beyond this size the entries longest unused are removed, but never one in use; None is
+            ``config.disk_cache_bytes`` at the time.
     """
 
     folder: Path
-    limit_bytes: int = DEFAULT_LIMIT_BYTES
+    limit_bytes: int | None = None
 
     @contextmanager
     def entry(self, key: str, fill: Callable[[Path], None]) -> Iterator[Path]:
@@ -55,27 +68,57 @@ class DiskCache:
 
         Args:
             key: from ``content_key``.
-            fill: writes the entry's files into an empty folder; called if there is no sound entry. When it
-                raises, there is no entry.
+            fill: writes the entry's files into an empty folder; called if there is no sound entry, and again where it
+                turns out that this one cannot be kept. When it raises, there is no entry.
         """
+        with ExitStack() as stack:
+            found = stack.enter_context(self.find(key))
+            if found is not None:
+                yield found
+                return
+            try:
+                place = stack.enter_context(self._kept(key, fill))
+            except Exception as error:
+                # A compiler that finds the disk full says so in words of its own.
+                if not isinstance(error, OSError) and not _is_nearly_full(self.folder):
+                    raise
+                _log_once(self.folder, error)
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsplit-")))
+                fill(place)
+            yield place
+
+    @contextmanager
+    def find(self, key: str) -> Iterator[Path | None]:
+        """The folder of an entry if there is a sound one; it stays in place as long as the context lasts."""
         place = self._entries / key
-        with self.lock(key):
-            if not _is_sound(place):
-                self._fill(place, fill)
-                self._evict(keep=key)
-            else:
-                with suppress(OSError):  # a read-only cache is still a cache
-                    os.utime(place / _MANIFEST)
+        with ExitStack() as stack:
+            if place.exists():
+                with suppress(OSError):  # a cache that may only be read is still a cache
+                    stack.enter_context(self._locked(key, fcntl.LOCK_SH))
+                if _is_sound(place):
+                    _touch(place)
+                    yield place
+                    return
+        yield None
+
+    @contextmanager
+    def _kept(self, key: str, fill: Callable[[Path], None]) -> Iterator[Path]:
+        with self._locked(key, fcntl.LOCK_EX):
+            place = self._entries / key
+            if not _is_sound(place):  # else another process filled it meanwhile
+                self._fill(key, place, fill)
             yield place
 
     @property
     def _entries(self) -> Path:
         return self.folder / "entries"
 
-    def _fill(self, place: Path, fill: Callable[[Path], None]) -> None:
+    def _fill(self, key: str, place: Path, fill: Callable[[Path], None]) -> None:
         self._entries.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(place, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(prefix="building-", dir=self.folder))
+        work = self.folder / f"building-{key}"
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+        work.mkdir()
         try:
             fill(work)
             files = {path.name: _fingerprint(path) for path in sorted(work.iterdir())}
@@ -83,43 +126,59 @@ class DiskCache:
             work.rename(place)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):  # the entry is there; what may go will go another time
+            self._evict_sometimes(added_bytes=_size(place), keep=key)
 
     @contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Makes other processes and threads wait that want the same key."""
+    def _locked(self, key: str, operation: int) -> Iterator[None]:
+        """Makes other processes and threads wait that want the same key; those with ``LOCK_SH`` not for each other.
+
+        Raises:
+            OSError: there can be no lock in this folder, or it did not become free.
+        """
         locks = self.folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         path = locks / key
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is_file_at(handle, path):
-                break
-            os.close(handle)  # whoever evicted the entry removed this lock file while we waited for it
-        try:
-            yield
-        finally:
-            os.close(handle)
+            try:
+                _wait_for_lock(handle, operation, deadline)
+                if _is_file_at(handle, path):
+                    yield
+                    return
+                # whoever evicted the entry removed this lock file while we waited for it
+            finally:
+                _unlock(handle)
 
-    def _evict(self, keep: str) -> None:
-        """Removes entries, the longest unused first, until the rest fits; and what killed processes left
-        behind."""
+    # -- making room
+
+    def _evict_sometimes(self, added_bytes: int, keep: str) -> None:
+        limit = config.disk_cache_bytes if self.limit_bytes is None else self.limit_bytes
+        known = _added_bytes.get(self.folder)
+        _added_bytes[self.folder] = (known or 0) + added_bytes
+        if known is None or _added_bytes[self.folder] > limit // _EVICTION_SHARE:
+            _added_bytes[self.folder] = 0
+            self._evict(limit, keep)
+
+    def _evict(self, limit: int, keep: str) -> None:
+        """Removes entries, the longest unused first, until the rest fits; and what killed processes left behind."""
         entries = []
         for place in self._entries.iterdir():
             with suppress(OSError):  # another process evicts as well
                 manifest = place / _MANIFEST
-                size = sum(path.stat().st_size for path in place.iterdir())
-                entries.append((manifest.stat().st_mtime if manifest.exists() else 0.0, size, place))
+                used = manifest.stat().st_mtime if manifest.exists() else 0.0
+                entries.append((used, _size(place), place))
         total = sum(size for _, size, _ in entries)
-        for _, size, place in sorted(entries, key=lambda entry: entry[0]):
-            if total <= self.limit_bytes:
+        for _, size, place in sorted(entries):
+            if total <= limit:
                 break
             if place.name != keep and self._remove_unless_used(place):
                 total -= size
-        for work in self.folder.glob("building-*"):
+        for left in (*self.folder.glob("building-*"), *self.folder.glob("failed/*")):
             with suppress(OSError):
-                if time.time() - work.stat().st_mtime > _ABANDONED_AFTER_S:
-                    shutil.rmtree(work, ignore_errors=True)
+                if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _remove_unless_used(self, place: Path) -> bool:
         path = self.folder / "locks" / place.name
@@ -134,7 +193,33 @@ class DiskCache:
         except BlockingIOError:
             return False
         finally:
-            os.close(handle)
+            _unlock(handle)
+
+
+# Folder -> bytes that this process added to it since it last looked for what to remove.
+_added_bytes: dict[Path, int] = {}
+# Folders of which it was said that they keep nothing.
+_logged: set[Path] = set()
+
+
+def _wait_for_lock(handle: int, operation: int, deadline: float) -> None:
+    pause_s = 0.001
+    while True:
+        try:
+            fcntl.flock(handle, operation | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process holds a lock for {_LOCK_TIMEOUT_S:.0f} s") from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def _unlock(handle: int) -> None:
+    """Also for a child that was forked meanwhile and has the file open, too."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _is_file_at(handle: int, path: Path) -> bool:
@@ -155,3 +240,27 @@ def _is_sound(place: Path) -> bool:
         return bool(files) and all(_fingerprint(place / name) == expected for name, expected in files.items())
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _touch(place: Path) -> None:
+    with suppress(OSError):
+        os.utime(place / _MANIFEST)
+
+
+def _size(place: Path) -> int:
+    """Bytes of an entry's files; one that other entries hold too counts for each of them in part."""
+    found = [path.stat() for path in place.iterdir()]
+    return sum(status.st_size // max(1, status.st_nlink) for status in found)
+
+
+def _is_nearly_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _NEARLY_FULL_BYTES
+    except OSError:
+        return False
+
+
+def _log_once(folder: Path, reason: Exception) -> None:
+    if folder not in _logged:
+        _logged.add(folder)
+        logger.warning("build results are not kept for the next run in %s: %s", folder, reason)

@@ -73,7 +73,7 @@ def test_results_are_stored_where_they_belong() -> None:
     assert first is not None and transposed is not None and last is not None
     region = build_region("backward_0", graph, nodes, [first], {"a.grad": transposed, "b.grad": last}, 0.5)
     place_a, place_b = torch.zeros(6, 4), torch.zeros(4, 6)
-    run = inductor.compile_region(region, CompileOptions(), StageDump(None))
+    run = inductor.compile_region(region, CompileOptions(), StageDump(None))()
     results = run([x, place_a, place_b])
     assert results[1] is place_a and results[2] is place_b
     torch.testing.assert_close(results[0], x.sin())

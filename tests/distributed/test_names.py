@@ -17,7 +17,7 @@ def test_a_destination_named_like_a_node() -> None:
         module = make_fx(lambda a, b: (a @ b, (a @ b).sin()))(torch.empty(4, 4), torch.empty(4, 4))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     region = build_region("region", module, nodes, [nodes[-1]], {"mm": nodes[-1], "a_1": nodes[0]}, 0.5)
-    run = compile_region(region, CompileOptions(), StageDump(None))
+    run = compile_region(region, CompileOptions(), StageDump(None))()
     a, b, first, second = torch.randn(4, 4), torch.randn(4, 4), torch.empty(4, 4), torch.empty(4, 4)
     run([a, b, first, second])
     torch.testing.assert_close(first, (a @ b).sin() * 0.5)

@@ -32,14 +32,14 @@ from examples.gpt import GPT, GPTConfig
 CONFIG = GPTConfig(vocabulary=48, context=16, layers=2, heads=2, width=32)
 
 
-def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> LinkedProgram:
+def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], LinkedProgram]:
     """The default backend's stages, but Triton for CPU tensors, run by the interpreter."""
     program = fuse(lower(compute))
     nests = [step for step in program.steps if isinstance(step, LoopNest)]
     sources = [generate_triton(nest, program.buffers) for nest in nests]
     kernels = {source.name: interpreted(source, options.cache_folder) for source in sources}
     print(f"{compute.name}: {len(sources)} kernels")
-    return link_program(program, sources, kernels)
+    return lambda: link_program(program, sources, kernels)
 
 
 def interpreted(source: KernelSource, folder: Path) -> Callable[..., None]:

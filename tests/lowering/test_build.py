@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL
-from compile_core.lowering import build_cpp
-from compile_core.lowering.build import build
+from compile_core.lowering import build_cpp, cpp_machine
+from compile_core.lowering.build import build, start_build
 from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.toolchain import cpp_compiler
 from tests.lowering.codegen_nests import inputs_for, residual_add, softmax
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(build_cpp, "_loaded", {})
+    monkeypatch.setattr(build_cpp, "_processors", lambda: 1)
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -80,13 +84,72 @@ def test_a_damaged_object_is_rebuilt_and_not_loaded(
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
     )
-    (built,) = tmp_path.glob("entries/*/kernels.so")
+    built, *_ = tmp_path.glob("entries/*/kernels.so")  # one file with several names
     built.write_bytes(built.read_bytes()[:-100])
     compiled = count_compilations(monkeypatch)
     storages = inputs_for(softmax(3, 5))
     build([source], tmp_path)[source.name](*(storages[name] for name in source.buffers))
     assert len(compiled) == 1
     torch.testing.assert_close(storages["y"].view(3, 5), storages["x"].view(3, 5).softmax(1))
+
+
+def test_a_program_that_changed_in_one_place_is_compiled_in_one_place(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compilations(monkeypatch)
+    unchanged = [generate_cpp(*residual_add((7, size))) for size in (11, 13, 17)]
+    build([replace(source, name=f"first_{k}") for k, source in enumerate(unchanged)], tmp_path)
+    build_cpp._loaded.clear()
+    changed = replace(generate_cpp(*residual_add((7, 19))), name="changed")
+    build([replace(source, name=f"again_{k}") for k, source in enumerate(unchanged)] + [changed], tmp_path)
+    assert [source.count("MethodDefinition gs_") for source in compiled] == [3, 1]
+
+
+def test_kernels_are_shared_among_as_many_compilers_as_there_are_processors(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_cpp, "_processors", lambda: 2)
+    compiled = count_compilations(monkeypatch)
+    sources = [replace(generate_cpp(*residual_add((2, n))), name=f"add_{n}") for n in range(3, 9)]
+    start_build(sources, tmp_path)
+    functions = start_build(sources, tmp_path)()  # a second program that needs what is being compiled
+    assert sorted(source.count("MethodDefinition gs_") for source in compiled) == [3, 3]
+    assert len(functions) == 6
+
+
+def test_a_kernel_that_failed_is_tried_again(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = generate_cpp(*residual_add((2, 23)))
+    original = build_cpp._compile
+    monkeypatch.setattr(build_cpp, "_compile", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build([source], tmp_path)
+    monkeypatch.setattr(build_cpp, "_compile", original)
+    assert build([source], tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_wait_for_its_parents_threads(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = generate_cpp(*residual_add((2, 29)))
+    original, is_parent = build_cpp._compile, threading.Event()
+
+    def waits_for_the_child(*arguments) -> None:
+        assert is_parent.wait(60)
+        original(*arguments)
+
+    monkeypatch.setattr(build_cpp, "_compile", waits_for_the_child)
+    wait = start_build([source], tmp_path / "parent")
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(build_cpp, "_compile", original)
+        signal.alarm(60)
+        os._exit(0 if source.name in build([source], tmp_path / "child") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    is_parent.set()
+    assert source.name in wait()
 
 
 def test_a_failed_compilation_shows_the_compiler_and_keeps_the_source(
@@ -104,16 +167,18 @@ def test_no_compiler_is_explained(
     tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    build_cpp.compiler.cache_clear()
+    cpp_compiler.compiler.cache_clear()
+    build_cpp._context_key.cache_clear()
+    cpp_machine.compiler_identity.cache_clear()
     try:
         with pytest.raises(CompileError, match="none of g\\+\\+, c\\+\\+, clang\\+\\+ is on PATH"):
             build([generate_cpp(*residual_add((2, 5)))], tmp_path)
     finally:
-        build_cpp.compiler.cache_clear()
+        cpp_compiler.compiler.cache_clear()
 
 
 def test_objects_use_the_openmp_runtime_of_torch(tmp_path: Path, nothing_loaded: None) -> None:
-    before = build_cpp.openmp_runtime()
+    before = cpp_machine.openmp_runtime()
     source = generate_cpp(*residual_add((3, 5)))
     build([source], tmp_path)
     mapped = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from compile_core import config
+from compile_core.errors import CompileError
+from compile_core.toolchain import disk_cache
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +38,22 @@ def read(cache: DiskCache, key: str, text: str, calls: list[str] | None = None) 
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    source = "import sys, time\nfrom pathlib import Path\nfrom compile_core.toolchain.disk_cache import DiskCache\n"
+    # A bare package, since compile_core's own imports torch, which takes many times as long as the test.
+    source = """
+        import sys, time, types
+        from pathlib import Path
+        package = sys.modules["compile_core"] = types.ModuleType("compile_core")
+        package.__path__ = [sys.argv.pop(1)]
+        from compile_core.toolchain.disk_cache import DiskCache
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", source + textwrap.dedent(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(source) + textwrap.dedent(script),
+            str(ROOT / "compile_core"),
+            *map(str, arguments),
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -147,3 +164,173 @@ def test_what_killed_processes_left_is_swept(tmp_path: Path) -> None:
     read(DiskCache(tmp_path), KEY, "x")
     assert not old.exists()
     assert fresh.exists()
+
+
+@pytest.mark.parametrize("step", ["fill", "manifest", "rename"])
+def test_a_full_disk_costs_the_entry_but_not_the_result(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(folder: Path) -> None:
+        if step == "fill" and folder.is_relative_to(tmp_path):
+            raise full
+        (folder / "result").write_text("built all the same")
+
+    def fail(*arguments) -> None:
+        raise full
+
+    with monkeypatch.context() as patch:
+        if step == "manifest":
+            patch.setattr(disk_cache, "_fingerprint", fail)
+        if step == "rename":
+            patch.setattr(Path, "rename", fail)
+        for key in (KEY, content_key("another")):
+            with DiskCache(tmp_path).entry(key, fill) as folder:
+                assert (folder / "result").read_text() == "built all the same"
+                assert not folder.is_relative_to(tmp_path)
+    assert not folder.exists()
+    assert [record.getMessage().count("not kept") for record in caplog.records] == [1]
+    assert not list(tmp_path.glob("building-*"))
+    assert read(DiskCache(tmp_path), KEY, "kept now") == "kept now"
+
+
+def test_a_compiler_that_meets_a_full_disk_is_called_again_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(folder: Path) -> None:
+        if folder.is_relative_to(tmp_path):
+            raise CompileError("fatal error: error writing to /tmp/x.s: No space left on device")
+        (folder / "result").write_text("built elsewhere")
+
+    with pytest.raises(CompileError), DiskCache(tmp_path).entry(KEY, fill):
+        pass  # the disk is not full: the error is about something else
+    monkeypatch.setattr(disk_cache, "_is_nearly_full", lambda folder: True)
+    with DiskCache(tmp_path).entry(KEY, fill) as folder:
+        assert (folder / "result").read_text() == "built elsewhere"
+
+
+def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
+    read(DiskCache(tmp_path), KEY, "kept")
+    script = """
+        import logging, os
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        if os.geteuid() == 0:
+            os.setgid(65534); os.setuid(65534)  # to root no folder is read-only
+        def fill(folder):
+            (folder / "result").write_text("built")
+        cache = DiskCache(Path(sys.argv[1]))
+        for key in sys.argv[2:]:
+            with cache.entry(key, fill) as folder:
+                print((folder / "result").read_text())
+        with cache.find(sys.argv[2]) as folder:
+            print((folder / "result").read_text())
+    """
+    for folder in (tmp_path, *tmp_path.rglob("*")):
+        folder.chmod(0o555 if folder.is_dir() else 0o444)
+    for parent in tmp_path.parents:
+        if parent.name.startswith("pytest-"):
+            parent.chmod(0o755)
+    other = [content_key("other"), content_key("third")]
+    process = start(script, tmp_path, KEY, *other)
+    output = process.communicate(timeout=60)[0].splitlines()
+    tmp_path.chmod(0o755)
+    assert process.returncode == 0
+    assert [line for line in output if "not kept" not in line] == ["kept", "built", "built", "kept"]
+    assert sum("not kept" in line for line in output) == 1
+
+
+def test_a_lock_that_never_becomes_free_does_not_stop_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.1)
+    cache = DiskCache(tmp_path)
+
+    def takes_for_ever(folder: Path) -> None:
+        assert read(cache, KEY, "built beside") == "built beside"
+        (folder / "result").write_text("at last")
+
+    with cache.entry(KEY, takes_for_ever):
+        assert read(cache, KEY, "") == "at last"  # what is sound may be read all the same
+
+
+def test_readers_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 5.0)
+    cache = DiskCache(tmp_path)
+    with cache.find(KEY) as nothing:
+        assert nothing is None
+    read(cache, KEY, "shared")
+    start_s = time.monotonic()
+    with cache.find(KEY) as one, cache.find(KEY) as other:
+        assert one is not None
+        assert one == other
+    assert time.monotonic() - start_s < 4.0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_lock_does_not_live_on_in_a_forked_child(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    with cache.entry(KEY, fill_with("first")):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    start_s = time.monotonic()
+    try:
+        assert read(cache, KEY, "") == "first"
+        assert time.monotonic() - start_s < 30
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_the_limit_is_a_setting(tmp_path: Path) -> None:
+    keys = [content_key(str(k)) for k in range(3)]
+    with config.patch(disk_cache_bytes=2500):
+        for key in keys:
+            read(DiskCache(tmp_path), key, "x" * 1000)
+            time.sleep(0.02)
+    assert {path.name for path in (tmp_path / "entries").iterdir()} == set(keys[1:])
+
+
+def test_processes_that_write_and_die_at_any_moment_leave_only_sound_entries(tmp_path: Path) -> None:
+    script = """
+        import contextlib, fcntl, hashlib, random
+        def text(key):
+            return hashlib.sha256(key.encode()).hexdigest() * 50
+        cache = DiskCache(Path(sys.argv[1]), limit_bytes=40_000)
+        order = random.Random(int(sys.argv[2]))
+        print("started", flush=True)
+        for _ in range(int(sys.argv[3])):
+            key = f"key{order.randrange(24)}"
+            def fill(folder):
+                (folder / "a").write_text(text(key)[:1600])
+                (folder / "b").write_text(text(key)[1600:])
+            with cache.entry(key, fill) as folder:
+                found = (folder / "a").read_text() + (folder / "b").read_text()
+                assert found == text(key), key
+            if order.random() < 0.05:  # somebody damages what is there, while nobody reads it
+                key = f"key{order.randrange(24)}"
+                with cache._locked(key, fcntl.LOCK_EX), contextlib.suppress(OSError):
+                    with open(cache.folder / "entries" / key / "a", "r+") as file:
+                        file.seek(order.randrange(1600))
+                        file.write("?")
+    """
+    moments = random.Random(0)
+    for round_number in range(3):
+        doomed = [start(script, tmp_path, 10 * round_number + k, 100_000) for k in range(3)]
+        for process in doomed:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+        time.sleep(moments.uniform(0.05, 0.3))
+        for process in doomed:
+            assert process.poll() is None
+            process.kill()
+            process.communicate(timeout=30)
+    survivors = [start(script, tmp_path, 100 + k, 150) for k in range(3)]
+    for process in survivors:
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    assert len(list(tmp_path.glob("building-*"))) <= 24
+    total = sum(path.stat().st_size for path in tmp_path.glob("entries/*/*"))
+    assert total < 60_000

@@ -1,0 +1,66 @@
+"""How kernels are compiled for this machine: the flags, the OpenMP runtime, and what an object depends on."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from compile_core.toolchain.cpp_compiler import compiler
+
+_FLAGS = (
+    # Not 17, whose lambdas are constexpr: g++ 12 crashes when it folds one with an OpenMP loop inside.
+    "-std=gnu++14",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    # Neither flag changes a value: errno and floating-point traps are not looked at.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # Eager rounds a product before it adds; polynomials ask for fused operations where they want them.
+    "-ffp-contract=off",
+    "-fno-exceptions",
+    "-fno-threadsafe-statics",
+    "-w",
+)
+
+
+@cache
+def compiler_identity() -> str:
+    """Compiler and machine, as far as an object compiled for this very machine depends on them."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    return "\n".join((version, platform.machine(), _cpu_features(), str(openmp_runtime()), torch.__version__))
+
+
+def _cpu_features() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    lines = dict(re.findall(r"^(vendor_id|cpu family|model|flags|Features)\s*:\s*(.*)$", text, re.MULTILINE))
+    return "\n".join(f"{name}: {value}" for name, value in sorted(lines.items()))
+
+
+@cache
+def kernel_flags() -> tuple[str, ...]:
+    """What the compiler is given for every kernel."""
+    # g++ prefers 256-bit vectors on most machines that have 512-bit ones; elementary functions gain a factor
+    # of 1.8.
+    wide = ("-mprefer-vector-width=512",) if " avx512f " in f"{_cpu_features()} " else ()
+    return (*_FLAGS, *wide)
+
+
+@cache
+def openmp_runtime() -> str | None:
+    """The file of the OpenMP runtime in this process, or ``None`` for the compiler's own."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[^/\n]*)$", mapped, re.MULTILINE)
+    return found.group(1) if found else None

@@ -1,0 +1,75 @@
+"""Small models of four kinds, with a batch and a loss each, for benchmarks that compile and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+# A model and the arguments of its forward, which returns the loss.
+Training = tuple[Callable[..., Tensor], dict[str, Tensor]]
+_VOCABULARY = 8192
+
+
+class Loss(nn.Module):
+    """A model of the transformers package that returns its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **arguments: Tensor) -> Tensor:
+        return self.model(**arguments).loss
+
+
+def gpt2() -> Training:
+    config = transformers.GPT2Config(
+        vocab_size=_VOCABULARY, n_embd=256, n_layer=4, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else transformers logs a warning from inside the forward
+    return Loss(model), _tokens()
+
+
+def bert() -> Training:
+    config = transformers.BertConfig(
+        vocab_size=_VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=1024, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return Loss(transformers.BertForMaskedLM(config)), _tokens()
+
+
+def resnet18() -> Training:
+    config = transformers.ResNetConfig(
+        layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512]
+    )
+    config.num_labels = 100
+    model = transformers.ResNetForImageClassification(config)
+    return Loss(model), {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(100, (8,))}
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 4, classes: int = 100) -> None:
+        super().__init__()
+        layers = [
+            layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
+        ]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, classes))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+def mlp() -> Training:
+    return Perceptron(), {"x": torch.randn(256, 512), "labels": torch.randint(100, (256,))}
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {"gpt2": gpt2, "bert": bert, "resnet18": resnet18, "mlp": mlp}
+
+
+def _tokens() -> dict[str, Tensor]:
+    tokens = torch.randint(_VOCABULARY, (8, 128))
+    return {"input_ids": tokens, "labels": tokens}
