@@ -155,7 +155,7 @@ def _backward_inputs_alive_at_the_end(graph: PartitionedGraph) -> int:
     (compute,) = whole_schedule("backward", graph.backward).computes
     resolved = resolve_backend("aot_eager")
     assert isinstance(resolved, RegionBackend)
-    region = resolved.compile_region(compute, CompileOptions(), StageDump(None, None))
+    region = resolved.compile_region(compute, CompileOptions(), StageDump(None, None))()
     arguments = [torch.zeros(node.meta["val"].shape) for node in nodes.find_nodes(op="placeholder")]
     references.extend(map(weakref.ref, arguments))
     region(arguments)
