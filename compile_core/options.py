@@ -104,6 +104,14 @@ class CompileOptions:
         default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0",
         metadata=_flag("check what every stage hands on; costs compile time"),
     )
+    cuda_graphs: bool = field(
+        default=False,
+        metadata=_flag(
+            "launch the kernels of forward and backward as CUDA graphs, from the second call on; they are replayed at "
+            "fixed addresses, so each keeps its memory",
+            name="triton.cudagraphs",
+        ),
+    )
     trace_folder: Path | None = field(
         default=None,
         metadata=_option(
@@ -163,7 +171,10 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 # What each mode sets.
-MODES: Mapping[str, Mapping[str, Any]] = {"default": {}}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"triton.cudagraphs": True},
+}
 
 
 def list_mode_options(mode: str | None = None) -> dict[str, Any]:

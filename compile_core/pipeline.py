@@ -32,6 +32,7 @@ from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.communicator import Communicator
+from compile_core.runtime.cuda_graphs import with_cuda_graphs
 from compile_core.runtime.executable import Executable, link
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,8 @@ def compile_stages(
     again = (
         differentiable_backward(module, joint) if backward is not None and options.double_backward else None
     )
-    return CompiledGraph(bind_autograd(graph, forward, backward, again), forward, backward, graph)
+    programs = with_cuda_graphs(graph, forward, backward) if options.cuda_graphs else (forward, backward)
+    return CompiledGraph(bind_autograd(graph, *programs, again), forward, backward, graph)
 
 
 def _plan_backward(

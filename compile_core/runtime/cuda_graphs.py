@@ -1,0 +1,159 @@
+"""CUDA graphs of forward and backward: the kernels of a run are launched by one call.
+
+The rules of what may be replayed when are in ``graphed_program``. Random operators draw from torch's generator, whose
+state a CUDA graph advances as the operators would. What cannot be captured runs as it is, with the reason logged:
+programs with tensors on the CPU or on several GPUs, collectives, what raises during capture, and calls under somebody
+else's capture.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.regions import graph_inputs, graph_results
+from compile_core.runtime.executable import Executable
+from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
+
+logger = logging.getLogger(__name__)
+
+# Results up to this size are copied out of a graph's memory at once: programs keep losses, and a copy costs one launch.
+_SMALL_BYTES = 1 << 16
+
+_one_at_a_time = threading.Lock()
+
+
+class CudaRecorder:
+    """Captures on a stream of its own; each graph has a memory pool of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def reason_against(self) -> str:
+        return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
+
+    def record(
+        self, program: Program, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        state = generator.clone_state()
+        with _one_at_a_time, torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            # What the collector frees might ask the driver for what it forbids during a capture.
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                with torch.cuda.stream(self._stream):
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        results = program([*inputs])
+                    finally:
+                        graph.capture_end()
+            except Exception:
+                # Else the generator believes that the capture goes on.
+                generator.graphsafe_set_state(state)
+                raise
+            finally:
+                if collecting:
+                    gc.enable()
+        return graph.replay, results
+
+    def follow(self, stream: Any) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        if stream is not None and stream != current:
+            current.wait_stream(stream)
+        return current
+
+
+def with_cuda_graphs(
+    graph: PartitionedGraph, forward: Executable, backward: Executable | None
+) -> tuple[Program, Program | None]:
+    """The linked programs of ``graph``, replayed as CUDA graphs where that is possible."""
+    if not torch.cuda.is_available():
+        _report_no_cuda()
+        return forward, backward
+    reason = _reason_against(graph.forward, forward)
+    if reason:
+        logger.warning("the forward is not captured as a CUDA graph: %s", reason)
+        return forward, backward
+    device = next(_devices(graph.forward))
+    recorder = CudaRecorder(device)
+    if backward is not None and graph.backward is not None:
+        reason = _reason_against(graph.backward, backward)
+        if reason:
+            logger.warning("the backward is not captured as a CUDA graph: %s", reason)
+            return graph_programs(graph, forward, None, recorder)[0], backward
+    return graph_programs(graph, forward, backward, recorder)
+
+
+def graph_programs(
+    graph: PartitionedGraph, forward: Program, backward: Program | None, recorder: Recorder
+) -> tuple[GraphedProgram, GraphedProgram | None]:
+    """Forward and backward of ``graph`` as programs that ``recorder`` records."""
+    results = graph_results(graph.forward)
+    returned = {
+        result if isinstance(result, int) else result.position
+        for result in graph.signature.results
+        if isinstance(result, int) or not result.of_input
+    }
+    small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
+    graphed = GraphedProgram(
+        "CUDA graph of a forward", forward, recorder, graph.num_outputs, copied_out=small
+    )
+    if backward is None or graph.backward is None:
+        return graphed, None
+    primals = {node.name for node in graph_inputs(graph.forward)}
+    computed = [position for position, name in enumerate(graph.saved) if name not in primals]
+    return graphed, GraphedProgram(
+        "CUDA graph of a backward",
+        backward,
+        recorder,
+        len(graph_results(graph.backward)),
+        copied_in=range(len(graph.saved), len(graph_inputs(graph.backward))),
+        forward=graphed,
+        kept={position: graph.num_outputs + k for k, position in enumerate(computed)},
+    )
+
+
+def _reason_against(module: torch.fx.GraphModule, executable: Executable) -> str:
+    if executable.communicator is not None:
+        return "it reduces gradients across processes"
+    devices = set(_devices(module))
+    if any(device.type != "cuda" for device in devices):
+        names = ", ".join(sorted({device.type for device in devices}))
+        return f"it has tensors on: {names}"
+    if len(devices) != 1:
+        return f"it computes on {len(devices)} GPUs"
+    for node in module.graph.nodes:
+        if any(
+            isinstance(item, torch.Generator) for item in pytree.tree_leaves((node.args, dict(node.kwargs)))
+        ):
+            return "it draws random numbers from a generator of the program's own"
+    return ""
+
+
+def _devices(module: torch.fx.GraphModule) -> Iterator[torch.device]:
+    for node in module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                yield value.device
+
+
+def _bytes_of(node: torch.fx.Node | None) -> int:
+    value = None if node is None else node.meta["val"]
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+@cache
+def _report_no_cuda() -> None:
+    logger.warning("CUDA graphs need a CUDA device, and torch sees none: programs run as in the default mode")

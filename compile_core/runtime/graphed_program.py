@@ -1,0 +1,337 @@
+"""Runs a program by replaying a recording of it: what a recording reads where, and whose memory it may overwrite.
+
+A recording reads and writes fixed addresses, so a replay overwrites what the one before it returned. Of torch's CUDA
+graph trees the rule is kept that nothing is overwritten that somebody still uses; the trees are not. Every recording
+has memory of its own, shared with no other, and is free while nobody outside holds a result in it. A call takes a free
+one:
+
+* *Inputs* are read where they lie, as parameters are, or copied before a replay. An input is taken to stay where it is
+  until it comes from another address; it is copied from then on, in new recordings. What a backward gets from its
+  forward lies in a recording of the forward: the backward has a recording for each of those.
+* *Results* are given out as new tensors over the recording's memory. If one that reaches the user (a loss, a gradient)
+  is alive at the next call, it is copied out from then on, in a new recording. What a forward keeps for its backward is
+  never copied: while it is alive, as in two forwards before a backward, another recording is made.
+
+The first call runs plainly, since libraries choose their kernels there. A call that no recording serves runs plainly
+too; the reason is logged once. Two limits: a user who changes a copied result in place is not told, as eager would
+tell, that the backward needed it; a result that another stream still reads must be held until that stream is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from compile_core.ir.tensor_spec import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+# Takes its inputs in a list that it may empty.
+Program = Callable[[list[torch.Tensor]], Sequence[Any]]
+
+_MOST_AT_ONCE = 4  # recordings of one program
+_MOST_EVER = 16  # recordings made of one program, those forgotten included
+_MOST_IN_PROCESS = 128
+
+# torch exports these without declaring them.
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+
+
+class Recorder(Protocol):
+    """Makes recordings; for CUDA see ``cuda_graphs``."""
+
+    def reason_against(self) -> str:
+        """Why nothing can be recorded or replayed at this moment, or ""."""
+        ...
+
+    def record(
+        self, program: Program, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        """What computes the program's results from what lies at the inputs' addresses by then, and the tensors into
+        which it does. The inputs are not held, nor are the results computed yet.
+        """
+        ...
+
+    def follow(self, stream: Any) -> Any:
+        """Makes what comes next wait for the work on a stream that an earlier call gave; returns the current one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A result in the memory of an input, which is made from the input of each call."""
+
+    position: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, given: torch.Tensor) -> torch.Tensor:
+        return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
+
+
+class Recording:
+    """One recording: what it reads, and the results in its memory.
+
+    Args:
+        replay: computes the results.
+        kept: addresses of the inputs that come from a recording of the forward.
+        copies: the tensor into which an input is copied, by position.
+        results: tensors in its memory, ``Borrowed``, or ``None``.
+        stream: where it was last used; see ``Recorder.follow``.
+    """
+
+    def __init__(
+        self,
+        replay: Callable[[], None],
+        kept: tuple[int, ...],
+        copies: Mapping[int, torch.Tensor],
+        results: Sequence[torch.Tensor | Borrowed | None],
+        stream: Any,
+    ) -> None:
+        self.replay = replay
+        self.kept = kept
+        self.results = results
+        self.stream = stream
+        self.places = tuple(
+            result.data_ptr() if isinstance(result, torch.Tensor) else None for result in results
+        )
+        self._copies = copies
+        self._results_in: dict[int, list[int]] = {}
+        for position, result in enumerate(results):
+            if isinstance(result, torch.Tensor):
+                self._results_in.setdefault(_storage(result), []).append(position)
+        # Holders of each storage while nobody outside holds it.
+        self._idle = {storage: _use_count(storage) for storage in self._results_in}
+
+    def held(self) -> list[list[int]]:
+        """For each piece of memory that somebody outside holds, the positions of the results in it."""
+        return [
+            self._results_in[storage] for storage, idle in self._idle.items() if _use_count(storage) != idle
+        ]
+
+    def read(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copies what has to be copied."""
+        _copy_all([(copy, inputs[position]) for position, copy in self._copies.items()])
+
+    def give(self, inputs: Sequence[torch.Tensor], copied: Iterable[int]) -> list[Any]:
+        """New tensors for the results; those at the positions ``copied`` have memory of their own."""
+        given: dict[int, torch.Tensor] = {}  # two results that are one tensor stay one
+        results: list[Any] = []
+        for result in self.results:
+            if isinstance(result, Borrowed):
+                results.append(result.of(inputs[result.position]))
+            elif result is None:
+                results.append(None)
+            else:
+                if id(result) not in given:
+                    given[id(result)] = _alias(result)
+                results.append(given[id(result)])
+        sources = {position: results[position] for position in copied if results[position] is not None}
+        alone = {position: _empty_like(source) for position, source in sources.items()}
+        _copy_all([(alone[position], source) for position, source in sources.items()])
+        for position, result in alone.items():
+            results[position] = result
+        return results
+
+
+_living: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+
+class GraphedProgram:
+    """A program that is recorded at its second call and replayed from then on.
+
+    Args:
+        name: for the log.
+        program: computes tensors from tensors and changes nothing else; the same layouts come at every call.
+        recorder: records it.
+        num_visible: how many of the first results reach the user; the rest is kept for the backward.
+        copied_in: positions of inputs that come from elsewhere every time.
+        copied_out: positions of results that are copied out from the start.
+        forward: of a backward, the program that computed some of its inputs.
+        kept: position of such an input -> position among the results of ``forward``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        recorder: Recorder,
+        num_visible: int,
+        *,
+        copied_in: Iterable[int] = (),
+        copied_out: Iterable[int] = (),
+        forward: GraphedProgram | None = None,
+        kept: Mapping[int, int] | None = None,
+    ) -> None:
+        self._name = name
+        self._program = program
+        self._recorder = recorder
+        self._num_visible = num_visible
+        self._copied_in = set(copied_in)
+        self._copied_out = set(copied_out)
+        self._forward = forward
+        self._kept = dict(kept or {})
+        self._seen: list[int] | None = None
+        self._recordings: list[Recording] = []
+        self._recorded = 0
+        self._given_up = False
+        self._reported: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
+        with self._lock:
+            recording = None if self._given_up else self._choose(inputs)
+            if recording is not None:
+                recording.stream = self._recorder.follow(recording.stream)
+                recording.read(inputs)
+                recording.replay()
+                results = recording.give(inputs, self._copied_out)
+                inputs.clear()
+                return results
+        return self._program(inputs)
+
+    def _choose(self, inputs: Sequence[torch.Tensor]) -> Recording | None:
+        """A free recording that reads these inputs, made if need be; None where the program must run plainly."""
+        reason = self._recorder.reason_against()
+        if reason:
+            return self._run_plainly(reason)
+        places = [tensor.data_ptr() for tensor in inputs]
+        if self._seen is None:
+            self._seen = places
+            return None
+        kept = self._find_kept(places)
+        if kept is None:
+            return None  # the forward ran plainly, and has said why
+        self._forget_moved(places)
+        for recording in list(self._recordings):
+            if recording.kept == kept:
+                held = recording.held()
+                if not held:
+                    return recording
+                to_copy = [self._not_yet_copied(positions) for positions in held]
+                if all(to_copy):
+                    self._copied_out.update(*to_copy)
+                    self._recordings.remove(recording)
+        return self._record(inputs, kept)
+
+    def _find_kept(self, places: Sequence[int]) -> tuple[int, ...] | None:
+        """Where the inputs lie that a recording of the forward computed; None if they are not all in one."""
+        if self._forward is None:
+            return ()
+        for recording in self._forward._recordings:
+            # What the forward borrowed from an input of its own is an input like any other.
+            self._kept = {
+                p: result for p, result in self._kept.items() if recording.places[result] is not None
+            }
+            own = tuple(places[position] for position in self._kept)
+            if own == self._places_in(recording):
+                return own
+        return None
+
+    def _places_in(self, forward: Recording) -> tuple[int | None, ...]:
+        return tuple(forward.places[result] for result in self._kept.values())
+
+    def _forget_moved(self, places: Sequence[int]) -> None:
+        assert self._seen is not None
+        moved = {
+            position
+            for position, (place, seen) in enumerate(zip(places, self._seen, strict=True))
+            if place != seen and position not in self._copied_in and position not in self._kept
+        }
+        if moved:
+            self._copied_in |= moved
+            self._recordings.clear()
+
+    def _not_yet_copied(self, positions: Sequence[int]) -> set[int]:
+        """Those results that would be copied instead, were they known to outlive the next call."""
+        return {p for p in positions if p < self._num_visible and p not in self._copied_out}
+
+    def _record(self, inputs: Sequence[torch.Tensor], kept: tuple[int, ...]) -> Recording | None:
+        if self._forward is not None:
+            known = [self._places_in(recording) for recording in self._forward._recordings]
+            self._recordings = [recording for recording in self._recordings if recording.kept in known]
+        if len(self._recordings) >= _MOST_AT_ONCE:
+            return self._run_plainly(f"results of {_MOST_AT_ONCE} earlier runs are still in use")
+        if self._recorded >= _MOST_EVER:
+            return self._run_plainly(f"it was recorded {_MOST_EVER} times already")
+        if len(_living) >= _MOST_IN_PROCESS:
+            return self._run_plainly(f"there are {_MOST_IN_PROCESS} recordings already")
+        try:
+            # Tensors made in inference mode could not be given out to autograd later.
+            with torch.inference_mode(False), torch.no_grad():
+                copies = {position: _empty_like(inputs[position]) for position in sorted(self._copied_in)}
+                static = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
+                replay, results = self._recorder.record(self._program, static)
+        except Exception as error:
+            self._given_up = True
+            return self._run_plainly(f"recording failed: {error}")
+        owners = {_storage(tensor): position for position, tensor in enumerate(static)}
+        described = [_borrowed(result, owners, static) or result for result in results]
+        del results
+        recording = Recording(replay, kept, copies, described, self._recorder.follow(None))
+        self._recordings.append(recording)
+        self._recorded += 1
+        _living.add(recording)
+        return recording
+
+    def _run_plainly(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.warning("%s runs without a recording: %s", self._name, reason)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory, of the kind that the program would return in the current mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        )
+    return tensor.detach()
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies each second tensor into the first, which has the same layout; one launch for those of a dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for target, source in pairs:
+        if not TensorSpec.of(target).is_dense:
+            target, source = _memory_of(target), _memory_of(source)
+        by_dtype.setdefault(target.dtype, []).append((target, source))
+    with torch.no_grad():
+        for group in by_dtype.values():
+            _foreach_copy([target for target, _ in group], [source for _, source in group])
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All that a tensor spans, in the order of memory: gaps and shared elements as they lie."""
+    return tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset())
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _borrowed(result: Any, owners: Mapping[int, int], static: Sequence[torch.Tensor]) -> Borrowed | None:
+    position = owners.get(_storage(result)) if isinstance(result, torch.Tensor) else None
+    if position is None:
+        return None
+    offset = int(result.storage_offset()) - int(static[position].storage_offset())
+    return Borrowed(position, tuple(result.shape), tuple(result.stride()), offset)
