@@ -1,0 +1,183 @@
+"""What a program can see of a compiled call's results besides their values, and what changes in place do to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_core
+from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome, two_results
+
+
+def seen_of(tensor):
+    return (
+        tensor.requires_grad,
+        tensor.is_leaf,
+        tensor.grad_fn is None,
+        tensor._is_view(),
+        tensor._version,
+        tensor.is_inference(),
+        type(tensor),
+    )
+
+
+def many_kinds(x, w):
+    return x * w, x.detach() * 2, x, x.view(-1), (x * w).detach(), x.argmax(), x.t()
+
+
+def with_gradients(compile):
+    f, x, w = compile(many_kinds), leaf(2, 2), leaf(2, 2)
+    results = f(x, w)
+    return list(map(seen_of, results)), results[2] is x
+
+
+def without_gradients(compile):
+    f, x, w = compile(many_kinds), torch.randn(2, 2), torch.randn(2, 2)
+    results = f(x, w)
+    return list(map(seen_of, results)), results[2] is x
+
+
+def under_no_grad(compile):
+    f, x, w = compile(many_kinds), leaf(2, 2), leaf(2, 2)
+    with torch.no_grad():
+        results = f(x, w)
+    return list(map(seen_of, results)), results[2] is x
+
+
+def under_inference_mode(compile):
+    f, x, w = compile(lambda x, w: (x * w, x.argmax())), leaf(2, 2), leaf(2, 2)
+    with torch.inference_mode():
+        results = f(x, w)
+    return [
+        (result.requires_grad, result.is_leaf, result.is_inference(), result._is_view()) for result in results
+    ]
+
+
+def origins(compile):
+    f, x, w = compile(lambda x, w: x * w), leaf(2, 2), leaf(2, 2)
+    nodes = [node for node, _ in f(x, w).grad_fn.next_functions if node is not None]
+    return {type(node).__name__ for node in nodes}, {id(node.variable) == id(x) for node in nodes}
+
+
+def kept_gradients(compile):
+    f, x, w = compile(two_results), leaf(3), leaf(3)
+    first, second = f(x, w)
+    first.retain_grad()
+    (first * second).sum().backward()
+    return first.grad, x.grad, first.retains_grad, second.retains_grad
+
+
+def same_result_twice(compile):
+    def program(x):
+        y = x.sin()
+        return y, y
+
+    f, x = compile(program), leaf(3)
+    first, second = f(x)
+    (first + 2 * second).sum().backward()
+    return first is second, x.grad
+
+
+def detached(compile):
+    f, x = compile(lambda x: x.sin()), leaf(3)
+    y = f(x)
+    y.detach().zero_()
+    y.sum().backward()
+    z = f(x).detach_()
+    return y, x.grad, z.requires_grad, z.is_leaf
+
+
+def changed_in_place(compile):
+    f, x, w = compile(two_results), leaf(3), leaf(3)
+    first, _ = f(x, w)
+    first.mul_(2).add_(w)
+    first.sum().backward()
+    return first, x.grad, w.grad
+
+
+def changed_without_gradients(compile):
+    f, x = compile(lambda x: (x * 2, x.view(-1))), torch.randn(2, 2)
+    doubled, view = f(x)
+    doubled.add_(1)
+    view.mul_(3)
+    return doubled, view, x, x._version
+
+
+def view_of_an_activation_changed(compile):
+    f, x = compile(lambda x: (x.view(-1), x[0], x.sin())), leaf(2, 2)
+    hidden = x * 2
+    flat, row, _ = f(hidden)
+    flat.mul_(3)
+    row.add_(1)
+    (hidden.square().sum() + flat.sum()).backward()
+    return hidden, flat, row, x.grad
+
+
+def view_of_a_leaf_changed(compile):
+    f, x = compile(lambda x: x.view(-1)), leaf(2, 2)
+    return outcome(lambda: f(x).mul_(3))
+
+
+def input_changed_by_the_program(compile):
+    def program(x, counts):
+        counts.add_(1)
+        counts.mul_(2)
+        return x * 2
+
+    f, x, counts = compile(program), leaf(3), torch.zeros(3)
+    before = counts._version
+    y = f(x, counts)
+    return counts, counts._version > before, seen_of(y), x._version
+
+
+def expanded(compile):
+    f, x = compile(lambda x: (x * 2).expand(4, 3)), leaf(1, 3)
+    y = f(x)
+    y.sum().backward()
+    return y.stride(), x.grad
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        with_gradients,
+        without_gradients,
+        under_no_grad,
+        under_inference_mode,
+        origins,
+        kept_gradients,
+        same_result_twice,
+        detached,
+        changed_in_place,
+        changed_without_gradients,
+        view_of_an_activation_changed,
+        view_of_a_leaf_changed,
+        input_changed_by_the_program,
+        expanded,
+    )
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@for_each(SCENARIOS)
+def test_results(scenario, backend):
+    check_scenario(scenario, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_results_name_what_made_them(backend):
+    compiled = compile_core.compile(two_results, backend=backend, fullgraph=True)
+    first, second = compiled(leaf(3), leaf(3))
+    assert first.grad_fn is second.grad_fn
+    assert first.grad_fn.name() == "CompiledCallBackward"
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_takes_no_autograd(backend, mode, monkeypatch):
+    compiled = compile_core.compile(two_results, backend=backend, fullgraph=True)
+    monkeypatch.setattr(torch.autograd.Function, "apply", None)
+    x, w, trained = torch.randn(3), torch.randn(3), leaf(3)
+    assert compiled(x, w)[0].grad_fn is None
+    with mode():
+        assert not compiled(trained, w)[0].requires_grad

@@ -1,0 +1,114 @@
+"""Saved tensors that the user changes before the backward: torch's own error, and none without need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer, leaf
+
+
+def failure_of(loss):
+    """The beginning of the error: its end names the operation, which compiled calls have not."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        text = str(error)
+        assert "expected version" in text
+        return text.partition(":")[0]
+    return None
+
+
+def an_input(compile):
+    f, x, w = compile(lambda x, w: x * w), torch.randn(3), leaf(3)
+    y = f(x, w)
+    x.add_(1)
+    return failure_of(y.sum())
+
+
+def a_parameter(compile):
+    model = nn.Linear(3, 3)
+    f, optimizer = compile(model), torch.optim.SGD(model.parameters(), 0.1)
+    y = f(f(leaf(2, 3)))
+    (first,) = torch.autograd.grad(y.sum(), model.weight, retain_graph=True)
+    model.weight.grad = first
+    optimizer.step()
+    return failure_of(y.sum())
+
+
+def a_result(compile):
+    def program(x):
+        product = x @ x
+        return product, product.sin()
+
+    f, x = compile(program), leaf(2, 2)
+    product, sine = f(x)
+    product.add_(1)
+    return failure_of(sine.sum())
+
+
+def through_a_view(compile):
+    f, x, w = compile(layer), torch.randn(3, 3), leaf(3, 3)
+    y = f(x, w)
+    x[0].zero_()
+    return failure_of(y.sum())
+
+
+def by_the_next_call(compile):
+    def program(x, memory):
+        y = x * memory
+        memory.add_(1)
+        return y
+
+    def changed_later(x, memory):
+        return x * memory
+
+    f, g, x, memory = compile(program), compile(changed_later), leaf(3), torch.ones(3)
+    y = g(x, memory)
+    with torch.no_grad():
+        f(x, memory)
+    return failure_of(y.sum())
+
+
+def a_result_that_nobody_needs(compile):
+    f, x = compile(lambda x: x.sin()), leaf(3)
+    y = f(x)
+    y.add_(1)
+    return failure_of(y.sum()), x.grad
+
+
+def statistics_of_a_norm(compile):
+    model = nn.BatchNorm1d(3)
+    f, x = compile(model), leaf(4, 3)
+    first, second = f(x), f(x * 2)
+    failed = failure_of(first.square().sum() + second.cos().sum())
+    return failed, x.grad, list(model.buffers())
+
+
+def detached_from_the_count(compile):
+    f, x, w = compile(lambda x, w: x * w), leaf(3), torch.ones(3)
+    y = f(x, w)
+    w.data.fill_(2.0)
+    return failure_of(y.sum()), x.grad
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        an_input,
+        a_parameter,
+        a_result,
+        through_a_view,
+        by_the_next_call,
+        a_result_that_nobody_needs,
+        statistics_of_a_norm,
+        detached_from_the_count,
+    )
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@for_each(SCENARIOS)
+def test_tensors_changed_before_the_backward(scenario, backend):
+    check_scenario(scenario, backend)
