@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from compile_core.backends import triton
 from compile_core.backends.registry import RegionBackend
 from compile_core.compiled_function import CompiledFunction
 from compile_core.ir.kernels import KernelSource
@@ -20,7 +21,6 @@ from compile_core.ir.loops import LoopNest
 from compile_core.ir.schedule import Compute
 from compile_core.lowering.build_triton import triton_function
 from compile_core.lowering.codegen_triton import generate_triton
-from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
 from compile_core.observe.dump import StageDump
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = GPT(CONFIG)
     tokens, targets = torch.randint(0, CONFIG.vocabulary, (2, 3, CONFIG.context))
-    backend = RegionBackend("interpreted", compile_region, decomposition_table)
+    backend = RegionBackend("interpreted", compile_region, triton.decompositions)
     compile_it = functools.partial(
         compile_graph, backend=backend, options=CompileOptions(cache_folder=folder)
     )
