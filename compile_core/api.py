@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
-from compile_core.bind_sizes import CompileGraph, compile_per_sizes
 from compile_core.capture.directives import compiled_by_torch, leave_alone
 from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
-from compile_core.compiled_function import CompiledFunction
+from compile_core.compiled_function import CompiledFunction, CompileGraph
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
@@ -116,8 +115,6 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
     compile_captured: CompileGraph = functools.partial(
         compile_graph, backend=backend, options=request.options
     )
-    if not isinstance(backend, GraphBackend):
-        compile_captured = compile_per_sizes(compile_captured)
     return CompiledFunction(
         model,
         compile_captured,

@@ -1,7 +1,10 @@
-"""Stages 2 to 8 know static sizes only: a graph whose sizes are open is compiled for each combination that comes.
+"""Code generation knows static sizes only: a partitioned graph is bound to each combination of sizes that comes.
 
-One captured entry then serves all sizes, and what lies below it is made on demand, at the first call with new sizes.
-Backends that take whole graphs do not need this: they get the graph with its sizes open.
+The graph was captured, traced and partitioned once, with its sizes open. What is made for each combination, on demand,
+is a copy with integers in the place of symbols, and its programs. Backends that take open sizes do not need this.
+
+Floats that a graph takes are bound likewise. Other than sizes, such as a learning rate, they take ever new values, so
+there is a limit of a few; beyond it the captured graph runs with torch's own kernels.
 """
 
 from __future__ import annotations
@@ -9,86 +12,95 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+import sympy
 import torch
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from compile_core import config
-from compile_core.capture.fake_inputs import make_fake
 from compile_core.capture.global_state import normal_tensors
-from compile_core.ir.captured import CapturedGraph
+from compile_core.errors import Unsupported
+from compile_core.ir.graphs import (
+    GraphSignature,
+    PartitionedGraph,
+    ResultAlias,
+    resolve_sizes,
+    resolve_spec,
+)
+from compile_core.ir.numbers import expression_of, is_number, symbol_places
+from compile_core.ir.regions import graph_inputs, graph_results
 
 logger = logging.getLogger(__name__)
 
-# For how many values of the floats that a graph takes it is compiled. Compiled programs have numbers built in, so
-# beyond these few the graph itself computes with the float that comes.
+# For how many values of the floats that a graph takes it is compiled.
 _MOST_FLOATS = 4
 
-CompiledGraph = Callable[..., Sequence[torch.Tensor]]
-CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
+
+class Programs(Protocol):
+    """What a partitioned graph without open sizes was compiled to."""
+
+    def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]: ...
 
 
-def compile_per_sizes(compile_graph: CompileGraph, *, must_compile: bool = False) -> CompileGraph:
-    """What compiles graphs with open sizes, given what compiles those without.
-
-    Args:
-        compile_graph: compiles a graph whose sizes are static, for its real inputs.
-        must_compile: see ``GraphOfManySizes``.
-    """
-
-    def compile_any(captured: CapturedGraph, inputs: list[Any]) -> CompiledGraph:
-        if not captured.has_open_sizes:
-            return compile_graph(captured, inputs)
-        graph = GraphOfManySizes(captured, compile_graph, must_compile)
-        graph.compiled_for(inputs)
-        return graph
-
-    return compile_any
+CompilePrograms = Callable[[PartitionedGraph, Sequence[Any]], Programs]
 
 
 class GraphOfManySizes:
-    """A captured graph with open sizes; called with its inputs, it runs what was compiled for their sizes.
+    """A partitioned graph with open sizes; called with its inputs, it runs what was compiled for their sizes.
 
     There are at most ``config.cache_size_limit`` compiled forms, and for a few values of floats only.
 
     Args:
-        captured: the graph.
-        compile_graph: compiles a graph whose sizes are static, for its real inputs.
-        must_compile: drop the sizes not seen for longest when there are too many, instead of running all further ones
-            with torch's own kernels.
+        partitioned: the graph.
+        compile_programs: compiles a graph whose sizes are static, for its real inputs.
+        fallback: the captured graph, which runs with torch's own kernels where there are too many sizes.
+        must_compile: drop the sizes not seen for longest instead.
     """
 
-    def __init__(self, captured: CapturedGraph, compile_graph: CompileGraph, must_compile: bool) -> None:
-        self._captured = captured
-        self._compile_graph = compile_graph
+    def __init__(
+        self,
+        partitioned: PartitionedGraph,
+        compile_programs: CompilePrograms,
+        fallback: Callable[..., Any],
+        must_compile: bool,
+    ) -> None:
+        self.partitioned = partitioned
+        self._compile_programs = compile_programs
+        self._fallback = fallback
         self._must_compile = must_compile
-        self._compiled: OrderedDict[tuple[Any, ...], CompiledGraph] = OrderedDict()
-        self._open = [index for index, entry in enumerate(captured.inputs) if entry.is_open]
+        self._compiled: OrderedDict[tuple[Any, ...], Programs] = OrderedDict()
+        examples = [node.meta["val"] for node in graph_inputs(partitioned.forward)]
+        self._places = symbol_places(examples)
+        self._floats = [k for k, example in enumerate(examples) if isinstance(example, torch.SymFloat)]
         self._lock = threading.RLock()
         self._limit_reported = False
         # A float, unlike a size, takes ever new values, as a learning rate does.
-        self._floats: set[tuple[str, ...]] = set()
+        self._floats_seen: set[tuple[str, ...]] = set()
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """What was compiled, for the sizes not seen for longest first."""
+        return tuple(self._compiled.values())
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         compiled = self.compiled_for(inputs)
-        if compiled is None:
-            return self._captured.module(*inputs)
-        return compiled(*(item for item in inputs if isinstance(item, torch.Tensor)))
+        return self._fallback(*inputs) if compiled is None else compiled(*inputs)
 
-    def compiled_for(self, inputs: Sequence[Any]) -> CompiledGraph | None:
+    def compiled_for(self, inputs: Sequence[Any]) -> Programs | None:
         """What is compiled for the sizes of these inputs; None where torch's own kernels must run them."""
-        sizes = tuple(_sizes_of(inputs[index]) for index in self._open)
+        sizes = tuple(place.value(inputs) for place in self._places.values())
+        # The text tells 0.0 from -0.0.
+        floats = tuple(repr(inputs[position]) for position in self._floats)
         with self._lock:
-            found = self._compiled.get(sizes)
+            found = self._compiled.get((sizes, floats))
             if found is not None:
-                self._compiled.move_to_end(sizes)
+                self._compiled.move_to_end((sizes, floats))
                 return found
-            floats = tuple(size for size in sizes if isinstance(size, str))
-            if floats not in self._floats and len(self._floats) >= _MOST_FLOATS:
+            if floats not in self._floats_seen and len(self._floats_seen) >= _MOST_FLOATS:
                 self._report_limit(f"{_MOST_FLOATS} different values of floats")
                 return None
             if len(self._compiled) >= config.cache_size_limit:
@@ -96,11 +108,11 @@ class GraphOfManySizes:
                     self._report_limit(f"{len(self._compiled)} different sizes")
                     return None
                 self._compiled.popitem(last=False)
-            tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
             with normal_tensors():
-                found = self._compile_graph(bind_sizes(self._captured, inputs), tensors)
-            self._compiled[sizes] = found
-            self._floats.add(floats)
+                bound = bind_sizes(self.partitioned, inputs)
+                found = self._compile_programs(bound, inputs)
+            self._compiled[sizes, floats] = found
+            self._floats_seen.add(floats)
             return found
 
     def _report_limit(self, what: str) -> None:
@@ -111,33 +123,135 @@ class GraphOfManySizes:
             )
 
 
-def _sizes_of(value: Any) -> Any:
-    """What a tensor or a number contributes to the key: of floats the text, which tells 0.0 from -0.0."""
-    if isinstance(value, float):
-        return repr(value)
-    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+def has_numbers(graph: PartitionedGraph) -> bool:
+    """Whether there is anything to bind: a size of an input that is open, or a number in the graph."""
+    return any(
+        is_number(node) or getattr(node.meta.get("val"), "_has_symbolic_sizes_strides", False)
+        for node in graph.forward.graph.nodes
+    )
 
 
-def bind_sizes(captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-    """The graph for the sizes of these inputs. It takes the tensors among them; numbers are constants in it.
+def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGraph:
+    """The graph for the sizes and floats of these inputs.
 
-    Example values are new for the inputs; those of other nodes have the open sizes still.
+    It takes the same inputs; the numbers among them are not read.
+
+    Raises:
+        Unsupported: a number depends on a tensor's data, or on a size that no input tells.
     """
-    mode = FakeTensorMode()
-    graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
-    entries = []
-    given = iter(zip(captured.inputs, inputs, strict=True))
-    for node in captured.module.graph.nodes:
-        if node.op != "placeholder":
+    examples = [node.meta["val"] for node in graph_inputs(graph.forward)]
+    binding = _Binding(
+        {symbol: sympy.Integer(place.value(inputs)) for symbol, place in symbol_places(examples).items()}
+    )
+    numbers: dict[str, Any] = {
+        node.name: given
+        for node, given in zip(graph_inputs(graph.forward), inputs, strict=True)
+        if is_number(node)
+    }
+    forward, numbers = binding.of_module(graph.forward, numbers, keep_inputs=True)
+    backward = None
+    if graph.backward is not None:
+        saved_numbers = {name: numbers[name] for name in graph.saved if name in numbers}
+        backward, _ = binding.of_module(graph.backward, saved_numbers, keep_inputs=False)
+    saved = tuple(name for name in graph.saved if name not in numbers)
+    results = graph_results(graph.forward)
+    ends = graph.num_outputs - graph.signature.open_sizes
+    sizes = [numbers[node.name] for node in results[ends : graph.num_outputs] if node is not None]
+    primals = {node.name for node in graph_inputs(forward)}
+    return PartitionedGraph(
+        forward=forward,
+        backward=backward,
+        num_outputs=ends,
+        saved=saved,
+        saved_bytes=_saved_bytes(forward, [name for name in saved if name not in primals]),
+        signature=_bind_signature(graph.signature, sizes),
+    )
+
+
+class _Binding:
+    """Integers for the symbols of a graph."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> None:
+        self._values = values
+        self._known: dict[sympy.Expr, int] = {}
+
+    def of_module(
+        self, module: GraphModule, numbers: Mapping[str, Any], *, keep_inputs: bool
+    ) -> tuple[GraphModule, dict[str, Any]]:
+        """The module with constants for its numbers, and these by the names of their nodes.
+
+        Args:
+            numbers: those that it takes, by name of the placeholder.
+            keep_inputs: it goes on taking them, unread.
+        """
+        graph = Graph()
+        made: dict[Node, Any] = {}
+        known = dict(numbers)
+        for node in module.graph.nodes:
+            if is_number(node):
+                known[node.name] = made[node] = self._of_number(node, made, known)
+                if node.op == "placeholder" and keep_inputs:
+                    graph.node_copy(node)
+                continue
+            if node.op == "output":
+                results = [result for result in node.args[0] if result is None or not is_number(result)]
+                graph.output(tuple(None if result is None else made[result] for result in results))
+                continue
             made[node] = graph.node_copy(node, made.__getitem__)
-            continue
-        entry, value = next(given)
-        if isinstance(value, torch.Tensor):
-            copy = made[node] = graph.node_copy(node)
-            copy.meta["example_value"] = make_fake(mode, value, None)
-            entries.append(replace(entry, name=copy.name, example=copy.meta["example_value"]))
-        else:
-            made[node] = value
-    module = fx.GraphModule(captured.module, graph, type(captured.module).__name__)
-    return CapturedGraph(module, tuple(entries))
+            if "val" in node.meta:
+                made[node].meta["val"] = self._of_value(node.meta["val"])
+        return GraphModule(module, graph), known
+
+    def _of_number(self, node: Node, made: Mapping[Node, Any], known: Mapping[str, Any]) -> Any:
+        if node.name in known:
+            return known[node.name]
+        number = node.meta["val"]
+        if isinstance(number, torch.SymInt):
+            return self._of_size(number)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda read: made[read])
+        if any(isinstance(value, Node) for value in args):
+            raise Unsupported("number-from-data", f"{node.name} is a number that depends on a tensor's data")
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _of_size(self, number: Any) -> int:
+        if not isinstance(number, torch.SymInt):
+            return number
+        expression = expression_of(number)
+        found = self._known.get(expression)
+        if found is None:
+            value: Any = expression.xreplace(dict(self._values))
+            if not value.is_number:
+                raise Unsupported("open-size", f"no input tells the size {expression}")
+            found = self._known[expression] = int(value)
+        return found
+
+    def _of_value(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._of_value, value))
+        if not isinstance(value, torch.Tensor) or not value._has_symbolic_sizes_strides:
+            return value
+        shape, stride = (tuple(map(self._of_size, numbers)) for numbers in (value.shape, value.stride()))
+        with value.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+
+def _saved_bytes(forward: GraphModule, computed: Sequence[str]) -> int:
+    nodes = {node.name: node for node in forward.graph.nodes}
+    values = [nodes[name].meta["val"] for name in computed]
+    return sum(value.numel() * value.dtype.itemsize for value in values)
+
+
+def _bind_signature(signature: GraphSignature, sizes: Sequence[int]) -> GraphSignature:
+    def of_result(result: int | ResultAlias) -> int | ResultAlias:
+        if isinstance(result, int) or result.view is None:
+            return result
+        size, stride, offset = result.view
+        view = (resolve_sizes(size, sizes), resolve_sizes(stride, sizes), *resolve_sizes([offset], sizes))
+        return replace(result, view=view)
+
+    return replace(
+        signature,
+        results=tuple(map(of_result, signature.results)),
+        tangent_specs=tuple(resolve_spec(spec, sizes) for spec in signature.tangent_specs),
+        open_sizes=0,
+    )

@@ -1,13 +1,14 @@
 """The stages behind capture, for graphs that somebody else captured.
 
 ``gradsplit`` is a backend of ``torch.compile``: with it, a program keeps torch's front end and takes this project's
-autograd, partition and kernels. It needs nothing of torch's front end but the graph. Sizes that torch made symbolic are
-bound again, as ``bind_sizes`` does it.
+autograd, partition and kernels. It needs nothing of torch's front end but the graph. Conditions on sizes that torch
+made symbolic go to its ShapeEnv, which torch looks at when the backend has ended.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
 from compile_core.bind_sizes import GraphOfManySizes
-from compile_core.ir.captured import CapturedGraph, GraphInput, is_symbolic_number
-from compile_core.ir.sources import LocalSource
+from compile_core.ir.captured import is_symbolic_number
+from compile_core.ir.numbers import value_at_compilation
 from compile_core.options import CompileOptions, parse_options
 from compile_core.pipeline import CompiledGraph, compile_module
 
@@ -62,36 +63,22 @@ def compile_any_graph(
     if against:
         logger.warning("a graph runs with torch's own kernels: %s", against)
         return gm
-    inputs = tuple(
-        GraphInput(node.name, LocalSource(node.name), example, "argument")
-        for node, example in zip(placeholders, examples, strict=True)
-    )
-
-    def compile_static(captured: CapturedGraph, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        return _compile_static(captured.module, tensors, backend, options)
-
-    captured = CapturedGraph(gm, inputs)
-    if captured.has_open_sizes:
-        return GraphOfManySizes(captured, compile_static, must_compile=False)
-    return compile_static(captured, examples)
-
-
-def _compile_static(
-    gm: torch.fx.GraphModule, examples: Sequence[torch.Tensor], backend: Backend, options: CompileOptions
-) -> Callable[..., Any]:
-    compiled = compile_module(gm, _fakes(examples), examples, backend=backend, options=options)
-    if not isinstance(compiled, CompiledGraph):
+    inputs = _fakes(examples, value_at_compilation)
+    compiled = compile_module(gm, _fakes(examples), inputs, backend=backend, options=options)
+    if not isinstance(compiled, (CompiledGraph, GraphOfManySizes)):
         return compiled
     changed = [mutation.input for mutation in compiled.partitioned.signature.mutated]
     if not changed:
         return compiled
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run(*inputs: Any) -> Any:
         # Whoever captured the graph need not have checked that inputs lie apart in memory at every call.
-        places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-        if any(places.count(places[position]) > 1 for position in changed):
-            return gm(*tensors)
-        return compiled(*tensors)
+        tensors = {k: given for k, given in enumerate(inputs) if isinstance(given, torch.Tensor)}
+        places = {k: tensor.untyped_storage().data_ptr() for k, tensor in tensors.items()}
+        taken = Counter(places.values())
+        if any(taken[places[position]] > 1 for position in changed):
+            return gm(*inputs)
+        return compiled(*inputs)
 
     return run
 
@@ -114,12 +101,23 @@ def _reason_against(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> str:
     return ""
 
 
-def _fakes(examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Static fake tensors of one new mode, whatever mode the examples belong to."""
-    with FakeTensorMode():
+def _fakes(examples: Sequence[Any], number: Callable[[Any], Any] = lambda number: number) -> list[Any]:
+    """Fake tensors of one mode: of that of the symbolic ones, or a new one, whatever mode the examples belong to.
+
+    Args:
+        examples: tensors and numbers.
+        number: what to make of a size, stride or number.
+    """
+    symbolic = [example for example in examples if getattr(example, "_has_symbolic_sizes_strides", False)]
+    with symbolic[0].fake_mode if symbolic else FakeTensorMode():
         return [
             torch.empty_strided(
-                tuple(example.shape), example.stride(), dtype=example.dtype, device=example.device
+                tuple(map(number, example.shape)),
+                tuple(map(number, example.stride())),
+                dtype=example.dtype,
+                device=example.device,
             ).requires_grad_(example.requires_grad)
+            if isinstance(example, torch.Tensor)
+            else number(example)
             for example in examples
         ]

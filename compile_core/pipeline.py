@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
+from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.graphs import PartitionedGraph
@@ -54,26 +55,31 @@ class SchedulePlanner(Protocol):
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A captured graph that went through all stages, called with its input tensors."""
+    """A captured graph that went through all stages, called with its inputs: tensors, and numbers if it takes some."""
 
     run: BoundGraph
     forward: Executable
     backward: Executable | None
     partitioned: PartitionedGraph
 
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.run(*tensors)
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        return self.run(*inputs)
+
+    @property
+    def programs(self) -> tuple[CompiledGraph, ...]:
+        """Itself; see ``GraphOfManySizes``."""
+        return (self,)
 
 
 def compile_graph(
     captured: CapturedGraph,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Any],
     *,
     backend: Backend,
     options: CompileOptions,
     planner: SchedulePlanner | None = None,
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Stages 2 to 8: a captured graph becomes a callable of its input tensors; see ``compile_module``."""
+    """Stages 2 to 8: a captured graph becomes a callable of its inputs; see ``compile_module``."""
     examples = [entry.example for entry in captured.inputs]
     return compile_module(
         captured.module, examples, inputs, backend=backend, options=options, planner=planner
@@ -82,8 +88,8 @@ def compile_graph(
 
 def compile_module(
     module: torch.fx.GraphModule,
-    examples: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    examples: Sequence[Any],
+    inputs: Sequence[Any],
     *,
     backend: Backend,
     options: CompileOptions,
@@ -95,8 +101,9 @@ def compile_module(
     which someone must follow, the reason is raised instead.
 
     Args:
-        examples: a fake tensor for each placeholder.
-        inputs: the real tensors of the first call.
+        examples: a fake tensor for each placeholder, or a SymInt or float for a number. Whoever calls the result sees
+            to the conditions that the stages add to the ShapeEnv of open sizes.
+        inputs: the real tensors and numbers of the first call.
 
     Raises:
         Unsupported: under a planner only.
@@ -124,13 +131,13 @@ def compile_module(
 
 def compile_stages(
     module: torch.fx.GraphModule,
-    examples: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    examples: Sequence[Any],
+    inputs: Sequence[Any],
     *,
     backend: RegionBackend,
     options: CompileOptions,
     planner: SchedulePlanner | None,
-) -> CompiledGraph:
+) -> CompiledGraph | GraphOfManySizes:
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph(module))
@@ -149,22 +156,30 @@ def compile_stages(
         verify_joint(joint)
         verify_partition(joint, graph)
 
-    finish_forward = _start_regions(whole_schedule("forward", graph.forward), backend, options, dump)
-    finish_backward = None
-    if graph.backward is not None:
-        schedule, communicator = _plan_backward(graph, inputs, planner)
-        finish_backward = _start_regions(schedule, backend, options, dump, communicator)
-    forward = finish_forward()
-    backward = None if finish_backward is None else finish_backward()
-    again = (
-        differentiable_backward(module, joint) if backward is not None and options.double_backward else None
-    )
-    programs = with_cuda_graphs(graph, forward, backward) if options.cuda_graphs else (forward, backward)
-    return CompiledGraph(bind_autograd(graph, *programs, again), forward, backward, graph)
+    again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
+
+    def compile_programs(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
+        """Stages 4 to 8."""
+        finish_forward = _start_regions(whole_schedule("forward", graph.forward), backend, options, dump)
+        finish_backward = None
+        if graph.backward is not None:
+            schedule, communicator = _plan_backward(graph, inputs, planner)
+            finish_backward = _start_regions(schedule, backend, options, dump, communicator)
+        forward = finish_forward()
+        backward = None if finish_backward is None else finish_backward()
+        programs = with_cuda_graphs(graph, forward, backward) if options.cuda_graphs else (forward, backward)
+        return CompiledGraph(bind_autograd(graph, *programs, again), forward, backward, graph)
+
+    # What a CUDA graph recorded has its sizes for good.
+    if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):
+        return compile_programs(graph, inputs)
+    programs = GraphOfManySizes(graph, compile_programs, module, must_compile=planner is not None)
+    programs.compiled_for(inputs)
+    return programs
 
 
 def _plan_backward(
-    graph: PartitionedGraph, inputs: Sequence[torch.Tensor], planner: SchedulePlanner | None
+    graph: PartitionedGraph, inputs: Sequence[Any], planner: SchedulePlanner | None
 ) -> tuple[Schedule, Communicator | None]:
     assert graph.backward is not None
     if planner is None:
@@ -188,7 +203,7 @@ def _start_regions(
     return lambda: link(schedule, {name: finish() for name, finish in started.items()}, communicator)
 
 
-def _device_type(examples: Sequence[torch.Tensor]) -> str:
+def _device_type(examples: Sequence[Any]) -> str:
     """The type of device that the graph computes on: an accelerator where any input lies on one."""
-    types = [example.device.type for example in examples]
+    types = [example.device.type for example in examples if isinstance(example, torch.Tensor)]
     return next((kind for kind in types if kind != "cpu"), "cpu")

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan
 from compile_core.backends.registry import RegionBackend
-from compile_core.bind_sizes import CompileGraph, compile_per_sizes
+from compile_core.bind_sizes import GraphOfManySizes
 from compile_core.capture import must_run_plain
-from compile_core.compiled_function import CompiledFunction
+from compile_core.compiled_function import CompiledFunction, CompileGraph
 from compile_core.compiled_module import CompiledModule
 from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.captured import CapturedGraph
@@ -44,9 +44,6 @@ class CompiledDDP:
         compile_local: CompileGraph = functools.partial(
             compile_graph, backend=request.backend, options=request.options
         )
-        if isinstance(request.backend, RegionBackend):
-            compile_local = compile_per_sizes(compile_local)
-        compile_in_graph = compile_per_sizes(self._compile_in_graph, must_compile=True)
         limit = request.options.cache_size_limit
         self._ddp = ddp
         self._request = request
@@ -58,7 +55,7 @@ class CompiledDDP:
         self._posted = False
         self._logged: set[str] = set()
         self._ran_in_graph = False
-        self.graphs: list[CompiledGraph] = []
+        self._graphs: list[CompiledGraph | GraphOfManySizes] = []
         self._local = CompiledFunction(
             ddp.module,
             compile_local,
@@ -67,8 +64,13 @@ class CompiledDDP:
             cache_limit=limit,
         )
         self._in_graph = CompiledFunction(
-            ddp.module, compile_in_graph, fullgraph=True, dynamic=request.dynamic, cache_limit=limit
+            ddp.module, self._compile_in_graph, fullgraph=True, dynamic=request.dynamic, cache_limit=limit
         )
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """What was compiled in the in-graph way."""
+        return [program for graph in self._graphs for program in graph.programs]
 
     @property
     def buckets(self) -> GradientBuckets | None:
@@ -173,7 +175,7 @@ class CompiledDDP:
         return args, kwargs
 
     def _compile_in_graph(
-        self, captured: CapturedGraph, inputs: Sequence[torch.Tensor]
+        self, captured: CapturedGraph, inputs: Sequence[Any]
     ) -> Callable[..., Sequence[torch.Tensor]]:
         assert isinstance(self._request.backend, RegionBackend)
         compiled = compile_graph(
@@ -183,7 +185,7 @@ class CompiledDDP:
             options=self._request.options,
             planner=self._planner,
         )
-        assert isinstance(compiled, CompiledGraph)
+        assert isinstance(compiled, (CompiledGraph, GraphOfManySizes))
         if self._against_in_graph is None:
             buckets = self._planner.buckets
             if buckets is None:
@@ -193,11 +195,12 @@ class CompiledDDP:
             raise Unsupported("ranks-disagree", self._against_in_graph)
         if self._hooks is None and self._planner.buckets is not None:
             self._hooks = EngineHooks(self._planner.buckets)
-        self.graphs.append(compiled)
+        self._graphs.append(compiled)
 
-        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        def run(*inputs: Any) -> Sequence[torch.Tensor]:
+            results = compiled(*inputs)
             self._ran_in_graph = True
-            return compiled(*tensors)
+            return results
 
         return run
 

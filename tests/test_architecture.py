@@ -39,7 +39,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "runtime": BASE,
     "observe": BASE,
     "backends": (*BASE, "autograd", "lowering", "runtime", "observe"),
-    "pipeline": (*BASE, *STAGES),
+    "pipeline": (*BASE, *STAGES, "bind_sizes"),
     "planners": (*BASE, "backends"),
     "entry_table": (*BASE, "capture"),
     "compiled_function": (*BASE, "capture", "call_targets", "entry_table", "observe"),
@@ -50,7 +50,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "run": (*BASE, "capture", "compiled_function", "compiled_module"),
     "explain": (*BASE, "capture", "observe", "compiled_function", "compiled_module"),
     "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
-    "api": (*BASE, *STAGES, "bind_sizes", "pipeline", "planners", "compiled_function", "compiled_module"),
+    "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),
     "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),
 }

@@ -1,4 +1,4 @@
-"""Backends that know static sizes only, below an entry whose sizes are open."""
+"""What code generation compiles below a graph whose sizes are open: a program for each combination that comes."""
 
 import logging
 from collections.abc import Sequence
@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import compile_core
-from compile_core.bind_sizes import compile_per_sizes
-from compile_core.compiled_function import CompiledFunction
-from compile_core.ir.captured import CapturedGraph
+from compile_core.bind_sizes import GraphOfManySizes, bind_sizes
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.regions import whole_schedule
+from compile_core.ir.verify_graphs import verify_schedule
+from compile_core.observe.stage_times import Stopwatch
 
 
 def function(x: torch.Tensor, n: int) -> Any:
@@ -20,7 +22,8 @@ def function(x: torch.Tensor, n: int) -> Any:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_one_entry_with_gradients(backend: str, dynamic: bool | None) -> None:
+def test_one_entry_and_one_trace_with_gradients(backend: str, dynamic: bool | None) -> None:
+    watch = Stopwatch()
     made = compile_core.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     for rows, n in ((4, 3), (6, 5), (9, 3), (6, 5)):
         x = torch.randn(rows, 3, requires_grad=True)
@@ -32,44 +35,61 @@ def test_one_entry_with_gradients(backend: str, dynamic: bool | None) -> None:
             torch.autograd.grad(one.sum() + other.sum(), x)[0] for one, other, _ in (found, expected)
         ]
         torch.testing.assert_close(*gradients)
-    assert len(made.entries) == (1 if dynamic else 2)
+    entries = 1 if dynamic else 2
+    assert len(made.entries) == entries
+    seconds = watch.seconds()
+    assert len(seconds["trace_joint"]) == len(seconds["partition"]) == entries
+    if backend == "triton":
+        # Forward and backward for each of the sizes.
+        assert len(seconds["lower"]) == 2 * 3
 
 
-def test_what_is_compiled_has_no_open_sizes_and_is_compiled_once() -> None:
-    seen: list[CapturedGraph] = []
+def open_graph(run: Any, *inputs: Any) -> GraphOfManySizes:
+    made = compile_core.compile(run, dynamic=True)
+    made(*inputs)
+    compiled = made.entries[0].compiled
+    assert isinstance(compiled, GraphOfManySizes)
+    return compiled
 
-    def compile_static(captured: CapturedGraph, inputs: list[torch.Tensor]) -> Any:
-        assert not captured.has_open_sizes
-        assert all(isinstance(tensor, torch.Tensor) for tensor in inputs)
-        assert [tuple(entry.example.shape) for entry in captured.inputs] == [tuple(t.shape) for t in inputs]
-        seen.append(captured)
-        return captured.module
 
-    made = CompiledFunction(function, compile_per_sizes(compile_static), fullgraph=True, dynamic=True)
-    for rows, n in ((4, 3), (6, 5), (4, 3), (6, 5), (6, 7)):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(made(x, n), function(x, n))
-    assert len(seen) == 3 and len(made.entries) == 1
+def test_what_is_bound_has_no_numbers() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    graph = open_graph(lambda x: (x[1:].mean(0).sin(), x.view(-1)), x).partitioned
+    for rows in (4, 7):
+        bound = bind_sizes(graph, [torch.randn(rows, 3)])
+        assert bound.backward is not None and not bound.signature.open_sizes
+        for name, module in (("forward", bound.forward), ("backward", bound.backward)):
+            schedule = whole_schedule(name, module)
+            verify_schedule(schedule)
+            values = [node.meta["val"] for node in module.graph.nodes if node.op != "output"]
+            assert all(isinstance(value, torch.Tensor) for value in values)
+            sizes = {size for value in values for size in (*value.shape, *value.stride())}
+            assert all(type(size) is int for size in sizes) and rows - 1 in sizes
+        _, alias = bound.signature.results
+        assert not isinstance(alias, int) and alias.view is not None and alias.view[0] == (3 * rows,)
 
 
 def test_too_many_sizes_run_with_torchs_own_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compile_core.config, "cache_size_limit", 2)
-    compiled: list[Sequence[torch.Tensor]] = []
+    graph = open_graph(lambda x: x * x.shape[0], torch.ones(6))
+    compiled: list[PartitionedGraph] = []
 
-    def compile_static(captured: CapturedGraph, inputs: list[torch.Tensor]) -> Any:
-        compiled.append(inputs)
-        return captured.module
+    def compile_programs(partitioned: PartitionedGraph, inputs: Sequence[Any]) -> Any:
+        compiled.append(partitioned)
+        return lambda x: (x * x.shape[0],)
+
+    def fallback(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (x * x.shape[0],)
 
     for must_compile, count in ((False, 2), (True, 5)):
         compiled.clear()
-        hook = compile_per_sizes(compile_static, must_compile=must_compile)
-        made = CompiledFunction(lambda x: x * x.shape[0], hook, dynamic=True)
+        made = GraphOfManySizes(graph.partitioned, compile_programs, fallback, must_compile)
         with caplog.at_level(logging.WARNING, "compile_core"):
-            for rows in (2, 3, 4, 5, 2):
-                assert torch.equal(made(torch.ones(rows)), torch.full((rows,), float(rows)))
-        assert len(compiled) == count
+            for rows in (2, 3, 4, 5, 2, 2):
+                assert torch.equal(made(torch.ones(rows))[0], torch.full((rows,), float(rows)))
+        assert len(compiled) == count and len(made.programs) == 2
     assert sum("different sizes (the limit)" in record.message for record in caplog.records) == 1
 
 

@@ -11,7 +11,8 @@ import torch
 from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
 from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
 from compile_core.autograd.preserved_modes import without_autocast
-from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias
+from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes, resolve_spec
+from compile_core.ir.numbers import is_number
 
 # torch exports it without declaring it.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
@@ -22,7 +23,7 @@ Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class BoundGraph:
-    """A compiled graph, called as ``bound(*tensors)``; returns the captured graph's flat tuple of tensors.
+    """A compiled graph, called as ``bound(*inputs)``; returns the captured graph's flat tuple of tensors.
 
     It behaves as the captured graph: gradients flow through it, inputs that the program changes are changed,
     results that are inputs are those very inputs. Differentiating it twice is an error, but with a
@@ -35,6 +36,7 @@ class BoundGraph:
     backward: Program | None
     num_outputs: int
     saved_primals: tuple[int | None, ...]
+    saved_numbers: int
     signature: GraphSignature
     replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     backward_module: torch.fx.GraphModule | None
@@ -52,7 +54,7 @@ class BoundGraph:
         if self.backward is None:
             # Inputs may require gradients although no result does; ``out=`` kernels would refuse them.
             with torch.no_grad():
-                outputs = [_standalone(value) for value in _call(self.forward, [*primals])]
+                outputs = _all_standalone(_call(self.forward, [*primals]), signature)
         else:
             outputs = CompiledCall.apply(self, *primals)
         if signature.mutated:
@@ -62,17 +64,18 @@ class BoundGraph:
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
+        sizes = _open_sizes(outputs, signature)
         return tuple(
-            outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs)
+            outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs, sizes)
             for result in signature.results
         )
 
     def differentiate(
-        self, saved: list[torch.Tensor], arriving: Sequence[torch.Tensor | None]
+        self, saved: list[Any], arriving: Sequence[torch.Tensor | None], sizes: Sequence[int]
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients as values. The list of saved tensors is emptied."""
+        """The gradients as values. The list of saved tensors and numbers is emptied."""
         assert self.backward is not None and self.backward_module is not None
-        specs = self.signature.tangent_specs
+        specs = [resolve_spec(spec, sizes) for spec in self.signature.tangent_specs]
         with torch.no_grad():
             if are_batched(arriving):
                 # Only torch's own kernels can take them.
@@ -103,11 +106,13 @@ def bind_autograd(
     """
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
+    numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
     return BoundGraph(
         forward,
         backward,
         graph.num_outputs,
         saved_primals,
+        sum(name in numbers for name in graph.saved),
         graph.signature,
         _replays(graph),
         graph.backward,
@@ -145,17 +150,28 @@ class CompiledCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = _call(bound.forward, [*primals])
-        outputs = tuple(_standalone(value) for value in results[: bound.num_outputs])
+        outputs = tuple(_all_standalone(results[: bound.num_outputs], bound.signature))
         computed = iter(results[bound.num_outputs :])
         saved = [next(computed) if k is None else primals[k] for k in bound.saved_primals]
+        tensors = len(saved) - bound.saved_numbers
+        ctx.saved_numbers = saved[tensors:]
+        del saved[tensors:]
+        ctx.number_primals = ()
         if bound.differentiable_backward is not None:
             changed = {mutation.input for mutation in bound.signature.mutated}
-            saved += (primal.clone() if k in changed else primal for k, primal in enumerate(primals))
+            ctx.number_primals = [None if isinstance(given, torch.Tensor) else given for given in primals]
+            saved += (
+                primal.clone() if k in changed else primal
+                for k, primal in enumerate(primals)
+                if isinstance(primal, torch.Tensor)
+            )
         ctx.save_for_backward(*saved)
+        ctx.open_sizes = _open_sizes(outputs, bound.signature)
         ctx.bound = bound
         ctx.set_materialize_grads(False)
         differentiable = set(bound.signature.tangents)
-        ctx.mark_non_differentiable(*(out for k, out in enumerate(outputs) if k not in differentiable))
+        ends = len(outputs) - bound.signature.open_sizes
+        ctx.mark_non_differentiable(*(outputs[k] for k in range(ends) if k not in differentiable))
         return outputs
 
     @staticmethod
@@ -166,22 +182,24 @@ class CompiledCall(torch.autograd.Function):
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
         if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
-        count = len(bound.saved_primals)
+        count = len(bound.saved_primals) - bound.saved_numbers
         again = bound.differentiable_backward
         # A backward that needs nothing can be run as often as one likes.
         kept = ctx.saved_tensors if count or torch.is_grad_enabled() else ()
-        saved = [*kept[:count]]
+        saved = [*kept[:count], *ctx.saved_numbers]
         if not torch.is_grad_enabled():
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps
             # it).
             ctx.maybe_clear_saved_tensors()
             del kept
-            found = bound.differentiate(saved, arriving)
+            found = bound.differentiate(saved, arriving, ctx.open_sizes)
         elif again is not None:
-            found = again(kept[count:], arriving)
+            tensors = iter(kept[count:])
+            primals = [next(tensors) if number is None else number for number in ctx.number_primals]
+            found = again(primals, arriving)
         else:
-            sources = [*saved, *(gradient for gradient in arriving if gradient is not None)]
-            found = undifferentiable(bound.differentiate(saved, arriving), sources, ctx)
+            sources = [*kept, *(gradient for gradient in arriving if gradient is not None)]
+            found = undifferentiable(bound.differentiate(saved, arriving, ctx.open_sizes), sources, ctx)
         for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for position, gradient, depends_on in zip(
             signature.gradient_inputs, found, signature.gradient_tangents, strict=True
@@ -200,15 +218,28 @@ def _standalone(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value._is_view() else value
 
 
+def _all_standalone(outputs: Sequence[Any], signature: GraphSignature) -> list[Any]:
+    """The graph's outputs; numbers among them, which are the last, as they are."""
+    ends = len(outputs) - signature.open_sizes
+    return [*map(_standalone, outputs[:ends]), *outputs[ends:]]
+
+
+def _open_sizes(outputs: Sequence[Any], signature: GraphSignature) -> Sequence[int]:
+    return outputs[len(outputs) - signature.open_sizes :]
+
+
 def _make_alias(
-    alias: ResultAlias, primals: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    alias: ResultAlias,
+    primals: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
 ) -> torch.Tensor:
     source = (primals if alias.of_input else outputs)[alias.position]
     if alias.detached:
         source = source.detach()
     if alias.view is None:
         return source
-    size, stride, offset = alias.view
+    size, stride, (offset,) = (resolve_sizes(part, sizes) for part in (*alias.view[:2], alias.view[2:]))
     return source.as_strided(size, stride, source.storage_offset() + offset)
 
 

@@ -7,9 +7,10 @@ is made as a view of that tensor when the graph has run, so that a later change 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,48 +58,55 @@ class CallingConvention:
 
 
 def find_calling_convention(
-    module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], fake_mode: FakeTensorMode
+    module: torch.fx.GraphModule, examples: Sequence[Any], fake_mode: FakeTensorMode
 ) -> CallingConvention:
-    """Runs ``module`` once on fresh fake tensors like ``examples``.
+    """Runs ``module`` once on fresh fake tensors like ``examples``, and on the numbers among them.
 
     Raises:
         Unsupported: an input or a change of it that no functional graph can express.
     """
     for example in examples:
-        if example.layout is not torch.strided:
+        if isinstance(example, torch.Tensor) and example.layout is not torch.strided:
             raise Unsupported(
                 "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
             )
     with preserved_modes(), fake_mode:
         with torch.enable_grad():
-            inputs = [_as_intermediate(example) for example in examples]
-        before = [(_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for tensor in inputs]
+            inputs = [
+                _as_intermediate(example) if isinstance(example, torch.Tensor) else example
+                for example in examples
+            ]
+        tensors = {k: given for k, given in enumerate(inputs) if isinstance(given, torch.Tensor)}
+        before = {
+            k: (_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for k, tensor in tensors.items()
+        }
         with failures_explained():
             outputs = module.forward(*inputs)
         rebound: list[int] = []
-        for position, (tensor, (metadata, _, history)) in enumerate(zip(inputs, before, strict=True)):
+        for position, (metadata, _, history) in before.items():
+            tensor = tensors[position]
             if _metadata(tensor) != metadata:
                 raise Unsupported(
                     "metadata-mutation", "the program changes the shape or strides of an input in place"
                 )
             if tensor.grad_fn is not history:
                 rebound.append(position)
-        results, picks = _find_results(outputs, inputs)
-        tensors = [pick.of(outputs) for pick in picks]
+        results, picks = _find_results(outputs, tensors)
+        picked = [pick.of(outputs) for pick in picks]
         return CallingConvention(
             results=results,
             picks=picks,
-            specs=tuple(TensorSpec.of(tensor) for tensor in tensors),
-            differentiable=tuple(tensor.requires_grad for tensor in tensors),
-            gradient_inputs=tuple(k for k, (_, requires_grad, _) in enumerate(before) if requires_grad),
+            specs=tuple(TensorSpec.of(tensor) for tensor in picked),
+            differentiable=tuple(tensor.requires_grad for tensor in picked),
+            gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
         )
 
 
 def _find_results(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[int | ResultAlias, ...], tuple[Pick, ...]]:
-    positions = {tensor.untyped_storage()._cdata: k for k, tensor in enumerate(inputs)}
+    positions = {tensor.untyped_storage()._cdata: k for k, tensor in inputs.items()}
     groups: dict[int, list[int]] = {}
     for k, output in enumerate(outputs):
         groups.setdefault(output.untyped_storage()._cdata, []).append(k)
@@ -155,7 +163,7 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
     detached = source.requires_grad and not output.requires_grad
     if output is source:
         return ResultAlias(kind == "input", position, None, detached)
-    offset = int(output.storage_offset() - source.storage_offset())
+    offset: Any = output.storage_offset() - source.storage_offset()
     return ResultAlias(
         kind == "input", position, (tuple(output.shape), tuple(output.stride()), offset), detached
     )

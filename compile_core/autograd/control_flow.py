@@ -5,7 +5,7 @@ runs in the end are torch's own kernels. The gradient of a ``torch.cond`` is a k
 the branches read, and runs the chosen one again before its backward, as torch does.
 
 Limits, each an ``Unsupported``: bodies that draw random numbers, which the second run would draw anew; bodies that
-change a tensor in place.
+change a tensor in place; bodies that take tensors whose sizes are open.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class ControlFlow:
     def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _Body:
         """Traces a body for tensors like those of the outer trace."""
         like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
+        if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
+            raise Unsupported("open-sizes-in-branch", "a branch or a loop's step takes tensors of open sizes")
         with outside_of_recording():
             with self._fake_mode:
                 examples = [empty_like_spec(spec).requires_grad_(tracked) for spec, tracked in like]

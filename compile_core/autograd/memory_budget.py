@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from compile_core.autograd.min_cut import CutProblem, bytes_of, choose_saved, is_pinned
 from compile_core.autograd.recompute_policy import packet
+from compile_core.ir.numbers import value_at_compilation
 from compile_core.ir.random_operators import is_random
 
 # Operations that a processor does in the time of reading one byte; between a CPU's ten and a GPU's two hundred.
@@ -76,4 +77,4 @@ def _estimated_cost(node: Node) -> float:
     moved = sum(value.numel() * value.dtype.itemsize for value in tensors if isinstance(value, torch.Tensor))
     formula = flop_registry.get(packet(node))
     operations = 0 if formula is None else formula(*args, **kwargs, out_val=result)
-    return moved + operations / _OPERATIONS_A_BYTE
+    return value_at_compilation(moved) + value_at_compilation(operations) / _OPERATIONS_A_BYTE

@@ -3,7 +3,8 @@
 The cut is that of a flow network, as in AOTAutograd's recomputation ("min-cut rematerialisation"): every value that
 could be saved is an edge whose capacity is its bytes, the forward's inputs are the source, whatever only the backward
 can compute is the sink. Values cut are saved; values between the cut and the backward are computed again there. Values
-that may not be recomputed hang on the source with infinite capacity.
+that may not be recomputed hang on the source with infinite capacity. Numbers are no part of the network: to keep one
+costs nothing. Bytes are those of the call that is compiled for.
 
 What a checkpoint of the program orders goes before all costs (see ``recompute_orders``).
 """
@@ -21,6 +22,7 @@ from torch.fx import Graph, Node
 
 from compile_core.autograd.recompute_orders import Order
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
+from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.random_operators import is_random
 
 # A saved input costs no new memory, but one tensor more to keep track of.
@@ -38,7 +40,7 @@ class CutProblem:
 
     Attributes:
         graph: the joint graph.
-        primals: the forward's inputs.
+        primals: the forward's inputs that are tensors.
         changed: those that the program changes in place; saving one means copying it.
         in_forward: what the forward's outputs are computed from.
         only_backward: what depends on a tangent.
@@ -55,14 +57,17 @@ class CutProblem:
     orders: Mapping[Node, Order]
 
     def needed(self) -> set[Node]:
-        """The values of the forward that the backward can be computed from."""
+        """The values of the forward that the backward can be computed from, without numbers: these are all there."""
+        numbers = {node for node in self.graph.nodes if is_number(node)}
         read = (node for user in self.only_backward for node in user.all_input_nodes)
-        return ancestors(
+        found = ancestors(
             [
                 *(node for node in read if node not in self.only_backward),
                 *(node for node in self.gradients if node is not None and node not in self.only_backward),
-            ]
+            ],
+            numbers,
         )
+        return found - numbers
 
     def is_computed(self, saved: Node) -> bool:
         """Whether a saved value takes memory of its own: it is no input, or a copy of one."""
@@ -197,4 +202,4 @@ def _is_read_from_memory(node: Node) -> bool:
 def bytes_of(node: Node) -> int:
     """The size of a tensor value."""
     value = node.meta["val"]
-    return value.numel() * value.dtype.itemsize
+    return value_at_compilation(value.numel()) * value.dtype.itemsize

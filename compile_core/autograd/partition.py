@@ -15,6 +15,7 @@ from compile_core.autograd.recompute_orders import find_orders
 from compile_core.autograd.separate_results import memory_of
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 
 
@@ -41,18 +42,21 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     changed = {primals[mutation.input] for mutation in joint.signature.mutated}
     in_forward = ancestors(node for node in outputs if node is not None)
     orders = find_orders(joint.module.graph, in_forward, only_backward)
-    problem = CutProblem(joint.module.graph, primals, changed, in_forward, only_backward, gradients, orders)
+    tensors = [node for node in primals if isinstance(node.meta["val"], torch.Tensor)]
+    problem = CutProblem(joint.module.graph, tensors, changed, in_forward, only_backward, gradients, orders)
     saved = choose_within_budget(problem, activation_memory_budget)
     computed = [node for node in saved if problem.is_computed(node)]
+    numbers = _needed_numbers(joint.module.graph, saved, gradients, only_backward)
     forward = _extract(
         joint.module,
         {node: node.name for node in primals},
-        [*outputs, *computed],
+        [*outputs, *computed, *(node for node in numbers if node.op != "placeholder")],
         effects=[node for node in random if node not in only_backward],
     )
     names = {
         node: _copy_saved(forward, node.name) if memory_of(node) in changed else node.name for node in saved
     }
+    names |= {node: node.name for node in numbers}
     backward = _extract(
         joint.module,
         names | {node: node.name for node in tangents},
@@ -68,6 +72,19 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         saved_bytes=sum(bytes_of(node) for node in computed),
         signature=joint.signature,
     )
+
+
+def _needed_numbers(
+    graph: Graph, saved: Sequence[Node], gradients: Sequence[Node | None], only_backward: Set[Node]
+) -> list[Node]:
+    """The numbers of the forward that the backward reads; what they are computed from it need not know."""
+    numbers = {node for node in graph.nodes if is_number(node) and node not in only_backward}
+    if not numbers:
+        return []
+    results = [node for node in gradients if node is not None]
+    effects = [node for node in only_backward if is_random(node)]
+    needed = ancestors([*results, *effects], numbers | set(saved))
+    return [node for node in graph.nodes if node in needed and node in numbers]
 
 
 def _descendants(roots: Iterable[Node]) -> set[Node]:

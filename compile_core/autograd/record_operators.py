@@ -24,6 +24,8 @@ from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from compile_core.autograd import functional_batch_norm, random_order
+from compile_core.autograd.number_recorder import NumberOperations, NumberRecorder
+from compile_core.ir.numbers import SYMBOLIC_NUMBERS
 
 # torch exports these without declaring them.
 _to_functional: Any = torch._to_functional_tensor  # type: ignore[attr-defined]
@@ -43,27 +45,29 @@ _QUESTIONS = frozenset({torch.ops.prim.device.default})
 
 
 def record(
-    function: Callable[..., Sequence[torch.Tensor | None]],
-    inputs: Sequence[torch.Tensor],
+    function: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
     decompositions: Decompositions,
     fake_mode: FakeTensorMode,
+    operations: NumberOperations | None = None,
 ) -> fx.GraphModule:
     """The operators below autograd of ``function(*inputs)``, as a graph.
 
     Args:
         function: is called once, with functional tensors that stand for ``inputs``; what it changes in place, it
             changes in those alone.
-        inputs: fake tensors, leaves where they require gradients.
+        inputs: fake tensors, leaves where they require gradients, and symbolic numbers.
         decompositions: operator -> function that expresses it in others, or returns ``NotImplemented``.
         fake_mode: their mode, which must be on.
+        operations: what the program did with numbers.
 
     Returns:
         A module with one placeholder for each input and the results of ``function`` as a tuple. Nodes have their fake
         result in ``meta["val"]``, and what ``torch.fx.traceback.annotate`` said of them in ``meta["custom"]``.
     """
     table = {**random_order.DECOMPOSITIONS, **functional_batch_norm.DECOMPOSITIONS, **decompositions}
-    recorder = OperatorRecorder(table, fake_mode)
-    placeholders = [recorder.placeholder(tensor) for tensor in inputs]
+    recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
+    placeholders = [recorder.placeholder(given) for given in inputs]
     _enable_functionalization(reapply_views=True)
     try:
         with recorder:
@@ -73,17 +77,19 @@ def record(
     return recorder.finish(results)
 
 
-def _wrapped(tensor: torch.Tensor) -> torch.Tensor:
-    functional = _to_functional(tensor)
-    _mirror_autograd_meta(tensor, functional)
+def _wrapped(given: Any) -> Any:
+    if not isinstance(given, torch.Tensor):
+        return given
+    functional = _to_functional(given)
+    _mirror_autograd_meta(given, functional)
     return functional
 
 
-def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or not _is_functional(tensor):
-        return tensor
-    _sync(tensor)
-    return _from_functional(tensor)
+def _unwrapped(result: Any) -> Any:
+    if not isinstance(result, torch.Tensor) or not _is_functional(result):
+        return result
+    _sync(result)
+    return _from_functional(result)
 
 
 @contextmanager
@@ -102,21 +108,30 @@ class OperatorRecorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, decompositions: Decompositions, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, decompositions: Decompositions, fake_mode: FakeTensorMode, operations: NumberOperations
+    ) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._decompositions = decompositions
         self._graph = fx.Graph()
         self._root = torch.nn.Module()
+        self._numbers = NumberRecorder(self._graph, operations)
+        self._placeholders = 0
         # By identity. The tensor is kept, so that no other one takes its identity.
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
-    def placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
-        node = self._graph.placeholder(f"input_{len(self._nodes)}")
-        self._name(tensor, node)
-        return tensor
+    def placeholder(self, given: Any) -> Any:
+        node = self._graph.placeholder(f"input_{self._placeholders}")
+        self._placeholders += 1
+        if isinstance(given, torch.Tensor):
+            self._name(given, node)
+        else:
+            node.meta["val"] = given
+        self._numbers.add_input(given, node)
+        return given
 
-    def finish(self, results: Sequence[torch.Tensor | None]) -> fx.GraphModule:
+    def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         self._graph.output(tuple(self._argument(result) for result in results))
         return fx.GraphModule(self._root, self._graph, "joint")
 
@@ -161,6 +176,8 @@ class OperatorRecorder(TorchDispatchMode):
                     self._name(item, element)
         else:
             node.meta["val"] = result
+            if isinstance(result, SYMBOLIC_NUMBERS):
+                self._numbers.add_result(result, node)
 
     def _name(self, tensor: torch.Tensor, node: fx.Node) -> None:
         node.meta["val"] = snapshot_fake(tensor)
@@ -175,8 +192,11 @@ class OperatorRecorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             found = self._nodes.get(id(value))
             return found[1] if found is not None else self._constant(value)
+        if isinstance(value, SYMBOLIC_NUMBERS):
+            return self._numbers.argument(value)
         if isinstance(value, (tuple, list)):
-            return type(value)([self._argument(item) for item in value])
+            kind = tuple if isinstance(value, torch.Size) else type(value)
+            return kind([self._argument(item) for item in value])
         return value
 
     def _constant(self, tensor: torch.Tensor) -> fx.Node:

@@ -13,6 +13,8 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.ir.numbers import is_number
+
 aten = torch.ops.aten
 
 
@@ -32,7 +34,7 @@ def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) 
     owners: dict[Node, Node | None] = {}
     with module.graph.inserting_before(output):
         for position, result in enumerate(results):
-            if result is None:
+            if result is None or is_number(result):
                 continue
             memory = memory_of(result)
             is_output = position < num_outputs

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.autograd.recompute_regions import mark_of
+from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ def simplify(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(inverse)
             graph.erase_node(node)
             continue
-        if is_random(node) or _mutates(node):
+        if is_random(node) or (_mutates(node) and not is_number(node)):
             continue
         key = _key(node)
         if key is None:

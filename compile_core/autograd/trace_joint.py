@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from compile_core.autograd.backward_marks import marked_as_backward
@@ -33,6 +36,8 @@ from compile_core.autograd.calling_convention import (
 )
 from compile_core.autograd.control_flow import ControlFlow
 from compile_core.autograd.kept_calls import KeptCalls, kept_calls
+from compile_core.autograd.number_recorder import NumberOperations
+from compile_core.autograd.open_sizes import OpenSizes
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
 from compile_core.autograd.recompute_regions import check_random_state, run_marked
 from compile_core.autograd.record_operators import Decompositions, record
@@ -51,13 +56,15 @@ _set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defin
 
 
 def trace_joint(
-    module: torch.fx.GraphModule, examples: Sequence[torch.Tensor], decompositions: Decompositions
+    module: torch.fx.GraphModule, examples: Sequence[Any], decompositions: Decompositions
 ) -> JointGraph:
     """The joint graph of ``module`` at the shapes of ``examples``, in the grad mode of the caller.
 
+    What the trace asks of sizes that are symbolic becomes a condition of their ShapeEnv, which the caller sees to.
+
     Args:
-        module: a captured graph: one placeholder per tensor, a flat tuple of tensors out.
-        examples: fake tensors, with the ``requires_grad`` of the real inputs.
+        module: a captured graph: one placeholder per tensor or number, a flat tuple of tensors out.
+        examples: fake tensors, with the ``requires_grad`` of the real inputs; numbers: SymInts, or any float.
         decompositions: operator -> function that expresses it in simpler ones.
 
     Returns:
@@ -67,21 +74,24 @@ def trace_joint(
     Raises:
         Unsupported: one of the limits above.
     """
-    fake_mode = _fake_mode_of(examples)
     _check_traceable(module)
+    fake_mode, examples = _with_symbols(examples)
+    operations = NumberOperations()
+    module = operations.keep(module)
     with kept_calls() as calls:
         control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
         replacements = {higher_order.checkpoint: run_marked, **control_flow.replacements()}
         traceable = replace_calls(module, replacements)
-        return _trace(traceable, examples, fake_mode, decompositions, calls)
+        return _trace(traceable, examples, fake_mode, decompositions, calls, operations)
 
 
 def _trace(
     module: torch.fx.GraphModule,
-    examples: Sequence[torch.Tensor],
+    examples: Sequence[Any],
     fake_mode: FakeTensorMode,
     decompositions: Decompositions,
     calls: KeptCalls,
+    operations: NumberOperations,
 ) -> JointGraph:
     convention = find_calling_convention(module, examples, fake_mode)
     num_results = len(convention.picks)
@@ -90,8 +100,9 @@ def _trace(
     rebound = convention.rebound
     trainable = bool(tangents or rebound) and bool(convention.gradient_inputs)
     mutated: list[int] = []
+    sizes = OpenSizes()
 
-    def joint(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
+    def joint(*inputs: Any) -> list[Any]:
         primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
         # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
         passed: list[Any] = [
@@ -100,7 +111,9 @@ def _trace(
         results = module.forward(*passed)
         outputs = [pick.of(results) for pick in convention.picks]
         mutated.extend(
-            position for position, tensor in enumerate(passed) if functionalize_has_data_mutation(tensor)
+            position
+            for position, given in enumerate(passed)
+            if isinstance(given, torch.Tensor) and functionalize_has_data_mutation(given)
         )
         updated = [passed[position] for position in mutated]
         gradients: Sequence[torch.Tensor | None] = ()
@@ -114,41 +127,45 @@ def _trace(
                     seeds,
                     allow_unused=True,
                 )
-        return [*outputs, *updated, *gradients]
+        sizes.collect(convention.results, specs)
+        return [*outputs, *updated, *sizes.numbers, *gradients]
 
     with fake_mode:
         specs = [convention.specs[position] for position in tangents]
         specs += [TensorSpec.of(examples[position]) for position in rebound]
         specs = [dense_spec(spec) for spec in specs] if trainable else []
         seeds = [empty_like_spec(spec) for spec in specs]
-        leaves = [as_leaf(example) for example in examples]
+        leaves = [as_leaf(example) if isinstance(example, torch.Tensor) else example for example in examples]
     # Nobody runs the joint graph, so its Python text is only made if somebody asks for it.
     with (
         preserved_modes(),
         preserve_node_meta(),
         _use_lazy_graph_module(True),
         fake_mode,
+        _kernels_of_sizes(fake_mode),
         failures_explained(),
     ):
-        traced = record(joint, (*leaves, *seeds), decompositions, fake_mode)
+        traced = record(joint, (*leaves, *seeds), decompositions, fake_mode, operations)
+    results, tangent_specs = sizes.of_results(convention.results), sizes.of_specs(specs)
     _check_overlap(examples, mutated)
     check_random_state(traced)
     calls.settle(traced)
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
-    num_outputs = num_results + len(mutated)
+    num_outputs = num_results + len(mutated) + len(sizes.numbers)
     graph = separate_results(simplify(traced), num_outputs, set(placeholders[len(examples) :]))
     graph = keep_layouts(graph, convention.specs)
     seeds_of = tuple(num_results + mutated.index(position) for position in rebound)
     signature = GraphSignature(
-        results=convention.results,
+        results=results,
         mutated=tuple(
             Mutation(position, num_results + k, position in rebound) for k, position in enumerate(mutated)
         ),
         gradient_inputs=convention.gradient_inputs if trainable else (),
         tangents=(*tangents, *seeds_of) if trainable else (),
-        tangent_specs=tuple(specs),
+        tangent_specs=tangent_specs,
         gradient_tangents=_find_dependencies(graph, placeholders[len(examples) :], num_outputs),
+        open_sizes=len(sizes.numbers),
     )
     return JointGraph(
         module=graph,
@@ -174,11 +191,27 @@ def _find_dependencies(
     return tuple(() if node is None else tuple(sorted(reached[node])) for node in gradients)
 
 
-def _fake_mode_of(examples: Sequence[torch.Tensor]) -> FakeTensorMode:
-    for example in examples:
-        if isinstance(example, FakeTensor):
-            return example.fake_mode
-    return FakeTensorMode()
+def _with_symbols(examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The mode to trace in, and the examples with symbols for floats."""
+    fakes = (example for example in examples if isinstance(example, FakeTensor))
+    mode = next((fake.fake_mode for fake in fakes), None) or FakeTensorMode()
+    floats = [example for example in examples if isinstance(example, float)]
+    if not floats:
+        return mode, list(examples)
+    if mode.shape_env is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+    assert mode.shape_env is not None
+    # Nothing may be asked of these symbols, so what is traced is right for every float.
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode, [
+            mode.shape_env.create_unbacked_symfloat() if isinstance(example, float) else example
+            for example in examples
+        ]
+
+
+def _kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
+    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()
 
 
 def _check_traceable(module: torch.fx.GraphModule) -> None:
@@ -193,9 +226,10 @@ def _check_traceable(module: torch.fx.GraphModule) -> None:
             raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
 
 
-def _check_overlap(examples: Sequence[torch.Tensor], mutated: Sequence[int]) -> None:
+def _check_overlap(examples: Sequence[Any], mutated: Sequence[int]) -> None:
     """The functional graph knows its inputs as separate tensors: a change of one does not reach another."""
-    owners = Counter(example.untyped_storage()._cdata for example in examples)
+    tensors = [example for example in examples if isinstance(example, torch.Tensor)]
+    owners = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
     for position in mutated:
         if owners[examples[position].untyped_storage()._cdata] > 1:
             raise Unsupported(

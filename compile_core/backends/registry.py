@@ -49,6 +49,7 @@ class RegionBackend:
             regions of a graph are started before the first is waited for.
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
+        takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RegionBackend:
     decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False
+    takes_open_sizes: bool = False
 
 
 Backend = GraphBackend | RegionBackend
@@ -66,8 +68,10 @@ _DEBUG = frozenset(["debug"])
 
 _backends: dict[str, Backend] = {
     "eager": GraphBackend("eager", eager.compile_graph, _DEBUG, takes_options=False),
-    "aot_eager": RegionBackend("aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG),
     "inductor": RegionBackend("inductor", inductor.compile_region, inductor.decompositions),
+    "aot_eager": RegionBackend(
+        "aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG, takes_open_sizes=True
+    ),
     "triton": RegionBackend(
         "triton", triton.compile_region, triton.decompositions, makes_random_numbers=True
     ),

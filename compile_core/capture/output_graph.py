@@ -25,11 +25,11 @@ from torch.fx.node import map_arg
 
 from compile_core.capture.base import PlainCall
 from compile_core.capture.fake_inputs import layout_of, make_fake
-from compile_core.capture.number_nodes import number_node
 from compile_core.capture.open_floats import takes_open_floats
 from compile_core.capture.symbolic_sizes import SymbolicSizes, TensorSizes
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from compile_core.ir.number_nodes import number_node
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
 
 _NO_FAKE_RULE = (

@@ -198,9 +198,6 @@ def verify_captured_graph(graph: CapturedGraph) -> None:
 
 
 def _show_example(example: object) -> str:
-    if isinstance(example, torch.Tensor) and example._has_symbolic_sizes_strides:
-        # A look at the strides would make conditions on the sizes.
-        return f"{str(example.dtype).removeprefix('torch.')}{list(example.shape)} {example.device}"
     if is_symbolic_number(example):
         return str(example)
     if isinstance(example, torch.Tensor):

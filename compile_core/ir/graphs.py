@@ -6,11 +6,31 @@ when the graph is partitioned or scheduled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from compile_core.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """A size, stride or offset that only the run tells: its position among the sizes that the forward returns."""
+
+    position: int
+
+
+def resolve_sizes(sizes: Sequence[int | OpenSize], run: Sequence[int]) -> tuple[int, ...]:
+    """Sizes with those of a run, which its forward returned, in the place of open ones."""
+    return tuple(run[size.position] if isinstance(size, OpenSize) else size for size in sizes)
+
+
+def resolve_spec(spec: TensorSpec, run: Sequence[int]) -> TensorSpec:
+    """``resolve_sizes`` for the sizes and strides of a tensor."""
+    if not run:
+        return spec
+    return replace(spec, shape=resolve_sizes(spec.shape, run), stride=resolve_sizes(spec.stride, run))
 
 
 @dataclass(frozen=True)
@@ -26,7 +46,7 @@ class ResultAlias:
 
     of_input: bool
     position: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    view: tuple[tuple[int | OpenSize, ...], tuple[int | OpenSize, ...], int | OpenSize] | None
     detached: bool
 
 
@@ -54,9 +74,10 @@ class GraphSignature:
         mutated: the inputs that the program changes, in the order in which the changes are made after the graph ran.
         gradient_inputs: positions of the primals that require gradients.
         tangents: positions among the graph's outputs of those for which the backward takes a gradient.
-        tangent_specs: the layout in which the backward expects each of them.
+        tangent_specs: the layout in which the backward expects each of them; sizes and strides may be ``OpenSize``.
         gradient_tangents: for each gradient, the positions among the tangents of those that it depends on. Where none
             of these arrives, the gradient is ``None`` as in eager, not zeros.
+        open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -65,6 +86,7 @@ class GraphSignature:
     tangents: tuple[int, ...]
     tangent_specs: tuple[TensorSpec, ...]
     gradient_tangents: tuple[tuple[int, ...], ...]
+    open_sizes: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,8 +94,8 @@ class JointGraph:
     """Forward and backward in one functional graph.
 
     Attributes:
-        module: placeholders are the primals, then the tangents. The output node is a flat tuple: the graph's outputs,
-            then one gradient (or ``None``) for each of ``signature.gradient_inputs``.
+        module: placeholders are the primals, tensors and numbers, then the tangents. The output node is a flat tuple:
+            the graph's outputs, then one gradient (or ``None``) for each of ``signature.gradient_inputs``.
         primals: names of the primal placeholders.
         tangents: names of the tangent placeholders; empty for an inference graph.
         num_outputs: how many of the outputs belong to the forward.
@@ -95,7 +117,7 @@ class PartitionedGraph:
             that are not primals.
         backward: placeholders are the saved values, then the tangents; outputs are the gradients, one for each of
             ``signature.gradient_inputs``, ``None`` where undefined. ``None`` for an inference graph.
-        saved: names of the saved values, tensors all; a saved primal keeps its placeholder's name.
+        saved: names of the saved values, tensors and then numbers; a saved primal keeps its placeholder's name.
         saved_bytes: bytes of the saved values that are not primals.
     """
 

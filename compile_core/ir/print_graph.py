@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.ir.numbers import SYMBOLIC_NUMBERS
 from compile_core.ir.schedule import Compute, Schedule, StartCollective
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -35,6 +36,8 @@ def _print_node(node: Node) -> str:
         return f"return {node.args[0]}"
     value = node.meta.get("val", node.meta.get("example_value"))
     held = f": {TensorSpec.of(value)}" if isinstance(value, torch.Tensor) else ""
+    if isinstance(value, SYMBOLIC_NUMBERS):
+        held = f": {value}"
     if node.op == "placeholder":
         return f"input {node.name}{held}"
     arguments = [str(argument) for argument in node.args]

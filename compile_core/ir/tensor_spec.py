@@ -1,4 +1,8 @@
-"""What the compiler knows of a tensor without its data."""
+"""What the compiler knows of a tensor without its data.
+
+Sizes and strides of fake tensors may be SymInts. A question about such a spec is answered for the sizes of the call
+that is compiled for, at the price of a condition in their ShapeEnv where it could be answered otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from compile_core.ir.numbers import value_at_compilation
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class TensorSpec:
     def is_dense(self) -> bool:
         """Whether the elements fill one gapless range of memory, in whatever order of dims."""
         expected = 1
-        for stride, size in sorted((t, n) for n, t in zip(self.shape, self.stride, strict=True) if n != 1):
+        sizes = [(t, n) for n, t in zip(self.shape, self.stride, strict=True) if n != 1]
+        for stride, size in sorted(sizes, key=lambda pair: tuple(map(value_at_compilation, pair))):
             if stride != expected:
                 return self.numel == 0
             expected *= size
@@ -58,7 +65,9 @@ class TensorSpec:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        layout = "" if self.is_contiguous else f" strides {list(self.stride)}"
+        # A look at open strides would make conditions on the sizes.
+        is_open = any(isinstance(number, torch.SymInt) for number in (*self.shape, *self.stride))
+        layout = "" if is_open or self.is_contiguous else f" strides {list(self.stride)}"
         return f"{dtype}{list(self.shape)}{layout} {self.device}"
 
 

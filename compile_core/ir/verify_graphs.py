@@ -12,7 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.errors import InternalError
-from compile_core.ir.graphs import GraphSignature, JointGraph, PartitionedGraph
+from compile_core.ir.graphs import GraphSignature, JointGraph, OpenSize, PartitionedGraph
+from compile_core.ir.numbers import is_number
 from compile_core.ir.regions import graph_inputs, graph_results
 from compile_core.ir.schedule import Compute, Schedule, StartCollective
 
@@ -24,6 +25,9 @@ def verify_joint(joint: JointGraph) -> None:
     gradients = len(joint.signature.gradient_inputs)
     _expect_results("joint graph", joint.module, joint.num_outputs + gradients)
     _verify_signature(joint.signature, len(joint.primals), joint.num_outputs)
+    sizes = graph_results(joint.module)[joint.num_outputs - joint.signature.open_sizes : joint.num_outputs]
+    if not all(node is not None and is_number(node) for node in sizes):
+        _broken("joint graph", "the open sizes are the last of its outputs")
     if len(joint.tangents) != len(joint.signature.tangents):
         _broken("joint graph", f"{len(joint.tangents)} tangents for {len(joint.signature.tangents)} results")
 
@@ -39,10 +43,13 @@ def verify_partition(joint: JointGraph, graph: PartitionedGraph) -> None:
     _verify_functional("backward", graph.backward)
     _expect_inputs("backward", graph.backward, [*graph.saved, *joint.tangents])
     _expect_results("backward", graph.backward, len(graph.signature.gradient_inputs))
-    for name in graph.saved:
-        (node,) = (node for node in graph_inputs(graph.backward) if node.name == name)
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            _broken(f"saved value {name}", "only tensors are saved")
+    inputs = {node.name: node for node in graph_inputs(graph.backward)}
+    kinds = [isinstance(inputs[name].meta.get("val"), torch.Tensor) for name in graph.saved]
+    for name, is_tensor in zip(graph.saved, kinds, strict=True):
+        if not is_tensor and not is_number(inputs[name]):
+            _broken(f"saved value {name}", "only tensors and numbers are saved")
+    if sorted(kinds, reverse=True) != kinds:
+        _broken("saved values", "tensors come before numbers")
 
 
 def verify_schedule(schedule: Schedule) -> None:
@@ -97,6 +104,12 @@ def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> 
     aliases = [result for result in signature.results if not isinstance(result, int)]
     if any(not 0 <= alias.position < (primals if alias.of_input else outputs) for alias in aliases):
         _broken("signature", "an alias is one of a primal or an output")
+    sizes = [size for spec in signature.tangent_specs for size in (*spec.shape, *spec.stride)]
+    for alias in aliases:
+        if alias.view is not None:
+            sizes += [*alias.view[0], *alias.view[1], alias.view[2]]
+    if any(isinstance(size, OpenSize) and not 0 <= size.position < signature.open_sizes for size in sizes):
+        _broken("signature", f"an open size is one of the {signature.open_sizes} that the graph returns")
     if len(signature.gradient_tangents) != len(signature.gradient_inputs):
         _broken("signature", "each gradient says which tangents it depends on")
 
