@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
 from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
 from compile_core.autograd.preserved_modes import without_autocast
+from compile_core.autograd.returned_draws import Program, returning_draws
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes, resolve_spec
 from compile_core.ir.numbers import is_number
 
 # torch exports it without declaring it.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
-
-# Takes its inputs in a list that it may empty.
-Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,8 @@ def bind_autograd(
     positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
     saved_primals = tuple(positions.get(name) for name in graph.saved)
     numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
+    if not graph.signature.mutated:
+        forward = returning_draws(forward, graph.forward)
     return BoundGraph(
         forward,
         backward,

@@ -345,6 +345,30 @@ def dropout_like(rows: int = 4, columns: int = 33) -> Case:
     return b.nest("dropout_like"), b.buffers
 
 
+def dropout_from_seed(rows: int = 4, columns: int = 33) -> Case:
+    """A number for each element, from its position and a seed; and one for each row."""
+    b = NestBuilder((rows, columns), 1)
+    for name in ("x", "y", "noise"):
+        b.buffer(name, (rows, columns))
+    b.buffer("sums", (rows,))
+    b.buffer("seeds", (3,), I64)
+    seed = b.load("seeds", (None,), offset=2)
+
+    def uniform(position: Position) -> int:
+        bits = b.apply("cast", b.apply("random_bits", seed, b.add(position)), dtype=torch.int32)
+        bits = b.apply("shift_right", bits, b.constant(8, torch.int32))
+        bits = b.apply("bitwise_and", bits, b.constant(0xFFFFFF, torch.int32))
+        return b.apply("mul", b.apply("cast", bits, dtype=F32), b.constant(2.0**-24))
+
+    noise = uniform(Position((columns, 1)))
+    kept = b.apply("cast", b.apply("lt", noise, b.constant(0.75)), dtype=F32)
+    dropped = b.apply("mul", b.load("x", (0, 1)), kept)
+    b.store("noise", (0, 1), noise)
+    b.store("y", (0, 1), dropped)
+    b.store("sums", (0,), b.apply("add", b.reduce("sum", dropped), uniform(Position((1, 0), 1 << 40))))
+    return b.nest("dropout_from_seed"), b.buffers
+
+
 def inputs_for(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
     """Flat storages with random contents; integers stay small enough to be indices of what they index."""
     _, buffers = case
@@ -399,6 +423,8 @@ HAND_WRITTEN = {
     "bool_operations": bool_operations(),
     "batch_norm_statistics": batch_norm_statistics(),
     "dropout_like": dropout_like(),
+    "dropout_from_seed": dropout_from_seed(),
+    "dropout_from_seed_long": dropout_from_seed(2, 9000),
     **{
         f"cast_{str(s)[6:]}_{str(t)[6:]}": casts(source=s, target=t)
         for s, t in (
