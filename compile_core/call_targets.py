@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from compile_core.capture import argument_names
-from compile_core.ir.sources import identifier_of
+from compile_core.capture.directives import is_disabled
+from compile_core.capture.libraries import is_library_name
+from compile_core.ir.sources import identifier_of, variable_of
 
 # The owner of a function that is bound to no object.
 NO_OWNER: Any = object()
@@ -56,6 +58,31 @@ def find_target(fn: Any) -> Target:
     raise TypeError(f"cannot compile {fn!r}: it is not callable")
 
 
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def find_callee_target(callee: Any) -> Target | None:
+    """The target of what a graph break calls, None for what has no code of the user."""
+    if isinstance(callee, (type, types.BuiltinFunctionType)) or not callable(callee):
+        return None
+    target = find_target(callee)
+    library = is_library_name(target.function.__globals__.get("__name__"))
+    if target.function is call_object or (library and not target.is_module_call):
+        return None
+    if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
+        return None
+    return _with_cells(target)
+
+
+def method_target(method: types.MethodType) -> Target:
+    """The target of a bound method, whosoever wrote it."""
+    return _with_cells(Target(method.__func__, method.__self__, False))
+
+
+def _with_cells(target: Target) -> Target:
+    return replace(target, cells_argument=target.function.__closure__ is not None)
+
+
 def signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
     """Parameters of the dispatch function (with the target's names), and how it passes them on."""
     code = function.__code__
@@ -80,3 +107,27 @@ def signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str,
         parts.append(f"**{rest[0]}")
     passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
     return ", ".join(parts), ", ".join(passed)
+
+
+def plain_call_text(target: Target) -> str:
+    """The function ``plain``: takes the frame's arguments and calls the original as its caller did.
+
+    It is called ``original``, or is what ``with_cells`` makes of the closure's cells, where they are an argument.
+    """
+    code = target.function.__code__
+    names = list(argument_names(code))
+    parts = [variable_of(name) for name in names[: code.co_argcount]]
+    if target.owner is not NO_OWNER:
+        parts = parts[1:]  # the original is bound to it
+    position = code.co_argcount + code.co_kwonlyargcount
+    keyword_only = names[code.co_argcount : position]
+    if code.co_flags & inspect.CO_VARARGS:
+        parts.append(f"*{variable_of(names[position])}")
+        position += 1
+    parts += [f"{name}={variable_of(name)}" for name in keyword_only]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        parts.append(f"**{variable_of(names[position])}")
+    arguments = ", ".join(map(variable_of, argument_names(code, target.cells_argument)))
+    passes_cells = target.cells_argument and not target.is_module_call
+    called = "with_cells(l__gs_cells)" if passes_cells else "original"
+    return f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import logging
 import sys
@@ -18,7 +17,16 @@ from typing import Any
 import torch
 
 from compile_core import config
-from compile_core.call_targets import NO_OWNER, Target, call_object, find_target, signature_text
+from compile_core.call_targets import (
+    NO_OWNER,
+    Target,
+    call_object,
+    find_callee_target,
+    find_target,
+    method_target,
+    plain_call_text,
+    signature_text,
+)
 from compile_core.capture import (
     PlainCall,
     SizeHistory,
@@ -33,13 +41,12 @@ from compile_core.capture import (
     run_to_end,
     run_with_cells,
 )
-from compile_core.capture.directives import disabled_frame, is_disabled, leave_alone
-from compile_core.capture.libraries import is_library_name
+from compile_core.capture.directives import disabled_frame, leave_alone
 from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
+from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
-from compile_core.ir.sources import variable_of
 from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
@@ -87,7 +94,7 @@ class CompiledFunction:
         dynamic: bool | None = None,
         cache_limit: int | None = None,
         target: Target | None = None,
-        callees: dict[tuple[types.CodeType, int], CompiledFunction] | None = None,
+        callees: dict[tuple[types.CodeType, int, bool], CompiledFunction] | None = None,
         continuations: dict[types.CodeType, CompiledFunction] | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -113,6 +120,7 @@ class CompiledFunction:
         self._cells_argument = target.cells_argument
         self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._plain_frames = PlainFrames(self._compiled_form)
+        self._hooked: HookedCalls | None = None
         self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
         self._runs_plain = False
@@ -122,6 +130,8 @@ class CompiledFunction:
         _living[next(_numbers)] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
+            return self._hooked_calls(self._target.__code__)(self._owner, *args, **kwargs)
         return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -216,23 +226,7 @@ class CompiledFunction:
 
     def _make_plain_call(self) -> Callable[..., Any]:
         """Call the original with the bound arguments."""
-        code = self._target.__code__
-        names = list(argument_names(code))
-        parts = [variable_of(name) for name in names[: code.co_argcount]]
-        if self._owner is not NO_OWNER:
-            parts = parts[1:]  # the original is bound to it
-        position = code.co_argcount + code.co_kwonlyargcount
-        keyword_only = names[code.co_argcount : position]
-        if code.co_flags & inspect.CO_VARARGS:
-            parts.append(f"*{variable_of(names[position])}")
-            position += 1
-        parts += [f"{name}={variable_of(name)}" for name in keyword_only]
-        if code.co_flags & inspect.CO_VARKEYWORDS:
-            parts.append(f"**{variable_of(names[position])}")
-        arguments = ", ".join(map(variable_of, self._arguments))
-        passes_cells = self._cells_argument and not self._is_module_call
-        called = "with_cells(l__gs_cells)" if passes_cells else "original"
-        text = f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"
+        text = plain_call_text(Target(self._target, self._owner, self._is_module_call, self._cells_argument))
         return compile_function(text, "plain", {"original": self.original, "with_cells": self._with_cells})
 
     def _with_cells(self, cells: tuple[types.CellType, ...]) -> types.FunctionType:
@@ -385,11 +379,16 @@ class CompiledFunction:
             if isinstance(frame, types.MethodType):
                 return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)
             return self._plain_frames.form_of(frame)
-        target = _find_callee_target(callee)
+        target = None if isinstance(callee, CompiledFunction) else find_callee_target(callee)
         if target is None:
             return callee
+        if target.is_module_call and has_hooks(callee):
+            return functools.partial(self._hooked_calls(target.function.__code__), callee)
+        return self._form_of_target(target)
+
+    def _form_of_target(self, target: Target) -> Callable[..., Any]:
         # Equal code may occur twice, with other globals.
-        key = (target.function.__code__, id(target.function.__globals__))
+        key = (target.function.__code__, id(target.function.__globals__), target.is_module_call)
         found = self._callees.get(key)
         if found is None:
             # One compiled form serves all modules (or bound objects) that share the function.
@@ -398,6 +397,7 @@ class CompiledFunction:
             found = self._callees[key] = CompiledFunction(
                 plain,
                 self.compile_graph,
+                fullgraph=self.fullgraph,
                 dynamic=self.dynamic,
                 cache_limit=self.cache_limit,
                 name=target.function.__qualname__,
@@ -411,6 +411,11 @@ class CompiledFunction:
         if target.cells_argument:
             call = functools.partial(call, target.function.__closure__)
         return call if target.owner is NO_OWNER else functools.partial(call, target.owner)
+
+    def _hooked_calls(self, forward: types.CodeType) -> HookedCalls:
+        if self._hooked is None or self._hooked.forward is not forward:
+            self._hooked = HookedCalls(forward, lambda method: self._form_of_target(method_target(method)))
+        return self._hooked
 
     def with_defaults_of(self, function: types.FunctionType) -> Callable[..., Any]:
         """The compiled call with the default arguments of another function that has the same code."""
@@ -473,7 +478,6 @@ def reset() -> None:
     _logged_locations.clear()
 
 
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _UNUSED_DEFAULT: Any = object()
 
 
@@ -483,16 +487,3 @@ def _original_of(value: Any) -> Any:
 
 def _leave_to_caller(result: Any) -> Any:
     return result
-
-
-def _find_callee_target(callee: Any) -> Target | None:
-    """The target of what a graph break calls, None for what has no code of the user."""
-    if isinstance(callee, (CompiledFunction, type, types.BuiltinFunctionType)) or not callable(callee):
-        return None
-    target = find_target(callee)
-    library = is_library_name(target.function.__globals__.get("__name__"))
-    if target.function is call_object or (library and not target.is_module_call):
-        return None
-    if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
-        return None
-    return replace(target, cells_argument=target.function.__closure__ is not None)

@@ -29,17 +29,23 @@ _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 class PlainFrames:
-    """Makes functions whose callees go through ``compiled_form``; each code object is rewritten once."""
+    """Makes functions whose callees go through ``compiled_form``; each code object is rewritten once.
 
-    def __init__(self, compiled_form: CompiledForm) -> None:
+    With ``inner_functions`` the functions that a frame defines count as part of it.
+    """
+
+    def __init__(self, compiled_form: CompiledForm, *, inner_functions: bool = False) -> None:
         self._compiled_form = compiled_form
+        self._inner_functions = inner_functions
         self._codes: dict[types.CodeType, types.CodeType] = {}
 
     def form_of(self, function: types.FunctionType) -> types.FunctionType:
         """``function`` with mapped callees; all else about it is the same."""
         code = self._codes.get(function.__code__)
         if code is None:
-            code = self._codes[function.__code__] = _rewritten(function.__code__, self._compiled_form)
+            code = self._codes[function.__code__] = _rewritten(
+                function.__code__, self._compiled_form, self._inner_functions
+            )
         made = types.FunctionType(
             code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
@@ -48,7 +54,7 @@ class PlainFrames:
         return made
 
 
-def _rewritten(code: types.CodeType, compiled_form: CompiledForm) -> types.CodeType:
+def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_functions: bool) -> types.CodeType:
     assembled = bytecode.Bytecode.from_code(code)
     decoded = decode(code)
     looked_up_below = _calls_of_expressions(decoded)
@@ -58,13 +64,13 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm) -> types.CodeT
         if not isinstance(item, bytecode.Instr):
             body.append(item)
             continue
-        write = _Writer(body, item, compiled_form)
+        write = _Writer(body, item, compiled_form, inner_functions)
         instruction = decoded.instructions[index]
         if index in looked_up_below:
             write.map_at(looked_up_below[index])
             body.append(item)
         elif not write.map_where_pushed(instruction):
-            body.append(write.with_rewritten_comprehension())
+            body.append(write.with_rewritten_code())
         index += 1
     assembled[:] = body
     return assembled.to_code()
@@ -73,10 +79,13 @@ def _rewritten(code: types.CodeType, compiled_form: CompiledForm) -> types.CodeT
 class _Writer:
     """Appends the instructions that take the place of one."""
 
-    def __init__(self, body: list[Any], item: bytecode.Instr, compiled_form: CompiledForm) -> None:
+    def __init__(
+        self, body: list[Any], item: bytecode.Instr, compiled_form: CompiledForm, inner_functions: bool
+    ) -> None:
         self.body = body
         self.item = item
         self.compiled_form = compiled_form
+        self.inner_functions = inner_functions
 
     def emit(self, name: str, *arg: Any) -> None:
         self.body.append(bytecode.Instr(name, *arg, location=self.item.location))
@@ -128,10 +137,11 @@ class _Writer:
         self.push_null()
         return True
 
-    def with_rewritten_comprehension(self) -> bytecode.Instr:
+    def with_rewritten_code(self) -> bytecode.Instr:
+        """The instruction; the code of a comprehension or of an inner function that it pushes is rewritten."""
         arg = self.item.arg
-        if isinstance(arg, types.CodeType) and arg.co_name in _COMPREHENSIONS:
-            code: Any = _rewritten(arg, self.compiled_form)
+        if isinstance(arg, types.CodeType) and (self.inner_functions or arg.co_name in _COMPREHENSIONS):
+            code: Any = _rewritten(arg, self.compiled_form, self.inner_functions)
             return bytecode.Instr(self.item.name, code, location=self.item.location)
         return self.item
 

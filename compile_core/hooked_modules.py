@@ -1,0 +1,48 @@
+"""Calls of modules with hooks: torch's own code runs the hooks, and only the ``forward`` between them is compiled.
+
+Hooks of the backward are put on autograd's graph round the call, where no capture can follow. So the frame of
+``torch.nn.Module._call_impl`` stays plain Python, in which the one callee that is the module's ``forward`` is replaced.
+Hooks hence get the arguments as the caller wrote them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compile_core.capture.modules import GLOBAL_HOOK_TABLES, HOOK_TABLES
+from compile_core.capture.plain_frames import PlainFrames
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module is more than its ``forward``."""
+    entries = module.__dict__
+    return any(GLOBAL_HOOK_TABLES) or any(entries.get(table) for table in HOOK_TABLES)
+
+
+class HookedCalls:
+    """Calls modules that share a ``forward``, with their hooks.
+
+    Args:
+        forward: its code.
+        compiled_form: the compiled form of a bound ``forward``.
+    """
+
+    def __init__(
+        self, forward: types.CodeType, compiled_form: Callable[[types.MethodType], Callable[..., Any]]
+    ) -> None:
+        self.forward = forward
+        self._compiled_form = compiled_form
+        frames = PlainFrames(self._form_of, inner_functions=True)
+        self._call: Callable[..., Any] = frames.form_of(torch.nn.Module._call_impl)
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._call(module, *args, **kwargs)
+
+    def _form_of(self, callee: Any) -> Any:
+        if isinstance(callee, types.MethodType) and getattr(callee, "__code__", None) is self.forward:
+            return self._compiled_form(callee)
+        return callee
