@@ -382,8 +382,8 @@ class CompiledFunction:
         target = None if isinstance(callee, CompiledFunction) else find_callee_target(callee)
         if target is None:
             return callee
-        if target.is_module_call and has_hooks(callee):
-            return functools.partial(self._hooked_calls(target.function.__code__), callee)
+        if target.is_module_call and has_hooks(target.owner):
+            return functools.partial(self._hooked_calls(target.function.__code__), target.owner)
         return self._form_of_target(target)
 
     def _form_of_target(self, target: Target) -> Callable[..., Any]:
