@@ -20,6 +20,10 @@ from compile_core.errors import Unsupported
 from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
 
+# torch exports these without declaring them.
+_creation_of: Any = torch._C._autograd._get_creation_meta
+_creations: Any = torch._C._autograd.CreationMeta
+
 
 @dataclass(frozen=True)
 class Pick:
@@ -171,8 +175,17 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
 
 def _has_history_of(output: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether autograd knows the two for views of one tensor, so that a view made later is differentiated alike."""
+    if output is source:
+        return True
+    if _is_view_of_custom_function(output) or _is_view_of_custom_function(source):
+        return False
     root = output if output._base is None else output._base
     return root is (source if source._base is None else source._base)
+
+
+def _is_view_of_custom_function(tensor: torch.Tensor) -> bool:
+    """Whether the program's own backward lies between a view and its base, as where it reverses a gradient."""
+    return tensor._is_view() and _creation_of(tensor) == _creations.IN_CUSTOM_FUNCTION
 
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:
