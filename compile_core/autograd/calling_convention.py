@@ -21,8 +21,8 @@ from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
 
 # torch exports these without declaring them.
-_creation_of: Any = torch._C._autograd._get_creation_meta
-_creations: Any = torch._C._autograd.CreationMeta
+_creation_of: Any = torch._C._autograd._get_creation_meta  # type: ignore[attr-defined]
+_creations: Any = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ def find_calling_convention(
                 )
             if tensor.grad_fn is not history:
                 rebound.append(position)
+        required = [requires_grad for _, requires_grad, _ in before.values()]
+        _check_leaves(outputs, list(tensors.values()), required, rebound)
         results, picks = _find_results(outputs, tensors)
         picked = [pick.of(outputs) for pick in picks]
         return CallingConvention(
@@ -105,6 +107,30 @@ def find_calling_convention(
             gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
         )
+
+
+def _check_leaves(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    required: Sequence[bool],
+    rebound: Sequence[int],
+) -> None:
+    """Refuses leaves that the program makes and that are seen outside, where their own gradients gather.
+
+    A view that was made without gradients is such a leaf, too; but where the caller has none at all, it is one again
+    when it is made after the graph ran.
+    """
+    new = [output for output in outputs if not any(output is tensor for tensor in inputs)]
+    leaves = [output for output in new if output.requires_grad and output.is_leaf]
+    is_differentiable = bool(rebound) or any(output.grad_fn is not None for output in new)
+    if not torch.is_grad_enabled() and not is_differentiable and all(leaf._is_view() for leaf in leaves):
+        leaves = []
+    turned = any(
+        tensor.grad_fn is None and tensor.requires_grad != before
+        for tensor, before in zip(inputs, required, strict=True)
+    )
+    if leaves or turned or (is_differentiable and not any(required)):
+        raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
 
 
 def _find_results(

@@ -47,6 +47,7 @@ class ControlFlow:
         self._calls = calls
         self._fake_mode = fake_mode
         self._trace_body = trace_body
+        self._default_dtype = torch.get_default_dtype()
 
     def replacements(self) -> Mapping[Any, Callable[..., Any]]:
         """What is run in the place of calls of the captured graph."""
@@ -90,6 +91,12 @@ class ControlFlow:
 
     def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _Body:
         """Traces a body for tensors like those of the outer trace."""
+        if torch.get_default_dtype() is not self._default_dtype:
+            raise Unsupported(
+                "default-dtype", "a branch or a loop under a default dtype that the program sets"
+            )
+        if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
+            raise Unsupported("symbolic-branch", "a branch or a loop over tensors whose sizes are open")
         like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
         if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
             raise Unsupported("open-sizes-in-branch", "a branch or a loop's step takes tensors of open sizes")

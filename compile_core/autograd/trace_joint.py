@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
@@ -39,6 +38,7 @@ from compile_core.autograd.kept_calls import KeptCalls, kept_calls
 from compile_core.autograd.number_recorder import NumberOperations
 from compile_core.autograd.open_sizes import OpenSizes
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
+from compile_core.autograd.program_modes import noted_default_dtypes, refuse_modes, settle_default_dtypes
 from compile_core.autograd.recompute_regions import check_random_state, run_marked
 from compile_core.autograd.record_operators import Decompositions, record
 from compile_core.autograd.replace_calls import replace_calls
@@ -50,9 +50,8 @@ from compile_core.ir import higher_order
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 
-# torch exports these without declaring them.
+# torch exports it without declaring it.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
-_set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
 
 
 def trace_joint(
@@ -74,13 +73,15 @@ def trace_joint(
     Raises:
         Unsupported: one of the limits above.
     """
-    _check_traceable(module)
+    refuse_modes(module)
     fake_mode, examples = _with_symbols(examples)
     operations = NumberOperations()
     module = operations.keep(module)
     with kept_calls() as calls:
         control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
-        replacements = {higher_order.checkpoint: run_marked, **control_flow.replacements()}
+        replacements = {
+            higher_order.checkpoint: run_marked, **control_flow.replacements(), **noted_default_dtypes(),
+        }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations)
 
@@ -150,6 +151,7 @@ def _trace(
     _check_overlap(examples, mutated)
     check_random_state(traced)
     calls.settle(traced)
+    settle_default_dtypes(traced, fake_mode)
 
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     num_outputs = num_results + len(mutated) + len(sizes.numbers)
@@ -212,18 +214,6 @@ def _with_symbols(examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 def _kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
     return nullcontext() if mode.shape_env is None else enable_python_dispatcher()
-
-
-def _check_traceable(module: torch.fx.GraphModule) -> None:
-    """Refuse a program that does more than compute from its inputs, in itself or in a body that it holds."""
-    graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    for node in (node for graph in graphs for node in graph.nodes):
-        if node.target is _enter_inference_mode:
-            raise Unsupported("inference-mode", "the program enters inference mode")
-        if node.target is _set_default_dtype:
-            raise Unsupported("default-dtype", "the program changes the default dtype between its operations")
-        if node.target == "requires_grad_":
-            raise Unsupported("new-leaf", "the program makes a tensor that gathers gradients of its own")
 
 
 def _check_overlap(examples: Sequence[Any], mutated: Sequence[int]) -> None:

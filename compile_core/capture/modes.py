@@ -123,10 +123,15 @@ def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
 
 
 def _method_rule(name: str) -> CallRule:
-    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it."""
+    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it, or for an autocast made before."""
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         mode, *rest = args
+        if mode.python_type() is torch.autocast and not isinstance(mode, ModeValue):
+            entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
+            if name == "__enter__" and entered:
+                raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
+            mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
         if not isinstance(mode, ModeValue):
             raise TypeError(f"{name} of {mode.describe()}")
         return mode.call_method(state, name, rest, kwargs)
@@ -221,12 +226,13 @@ def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str
 
 
 class AutocastMode(ModeValue):
-    """``torch.autocast``."""
+    """``torch.autocast``; ``made_before`` is the program's own object, which existed before the capture."""
 
     cls = torch.autocast
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, arguments: tuple[Any, ...], made_before: Value | None = None) -> None:
         self.arguments = arguments
+        self.made_before = made_before
         self.node: Any = None
 
     def enter(self, state: CaptureState) -> None:
@@ -240,8 +246,16 @@ class AutocastMode(ModeValue):
         state.entered_modes.remove(self)
 
     def rebuild(self, writer: SourceWriter) -> str:
+        if self.made_before is not None:
+            return writer.emit(self.made_before)  # type: ignore[attr-defined]
         arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
         return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
+
+
+def _autocast_of(state: CaptureState, made_before: Value) -> AutocastMode:
+    names = ("device", "fast_dtype", "_enabled", "_cache_enabled")
+    arguments = tuple(made_before.get_attribute(state, name).as_constant() for name in names)
+    return AutocastMode(arguments, made_before)
 
 
 @call_rule(torch.autocast, torch.amp.autocast)

@@ -19,11 +19,15 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Switch:
-    """``get(*prefix)`` reads it, ``set(*prefix, *values)`` turns it; ``get`` gives one value or their tuple."""
+    """``get(*prefix)`` reads it, ``set(*prefix, *values)`` turns it; ``get`` gives one value or their tuple.
+
+    ``concerns_kernels`` says that it tells torch's kernels how to compute, not the program which of them to call.
+    """
 
     get: Callable[..., Any]
     set: Callable[..., Any]
     prefix: tuple[Any, ...] = ()
+    concerns_kernels: bool = False
 
     def read(self) -> tuple[Any, ...]:
         found = self.get(*self.prefix)
@@ -60,12 +64,17 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(torch.get_default_dtype, _C._set_default_dtype),
     Switch(_anomaly, torch.set_anomaly_enabled),
     *(
-        Switch(getattr(_C, get), getattr(_C, put))
+        Switch(getattr(_C, get), getattr(_C, put), concerns_kernels="_sdp_" not in put)
         for get, put in _PAIRS
         if hasattr(_C, get) and hasattr(_C, put)
     ),
     *(
-        Switch(_C._get_fp32_precision_getter, _C._set_fp32_precision_setter, (backend, "all"))
+        Switch(
+            _C._get_fp32_precision_getter,
+            _C._set_fp32_precision_setter,
+            (backend, "all"),
+            concerns_kernels=True,
+        )
         for backend in ("cuda", "mkldnn")
         if hasattr(_C, "_get_fp32_precision_getter")
     ),

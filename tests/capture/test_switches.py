@@ -86,9 +86,23 @@ def calls_decorated(x):
     return decorated_for_inference(x), x * 2
 
 
+AUTOCAST = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@AUTOCAST
+def decorated_with_autocast(x):
+    return x @ x.T
+
+
+def autocast_made_before(x):
+    with AUTOCAST:
+        y = x @ x.T
+    return y, decorated_with_autocast(x), torch.is_autocast_enabled("cpu")
+
+
 PROGRAMS = [
-    decorated_in_place, decorator_with_function, grad_mode_survives_an_exception, default_dtype, anomaly,
-    cudnn_flags, attention, nested_autocast, inference_inside, calls_decorated,
+    autocast_made_before, decorated_in_place, decorator_with_function, grad_mode_survives_an_exception,
+    default_dtype, anomaly, cudnn_flags, attention, nested_autocast, inference_inside, calls_decorated,
 ]  # fmt: skip
 
 
@@ -99,6 +113,19 @@ def test_same_as_plain(program, backend):
     before = read_switches(), torch.is_grad_enabled()
     check_same(program, lambda: (torch.randn(3, 4, requires_grad=True),), backend=backend)
     assert (read_switches(), torch.is_grad_enabled()) == before
+
+
+def breaks_in_autocast(x):
+    with AUTOCAST:
+        y = x @ x.T
+        compile_core.graph_break()
+        z = x @ x.T
+    return y, z, torch.is_autocast_enabled("cpu")
+
+
+def test_a_graph_that_ends_in_an_autocast_made_before():
+    check_same(breaks_in_autocast, lambda: (torch.randn(3, 4),), fullgraph=False)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_results_of_inference_mode_are_inference_tensors():
