@@ -10,7 +10,7 @@ from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build_cpp import start_cpp
-from compile_core.lowering.build_triton import build_triton
+from compile_core.lowering.build_triton import start_triton
 from compile_core.lowering.codegen_cpp import generate_cpp
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.passes import buffers_of
@@ -35,8 +35,8 @@ def start_build(
     cpp = [source for source in sources if source.language == "cpp"]
     on_gpu = [source for source in sources if source.language == "triton"]
     wait_for_cpp = start_cpp(cpp, cache_folder)
-    built = build_triton(on_gpu, cache_folder)
-    return lambda: {**wait_for_cpp(), **built}
+    wait_for_triton = start_triton(on_gpu, cache_folder)
+    return lambda: {**wait_for_cpp(), **wait_for_triton()}
 
 
 def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, Callable[..., None]]:

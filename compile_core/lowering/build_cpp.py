@@ -27,6 +27,7 @@ from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from compile_core.lowering.cpp_machine import compiler_identity, kernel_flags, openmp_runtime
 from compile_core.toolchain.cpp_compiler import builtin_function, run_compiler
 from compile_core.toolchain.disk_cache import DiskCache, content_key
+from compile_core.toolchain.processors import usable_processors
 
 # What a unit costs beside its kernels is about what two small kernels cost.
 _FEWEST_IN_UNIT = 2
@@ -95,17 +96,11 @@ def _balanced(texts: Sequence[str]) -> list[list[str]]:
 
     The same texts make the same units in whichever order they come, for the sake of processes that want the same ones.
     """
-    count = min(_processors(), -(-len(texts) // _FEWEST_IN_UNIT))
+    count = min(usable_processors(), -(-len(texts) // _FEWEST_IN_UNIT))
     units: list[list[str]] = [[] for _ in range(count)]
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         min(units, key=lambda unit: sum(map(len, unit))).append(text)
     return units
-
-
-def _processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _build_unit(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache) -> Kernels:

@@ -1,19 +1,20 @@
-"""From Triton source to functions that launch kernels. The only file that imports Triton.
+"""From Triton source to functions that launch kernels.
 
-Kernels are compiled ahead of their first call and launched through the compiled kernel's own launcher:
-Triton's ``kernel[grid](...)`` looks at every argument to choose a specialisation, and takes ten times as
-long. What it would choose is known here: all arguments are pointers, and torch aligns what it allocates to 16
-bytes. A call with an address that is not so aligned (a slice of the caller's) goes to a second kernel,
-compiled when it first happens.
+Kernels are compiled ahead of their first call, by processes beside this one, in the background until someone asks for
+them. Each is an entry of the disk cache, whatever it is called, and is loaded from there without Triton looking at its
+source again.
 
-Triton reads a function's source from its file, so modules are written to the cache folder. What it compiles
-goes to Triton's own cache.
+They are launched through the compiled kernel's own launcher: Triton's ``kernel[grid](...)`` looks at every argument
+to choose a specialisation, and takes ten times as long. What it would choose is known here: all arguments are
+pointers, and torch aligns what it allocates to 16 bytes. A call with an address that is not so aligned (a slice of
+the caller's) goes to a second kernel, compiled when it first happens.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,63 +24,68 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.toolchain.disk_cache import DiskCache, content_key
-
-
-def _import_triton() -> Any:
-    """Triton, or ``None`` where it is not installed: programs on CPU do without."""
-    try:
-        import triton
-        import triton.backends.compiler
-        import triton.compiler
-    except ImportError:
-        return None
-    return triton
-
-
-triton = _import_triton()
+from compile_core.lowering import triton_compiler
+from compile_core.toolchain.compile_workers import CompileWorkers
+from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
+from compile_core.toolchain.processors import usable_processors
 
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
 _OPTIONS = {"enable_fp_fusion": False}
 
+Kernel = Callable[..., None]
+
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
-_loaded: dict[KernelSource, Callable[..., None]] = {}
-# Text -> jit function, under the name that the text was first seen with.
-_functions: dict[str, Any] = {}
+_loaded: dict[KernelSource, Kernel] = {}
+_workers = CompileWorkers(Path(triton_compiler.__file__))
 
 
-def build_triton(sources: Sequence[KernelSource], cache_folder: Path) -> dict[str, Callable[..., None]]:
-    """Compiles kernels, or finds them in the caches, and loads them onto their devices.
+def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[], Mapping[str, Kernel]]:
+    """Finds kernels in the cache and starts to compile the others.
 
     Args:
         sources: Triton kernels with distinct names.
-        cache_folder: where modules are kept.
+        cache_folder: where results are kept.
 
     Returns:
-        For each name a function of the kernel's buffers, in order: tensors, or addresses as integers, the
-        quicker way. It launches the kernel on the current stream of the kernel's device, whichever device is
-        current.
+        A function that waits for the kernels and loads them onto their devices. It returns for each name a function of
+        the kernel's buffers, in order: tensors, or addresses as integers, the quicker way. That launches the kernel on
+        the current stream of the kernel's device, whichever device is current.
 
     Raises:
-        CompileError: Triton is not installed, or fails.
+        CompileError: Triton is not installed, or fails; from here or when the kernels are waited for.
     """
-    functions = {}
-    for source in sources:
-        key = replace(source, name="", buffers=())
-        if key not in _loaded:
-            _loaded[key] = _launcher(source, cache_folder)
-        functions[source.name] = _loaded[key]
-    return functions
+    missing = {key: source for source in sources if (key := _without_names(source)) not in _loaded}
+    compiling: dict[KernelSource, Future[Any]] = {}
+    if missing:
+        _require_triton()
+        pool = ThreadPoolExecutor(
+            min(len(missing), usable_processors()), thread_name_prefix="gradsplit-build"
+        )
+        compiling = {
+            key: pool.submit(_compile_if_launched, one, cache_folder) for key, one in missing.items()
+        }
+        pool.shutdown(wait=False)
+
+    def wait() -> Mapping[str, Kernel]:
+        for key, future in compiling.items():
+            compiled = future.result()
+            if key not in _loaded:
+                _loaded[key] = _launcher(missing[key], compiled, cache_folder)
+        return {source.name: _loaded[_without_names(source)] for source in sources}
+
+    return wait
 
 
-def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is_aligned: bool = True) -> Any:
-    """Compiles a kernel for a GPU that need not be there.
+def compile_triton_for(
+    source: KernelSource, target: tuple[str, int, int], cache_folder: Path, is_aligned: bool = True
+) -> Any:
+    """Compiles a kernel for a GPU that need not be there, or finds it in the cache.
 
     Args:
         source: a Triton kernel.
-        target: a ``GPUTarget`` such as ``GPUTarget("cuda", 90, 32)``.
-        cache_folder: where its module is kept.
+        target: kind of GPU, architecture and threads of a warp, such as ``("cuda", 90, 32)``.
+        cache_folder: where the result is kept.
         is_aligned: whether all addresses are multiples of 16.
 
     Returns:
@@ -88,64 +94,58 @@ def compile_triton_for(source: KernelSource, target: Any, cache_folder: Path, is
     Raises:
         CompileError: Triton is not installed, or fails.
     """
-    function = triton_function(source, cache_folder)
-    names = function.arg_names
-    attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(names))} if is_aligned else {}
-    unit = triton.compiler.ASTSource(function, dict(zip(names, source.pointers, strict=True)), {}, attributes)
-    try:
-        return triton.compile(unit, target=target, options={**dict(source.meta), **_OPTIONS})
-    except Exception as error:
-        raise CompileError(
-            f"Triton failed on the kernel {source.name}: {error}\n"
-            f"The source is in {_path(source, cache_folder)}."
-        ) from error
+    _require_triton()
+    options = {**dict(source.meta), **_OPTIONS}
+    description = repr((source.pointers, sorted(options.items()), target, is_aligned))
+    key = content_key(
+        "triton kernel", triton_compiler.triton.__version__, _prelude(), source.text, description
+    )
+    disk = DiskCache(cache_folder)
+
+    def fill(folder: Path) -> None:
+        function = write_module(source, folder / _MODULE)
+        request = {
+            "module": str(folder / _MODULE),
+            "function": function,
+            "pointers": source.pointers,
+            "is_aligned": is_aligned,
+            "target": target,
+            "options": options,
+            "folder": str(folder),
+        }
+        answer = _workers.ask(request)
+        if answer["error"] is not None:
+            kept = disk.folder / "failed" / f"{key}.py"
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_module(source, kept)
+            error = CompileError(
+                f"Triton failed on the kernel {source.name}: {answer['error']}\nThe source is in {kept}."
+            )
+            error.add_note(answer["traceback"])
+            raise error
+
+    with disk.entry(key, fill) as folder:
+        return triton_compiler.load_kernel(folder, source.pointers, MANIFEST)
 
 
-def triton_function(source: KernelSource, cache_folder: Path) -> Any:
-    """The kernel as a ``triton.jit`` function, imported from a file.
+def write_module(source: KernelSource, path: Path) -> str:
+    """Writes a module that Triton can read the kernel from, and returns the function's name, which profilers show."""
+    name = "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
+    path.write_text(f"{_prelude()}\n\n{source.text.replace(KERNEL_SYMBOL, name)}\n")
+    return name
 
-    Raises:
-        CompileError: Triton is not installed.
-    """
-    if triton is None:
+
+def _require_triton() -> None:
+    if triton_compiler.triton is None:
         raise CompileError(
             "Compiling for a GPU needs Triton, which is not installed. Install the triton package, or choose "
             'backend="aot_eager".'
         )
-    if source.text not in _functions:
-        path = _path(source, cache_folder)
-        spec = importlib.util.spec_from_file_location(f"gradsplit_triton_{path.parent.name}", path)
-        if spec is None or spec.loader is None:
-            raise CompileError(f"cannot import {path}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _functions[source.text] = getattr(module, _symbol(source))
-    return _functions[source.text]
 
 
-def gpu_target(kind: str, architecture: int, warp_size: int) -> Any:
-    """A ``GPUTarget``, for ``compile_triton_for``."""
-    return triton.backends.compiler.GPUTarget(kind, architecture, warp_size)
-
-
-def _path(source: KernelSource, cache_folder: Path) -> Path:
-    text = _module_text(source)
-    key = content_key("triton module", text)
-    with DiskCache(cache_folder).entry(key, lambda folder: _write(folder / _MODULE, text)) as folder:
-        return folder / _MODULE
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def _module_text(source: KernelSource) -> str:
-    return f"{_prelude()}\n\n{source.text.replace(KERNEL_SYMBOL, _symbol(source))}\n"
-
-
-def _symbol(source: KernelSource) -> str:
-    """What a profiler shows."""
-    return "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
+def _without_names(source: KernelSource) -> KernelSource:
+    return replace(source, name="", buffers=())
 
 
 @cache
@@ -153,26 +153,33 @@ def _prelude() -> str:
     return Path(__file__).with_name("codegen_triton_prelude.py.in").read_text()
 
 
-def _launcher(source: KernelSource, cache_folder: Path) -> Callable[..., None]:
-    """A function of the kernel's addresses that launches it."""
+def _compile_if_launched(source: KernelSource, cache_folder: Path) -> Any:
+    """The kernel for the device that it will run on; ``None`` for one over no elements."""
     if 0 in source.grid:
+        return None
+    return compile_triton_for(source, _target(_device_of(source)), cache_folder)
+
+
+def _device_of(source: KernelSource) -> torch.device:
+    return source.device if source.device.index is not None else torch.device("cuda", 0)
+
+
+def _target(device: torch.device) -> tuple[str, int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", 10 * major + minor, 32
+
+
+def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> Kernel:
+    """A function of the kernel's addresses that launches it."""
+    if aligned is None:
         return _nothing
-    device = source.device if source.device.index is not None else torch.device("cuda", 0)
+    device = _device_of(source)
     stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     index = device.index
     grid_x, grid_y, grid_z = source.grid
-    kernels: dict[bool, Any] = {}
-
-    def loaded(is_aligned: bool) -> Any:
-        if is_aligned not in kernels:
-            target = triton.runtime.driver.active.get_current_target()
-            kernel = compile_triton_for(source, target, cache_folder, is_aligned)
-            kernel._init_handles()
-            kernels[is_aligned] = kernel
-        return kernels[is_aligned]
-
+    kernels: dict[bool, Any] = {True: aligned}
     with torch.cuda.device(device):
-        aligned = loaded(True)
+        aligned._init_handles()
     run, function, packed = aligned.run, aligned.function, aligned.packed_metadata
 
     def launch(*buffers: Any) -> None:
@@ -187,8 +194,11 @@ def _launcher(source: KernelSource, cache_folder: Path) -> Callable[..., None]:
         return None
 
     def launch_with_care(is_aligned: bool, addresses: Sequence[int]) -> None:
+        if is_aligned not in kernels:
+            kernels[is_aligned] = compile_triton_for(source, _target(device), cache_folder, is_aligned)
         with torch.cuda.device(device):
-            kernel = loaded(is_aligned)
+            kernel = kernels[is_aligned]
+            kernel._init_handles()
             stream = stream_of(index)
             kernel.run(
                 *source.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses

@@ -30,7 +30,7 @@ from compile_core import config
 
 logger = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _ABANDONED_AFTER_S = 24 * 3600.0
 # No build takes so long: whoever holds the lock is stopped, or the file system has lost the lock.
 _LOCK_TIMEOUT_S = 600.0
@@ -122,7 +122,7 @@ class DiskCache:
         try:
             fill(work)
             files = {path.name: _fingerprint(path) for path in sorted(work.iterdir())}
-            (work / _MANIFEST).write_text(json.dumps(files, indent=1))
+            (work / MANIFEST).write_text(json.dumps(files, indent=1))
             work.rename(place)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -166,7 +166,7 @@ class DiskCache:
         entries = []
         for place in self._entries.iterdir():
             with suppress(OSError):  # another process evicts as well
-                manifest = place / _MANIFEST
+                manifest = place / MANIFEST
                 used = manifest.stat().st_mtime if manifest.exists() else 0.0
                 entries.append((used, _size(place), place))
         total = sum(size for _, size, _ in entries)
@@ -236,7 +236,7 @@ def _fingerprint(path: Path) -> list[int | str]:
 
 def _is_sound(place: Path) -> bool:
     try:
-        files = json.loads((place / _MANIFEST).read_text())
+        files = json.loads((place / MANIFEST).read_text())
         return bool(files) and all(_fingerprint(place / name) == expected for name, expected in files.items())
     except (OSError, ValueError, AttributeError):
         return False
@@ -244,7 +244,7 @@ def _is_sound(place: Path) -> bool:
 
 def _touch(place: Path) -> None:
     with suppress(OSError):
-        os.utime(place / _MANIFEST)
+        os.utime(place / MANIFEST)
 
 
 def _size(place: Path) -> int:

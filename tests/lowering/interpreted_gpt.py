@@ -19,7 +19,6 @@ from compile_core.compiled_function import CompiledFunction
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopNest
 from compile_core.ir.schedule import Compute
-from compile_core.lowering.build_triton import triton_function
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
@@ -28,6 +27,7 @@ from compile_core.options import CompileOptions
 from compile_core.pipeline import compile_graph
 from compile_core.runtime.link_program import LinkedProgram, link_program
 from examples.gpt import GPT, GPTConfig
+from tests.lowering.jit_function import jit_function
 
 CONFIG = GPTConfig(vocabulary=48, context=16, layers=2, heads=2, width=32)
 
@@ -43,7 +43,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
 
 
 def interpreted(source: KernelSource, folder: Path) -> Callable[..., None]:
-    kernel = triton_function(source, folder)[source.grid]
+    kernel = jit_function(source, folder)[source.grid]
 
     def launch(*tensors: torch.Tensor) -> None:
         # The interpreter has no booleans in memory; bytes are what the kernel's source takes them for.

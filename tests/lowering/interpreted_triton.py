@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from compile_core.lowering.build_triton import triton_function
 from compile_core.lowering.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import BOOL, HAND_WRITTEN, Case, embedding, inputs_for, total
 from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.codegen_reference import evaluate
+from tests.lowering.jit_function import jit_function
 
 # numpy plays the GPU here, and warns of infinities and NaN that IEEE arithmetic defines.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -33,7 +33,7 @@ def run(case: Case, storages: dict[str, torch.Tensor], folder: Path) -> str:
     if 0 not in source.grid:
         pointers = [storages[name] for name in source.buffers]
         bytes_for_bools = [p.view(torch.uint8) if p.dtype == BOOL else p for p in pointers]
-        triton_function(source, folder)[source.grid](*bytes_for_bools)
+        jit_function(source, folder)[source.grid](*bytes_for_bools)
     return source.text
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(build_cpp, "_loaded", {})
-    monkeypatch.setattr(build_cpp, "_processors", lambda: 1)
+    monkeypatch.setattr(build_cpp, "usable_processors", lambda: 1)
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -108,7 +108,7 @@ def test_a_program_that_changed_in_one_place_is_compiled_in_one_place(
 def test_kernels_are_shared_among_as_many_compilers_as_there_are_processors(
     tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_cpp, "_processors", lambda: 2)
+    monkeypatch.setattr(build_cpp, "usable_processors", lambda: 2)
     compiled = count_compilations(monkeypatch)
     sources = [replace(generate_cpp(*residual_add((2, n))), name=f"add_{n}") for n in range(3, 9)]
     start_build(sources, tmp_path)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KernelSource
-from compile_core.lowering import build_triton
-from compile_core.lowering.build_triton import compile_triton_for, gpu_target, triton_function
+from compile_core.lowering import build_triton, triton_compiler
+from compile_core.lowering.build_triton import compile_triton_for
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.tiling_axes import simplify
 from compile_core.lowering.tiling_triton import tile_for_gpu
@@ -32,6 +33,7 @@ from tests.lowering.codegen_nests import (
 from tests.lowering.codegen_operations import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
+SM_90 = ("cuda", 90, 32)
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +42,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def triton_cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_hand_written_nests_compile(name: str, folder: Path) -> None:
-    kernel = compile_triton_for(generate_triton(*HAND_WRITTEN[name]), gpu_target("cuda", 90, 32), folder)
+    kernel = compile_triton_for(generate_triton(*HAND_WRITTEN[name]), SM_90, folder)
     assert kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "int64" not in name])
 def test_scalar_operations_compile(name: str, folder: Path) -> None:
-    assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), gpu_target("cuda", 90, 32), folder)
+    assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), SM_90, folder)
 
 
 def test_without_alignment_it_compiles_too(folder: Path) -> None:
     source = generate_triton(*residual_add((64, 64)))
-    target = gpu_target("cuda", 90, 32)
-    assert "ld.global.v4" in compile_triton_for(source, target, folder, is_aligned=True).asm["ptx"]
-    assert "ld.global.v4" not in compile_triton_for(source, target, folder, is_aligned=False).asm["ptx"]
+    assert "ld.global.v4" in compile_triton_for(source, SM_90, folder, is_aligned=True).asm["ptx"]
+    assert "ld.global.v4" not in compile_triton_for(source, SM_90, folder, is_aligned=False).asm["ptx"]
 
 
 def test_they_run_in_the_interpreter(folder: Path) -> None:
@@ -79,9 +73,9 @@ def test_they_run_in_the_interpreter(folder: Path) -> None:
 
 
 def test_a_missing_triton_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_triton, "triton", None)
+    monkeypatch.setattr(triton_compiler, "triton", None)
     with pytest.raises(CompileError, match="needs Triton, which is not installed"):
-        triton_function(generate_triton(*residual_add((2, 3))), folder)
+        compile_triton_for(generate_triton(*residual_add((2, 3))), SM_90, folder)
 
 
 def test_a_kernel_that_triton_refuses_names_its_source(folder: Path) -> None:
@@ -89,8 +83,9 @@ def test_a_kernel_that_triton_refuses_names_its_source(folder: Path) -> None:
     broken = type(source)(
         **{**vars(source), "text": source.text.replace("tl.load", "tl.lode"), "name": "broken"}
     )
-    with pytest.raises(CompileError, match=r"the kernel broken: (.|\n)*The source is in .*kernel\.py"):
-        compile_triton_for(broken, gpu_target("cuda", 90, 32), folder)
+    with pytest.raises(CompileError, match=r"the kernel broken: (.|\n)*The source is in (.*)\.py") as raised:
+        compile_triton_for(broken, SM_90, folder)
+    assert "tl.lode" in Path(str(raised.value).rsplit("source is in ", 1)[1].rstrip(".")).read_text()
 
 
 def test_tiles_follow_the_shape() -> None:
@@ -123,10 +118,35 @@ def test_kernels_of_one_text_and_other_dtypes_are_other_kernels(
     assert sources[0].text == sources[1].text
     made: list[tuple[str, ...]] = []
 
-    def launcher(source: KernelSource, _: Path) -> Callable[..., None]:
+    def launcher(source: KernelSource, *_: object) -> Callable[..., None]:
         made.append(source.pointers)
         return lambda *buffers: None
 
     monkeypatch.setattr(build_triton, "_launcher", launcher)
-    functions = build_triton.build_triton(sources, folder)
+    monkeypatch.setattr(build_triton, "_target", lambda device: SM_90)
+    functions = build_triton.start_triton(sources, folder)()
     assert len(made) == 2 and functions["trunc_int32"] is not functions["trunc_int64"]
+
+
+def test_kernels_compile_in_other_processes_and_are_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict] = []
+    ask = build_triton._workers.ask
+
+    def counting(request: dict) -> dict:
+        asked.append(request)
+        return ask(request)
+
+    monkeypatch.setattr(build_triton._workers, "ask", counting)
+    source = generate_triton(*softmax(16, 48))
+    first = compile_triton_for(source, SM_90, tmp_path)
+    again = compile_triton_for(replace(source, name="called_otherwise"), SM_90, tmp_path)
+    assert len(asked) == 1 and first.kernel == again.kernel
+    (cubin,) = tmp_path.glob("entries/*/*.cubin")
+    cubin.write_bytes(cubin.read_bytes()[:-1])
+    rebuilt = compile_triton_for(source, SM_90, tmp_path).kernel
+    assert len(rebuilt) == len(first.kernel)
+    assert len(asked) == 2
+    compile_triton_for(source, SM_90, tmp_path, is_aligned=False)
+    assert len(asked) == 3

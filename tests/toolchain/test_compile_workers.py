@@ -1,0 +1,113 @@
+"""Processes that compile: at the same time, dying, hanging, forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from compile_core.errors import CompileError
+from compile_core.toolchain import compile_workers
+from compile_core.toolchain.compile_workers import CompileWorkers
+
+SCRIPT = """
+import contextlib, json, os, sys, time
+from pathlib import Path
+for line in sys.stdin:
+    request = json.loads(line)
+    if "die_unless" in request and not os.path.exists(request["die_unless"]):
+        with contextlib.suppress(OSError):
+            Path(request["die_unless"]).touch()
+        os.kill(os.getpid(), 9)
+    time.sleep(request.get("sleep_s", 0))
+    print(json.dumps({"process": os.getpid(), "text": request.get("text")}), flush=True)
+    if request.get("leave"):
+        break
+"""
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[CompileWorkers]:
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+    workers = CompileWorkers(script)
+    yield workers
+    workers.close()
+
+
+def test_one_process_answers_one_request_after_another(workers: CompileWorkers) -> None:
+    long = "x" * 300_000  # more than a pipe holds
+    answers = [workers.ask({"text": long}), workers.ask({"text": "short"})]
+    assert [answer["text"] for answer in answers] == [long, "short"]
+    assert answers[0]["process"] == answers[1]["process"]
+
+
+def test_requests_of_several_threads_have_processes_of_their_own(workers: CompileWorkers) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(workers.ask, [{"sleep_s": 0.5}] * 3))
+    assert len({answer["process"] for answer in answers}) == 3
+
+
+def test_a_process_that_died_is_replaced(workers: CompileWorkers, tmp_path: Path) -> None:
+    assert workers.ask({"die_unless": str(tmp_path / "once"), "text": "alive"})["text"] == "alive"
+
+
+def test_a_process_that_left_is_replaced(workers: CompileWorkers) -> None:
+    workers.ask({"leave": True})
+    time.sleep(0.1)
+    assert workers.ask({"text": "another"})["text"] == "another"
+
+
+def test_a_request_that_kills_is_an_error_and_the_next_is_answered(workers: CompileWorkers) -> None:
+    with pytest.raises(CompileError, match="the process that compiles died: exit status -9"):
+        workers.ask({"die_unless": "/proc/no/file/can/be/made/here"})
+    assert workers.ask({"text": "yes"})["text"] == "yes"
+
+
+def test_no_answer_is_an_error(workers: CompileWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "_ANSWER_TIMEOUT_S", 0.2)
+    with pytest.raises(CompileError, match=r"no answer in 0 s"):
+        workers.ask({"sleep_s": 60})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_processes_of_its_own(workers: CompileWorkers, tmp_path: Path) -> None:
+    mine = workers.ask({})["process"]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        theirs = workers.ask({})["process"]
+        workers.close()
+        os._exit(1 if theirs == mine else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert workers.ask({})["process"] == mine
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_end_with_the_one_that_started_them(workers: CompileWorkers, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, str(workers.ask({})["process"]).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    process = int(os.read(reader, 100))
+    os.close(reader)
+    os.close(writer)
+    for _ in range(200):
+        if not _is_running(process):
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker outlives the process that started it")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
