@@ -1,0 +1,166 @@
+"""Training steps of four known models on a GPU: ours, TorchInductor, and its kernels under our schedule, in one table.
+
+    python -m tests.bench.gpu_training [--models densenet121,bert,gpt2,resnet50] [--sides ...] [--steps 30]
+
+A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. Figures:
+milliseconds by CUDA events (median after warm-up), seconds of the first step with empty caches, and the peak of
+allocated memory over the measured steps. The sides of a model take turns in one process, each with a copy of the same
+weights; the loss of the first step tells that they compute the same (dropout is off).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import compile_core
+from tests.bench.training_models import Loss
+
+Inputs = dict[str, Tensor]
+_WARM_UP = 8
+
+
+class Classified(nn.Module):
+    """A model of images with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(pixels), labels)
+
+
+def _images(name: str, batch: int, size: int) -> tuple[nn.Module, Inputs]:
+    import torchvision  # type: ignore[import-not-found]  # only where the GPUs are
+
+    model = torchvision.models.get_model(name, weights=None)
+    return Classified(model), {
+        "pixels": torch.randn(batch, 3, size, size),
+        "labels": torch.randint(1000, (batch,)),
+    }
+
+
+def _text(model: nn.Module, vocabulary: int, batch: int, length: int) -> tuple[nn.Module, Inputs]:
+    tokens = torch.randint(vocabulary, (batch, length))
+    return Loss(model), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _bert() -> tuple[nn.Module, Inputs]:
+    import transformers
+
+    config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return _text(transformers.BertForMaskedLM(config), config.vocab_size, 16, 512)
+
+
+def _gpt2() -> tuple[nn.Module, Inputs]:
+    import transformers
+
+    config = transformers.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else transformers logs a warning from inside the forward
+    return _text(model, config.vocab_size, 8, 1024)
+
+
+MODELS: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "densenet121": lambda: _images("densenet121", 16, 128),
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "resnet50": lambda: _images("resnet50", 64, 224),
+}
+
+SIDES: Mapping[str, Callable[[nn.Module], Any]] = {
+    "eager": lambda model: model,
+    "inductor": torch.compile,
+    "inductor reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
+    "gradsplit": compile_core.compile,
+    "gradsplit reduce-overhead": lambda model: compile_core.compile(model, mode="reduce-overhead"),
+    "bridge": lambda model: compile_core.compile(model, backend="inductor"),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    first_s: float
+    step_ms: float
+    peak_gib: float
+    loss: float
+
+
+def measure(model: nn.Module, inputs: Inputs, wrap: Callable[[nn.Module], Any], steps: int) -> Figures:
+    """One side of one model; ``model`` stays as it is."""
+    torch._dynamo.reset()
+    compile_core.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    module = copy.deepcopy(model).cuda()
+    call = wrap(module)
+
+    def step() -> Tensor:
+        module.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = call(**inputs)
+        loss.backward()
+        return loss.detach()
+
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    loss = step().item()
+    first_s = time.perf_counter() - begin
+    for _ in range(_WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times_ms = []
+    for _ in range(steps):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return Figures(first_s, statistics.median(times_ms), torch.cuda.max_memory_allocated() / 2**30, loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    table = Table("model", "side", "step ms", "first s", "peak GiB", "loss")
+    with tempfile.TemporaryDirectory() as folder:
+        inductor_config.force_disable_caches = True
+        for name in arguments.models.split(","):
+            torch.manual_seed(0)
+            model, inputs = MODELS[name]()
+            inputs = {key: value.cuda() for key, value in inputs.items()}
+            for side in arguments.sides.split(","):
+                os.environ["GRADSPLIT_CACHE"] = f"{folder}/{name} {side}"
+                figures = measure(model, inputs, SIDES[side], arguments.steps)
+                row = (f"{figures.step_ms:.2f}", f"{figures.first_s:.1f}", f"{figures.peak_gib:.2f}")
+                table.add_row(name, side, *row, f"{figures.loss:.4f}")
+                print(name, side, *row, f"{figures.loss:.4f}", flush=True)
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
