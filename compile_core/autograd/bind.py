@@ -1,4 +1,4 @@
-"""The callable that a captured graph becomes: two programs behind one ``torch.autograd.Function``."""
+"""The callable that a captured graph becomes: its programs, and what is done round them at each call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
-from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
-from compile_core.autograd.preserved_modes import without_autocast
+from compile_core.autograd.compiled_call import DifferentiableProgram, call_program, standalone_outputs
+from compile_core.autograd.double_backward import DifferentiableBackward
 from compile_core.autograd.returned_draws import Program, returning_draws
-from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes, resolve_spec
-from compile_core.ir.numbers import is_number
+from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
-# torch exports it without declaring it.
+# torch exports these without declaring them.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+set_grad_enabled: Any = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -27,34 +26,31 @@ class BoundGraph:
     results that are inputs are those very inputs. Differentiating it twice is an error, but with a
     ``differentiable_backward``.
 
-    ``enables_gradients`` says that the program does so itself, where the caller has switched them off.
+    Attributes:
+        forward: the program of an inference graph.
+        differentiable: the programs of one with gradients.
+        enables_gradients: the program does so itself, where the caller has switched them off.
+        returns_outputs: nothing is left to do when the program has run.
     """
 
     forward: Program
-    backward: Program | None
-    num_outputs: int
-    saved_primals: tuple[int | None, ...]
-    saved_numbers: int
+    differentiable: DifferentiableProgram | None
     signature: GraphSignature
     replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    backward_module: torch.fx.GraphModule | None
-    differentiable_backward: DifferentiableBackward | None
     enables_gradients: bool
+    returns_outputs: bool
 
-    def __call__(self, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *primals: Any) -> tuple[torch.Tensor, ...]:
         if self.enables_gradients:
             with torch.enable_grad():
                 return self._run(primals)
         return self._run(primals)
 
-    def _run(self, primals: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _run(self, primals: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         signature = self.signature
-        if self.backward is None:
-            # Inputs may require gradients although no result does; ``out=`` kernels would refuse them.
-            with torch.no_grad():
-                outputs = _all_standalone(_call(self.forward, [*primals]), signature)
-        else:
-            outputs = CompiledCall.apply(self, *primals)
+        outputs = self._infer(primals) if self.differentiable is None else self.differentiable(primals)
+        if self.returns_outputs:
+            return outputs
         if signature.mutated:
             with torch.no_grad():
                 for positions, updates in self.replays:
@@ -62,26 +58,20 @@ class BoundGraph:
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
-        sizes = _open_sizes(outputs, signature)
+        sizes = outputs[len(outputs) - signature.open_sizes :]
         return tuple(
             outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs, sizes)
             for result in signature.results
         )
 
-    def differentiate(
-        self, saved: list[Any], arriving: Sequence[torch.Tensor | None], sizes: Sequence[int]
-    ) -> Sequence[torch.Tensor | None]:
-        """The gradients as values. The list of saved tensors and numbers is emptied."""
-        assert self.backward is not None and self.backward_module is not None
-        specs = [resolve_spec(spec, sizes) for spec in self.signature.tangent_specs]
-        with torch.no_grad():
-            if are_batched(arriving):
-                # Only torch's own kernels can take them.
-                tangents = map(batched_as_specified, arriving, specs)
-                module = self.backward_module
-                return _call(lambda inputs: module.forward(*inputs), [*saved, *tangents])
-            saved += map(as_specified, arriving, specs)
-            return _call(self.backward, saved)
+    def _infer(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Inputs may require gradients although no result does; ``out=`` kernels would refuse them."""
+        grad_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            return standalone_outputs(call_program(self.forward, [*primals]), self.signature.open_sizes)
+        finally:
+            set_grad_enabled(grad_enabled)
 
 
 def bind_autograd(
@@ -102,31 +92,20 @@ def bind_autograd(
 
     The grad mode must be that in which the graph was traced.
     """
-    positions = {name: k for k, name in enumerate(_placeholder_names(graph.forward))}
-    saved_primals = tuple(positions.get(name) for name in graph.saved)
-    numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
     if not graph.signature.mutated:
         forward = returning_draws(forward, graph.forward)
+    differentiable = None
+    if backward is not None:
+        differentiable = DifferentiableProgram.of(graph, forward, backward, differentiable_backward)
     return BoundGraph(
-        forward,
-        backward,
-        graph.num_outputs,
-        saved_primals,
-        sum(name in numbers for name in graph.saved),
-        graph.signature,
-        _replays(graph),
-        graph.backward,
-        differentiable_backward,
+        forward=forward,
+        differentiable=differentiable,
+        signature=graph.signature,
+        replays=_replays(graph),
         enables_gradients=backward is not None and not torch.is_grad_enabled(),
+        returns_outputs=not graph.signature.mutated
+        and graph.signature.results == tuple(range(graph.num_outputs)),
     )
-
-
-def _call(program: Program, arguments: list[torch.Tensor]) -> Sequence[Any]:
-    """Runs a program, whose casts are operations of its own, without the caller's autocast."""
-    if not torch._C._is_any_autocast_enabled():
-        return program(arguments)
-    with without_autocast():
-        return program(arguments)
 
 
 def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -146,88 +125,6 @@ def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int,
     )
 
 
-class CompiledCall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bound: BoundGraph, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = _call(bound.forward, [*primals])
-        outputs = tuple(_all_standalone(results[: bound.num_outputs], bound.signature))
-        computed = iter(results[bound.num_outputs :])
-        saved = [next(computed) if k is None else primals[k] for k in bound.saved_primals]
-        tensors = len(saved) - bound.saved_numbers
-        ctx.saved_numbers = saved[tensors:]
-        del saved[tensors:]
-        ctx.number_primals = ()
-        if bound.differentiable_backward is not None:
-            changed = {mutation.input for mutation in bound.signature.mutated}
-            ctx.number_primals = [None if isinstance(given, torch.Tensor) else given for given in primals]
-            saved += (
-                primal.clone() if k in changed else primal
-                for k, primal in enumerate(primals)
-                if isinstance(primal, torch.Tensor)
-            )
-        ctx.save_for_backward(*saved)
-        ctx.open_sizes = _open_sizes(outputs, bound.signature)
-        ctx.bound = bound
-        ctx.set_materialize_grads(False)
-        differentiable = set(bound.signature.tangents)
-        ends = len(outputs) - bound.signature.open_sizes
-        ctx.mark_non_differentiable(*(outputs[k] for k in range(ends) if k not in differentiable))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        bound: BoundGraph = ctx.bound
-        signature = bound.signature
-        arriving = [gradients[k] for k in signature.tangents]
-        absent = {k for k, gradient in enumerate(arriving) if gradient is None}
-        if len(absent) == len(arriving):
-            return (None,) * len(ctx.needs_input_grad)
-        count = len(bound.saved_primals) - bound.saved_numbers
-        again = bound.differentiable_backward
-        # A backward that needs nothing can be run as often as one likes.
-        kept = ctx.saved_tensors if count or torch.is_grad_enabled() else ()
-        saved = [*kept[:count], *ctx.saved_numbers]
-        if not torch.is_grad_enabled():
-            # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps
-            # it).
-            ctx.maybe_clear_saved_tensors()
-            del kept
-            found = bound.differentiate(saved, arriving, ctx.open_sizes)
-        elif again is not None:
-            tensors = iter(kept[count:])
-            primals = [next(tensors) if number is None else number for number in ctx.number_primals]
-            found = again(primals, arriving)
-        else:
-            sources = [*kept, *(gradient for gradient in arriving if gradient is not None)]
-            found = undifferentiable(bound.differentiate(saved, arriving, ctx.open_sizes), sources, ctx)
-        for_primals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for position, gradient, depends_on in zip(
-            signature.gradient_inputs, found, signature.gradient_tangents, strict=True
-        ):
-            # What only depends on gradients that did not arrive is undefined, not zero.
-            if not depends_on or not absent.issuperset(depends_on):
-                for_primals[position + 1] = gradient
-        return tuple(for_primals)
-
-
-def _standalone(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that autograd does not take for a view: users may change a result in place.
-
-    It shares its version counter with the original, so that a change is noticed where the original is saved.
-    """
-    return value.detach() if value._is_view() else value
-
-
-def _all_standalone(outputs: Sequence[Any], signature: GraphSignature) -> list[Any]:
-    """The graph's outputs; numbers among them, which are the last, as they are."""
-    ends = len(outputs) - signature.open_sizes
-    return [*map(_standalone, outputs[:ends]), *outputs[ends:]]
-
-
-def _open_sizes(outputs: Sequence[Any], signature: GraphSignature) -> Sequence[int]:
-    return outputs[len(outputs) - signature.open_sizes :]
-
-
 def _make_alias(
     alias: ResultAlias,
     primals: Sequence[torch.Tensor],
@@ -241,7 +138,3 @@ def _make_alias(
         return source
     size, stride, (offset,) = (resolve_sizes(part, sizes) for part in (*alias.view[:2], alias.view[2:]))
     return source.as_strided(size, stride, source.storage_offset() + offset)
-
-
-def _placeholder_names(module: torch.fx.GraphModule) -> list[str]:
-    return [node.name for node in module.graph.nodes if node.op == "placeholder"]

@@ -129,7 +129,8 @@ class _Writer:
 
     def _call_extern(self, call: ExternCall) -> None:
         function = f"extern_{str(call.target).replace('.', '_').replace('::', '_')}"
-        self.names[function] = call.target
+        # Without the Python function that an operator is at first.
+        self.names[function] = getattr(call.target, "_op", call.target)
         arguments = [self._argument(argument) for argument in call.arguments]
         arguments += [f"{name}={self._argument(value)}" for name, value in call.keywords.items()]
         arguments += [f"{name}={self._view(view)}" for name, view in call.out.items()]

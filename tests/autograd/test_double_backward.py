@@ -226,8 +226,9 @@ def _changes(x):
 @pytest.mark.parametrize(
     ("program", "message"), [(_draws, "draws random numbers"), (_changes, "changes an input")]
 )
-def test_graphs_left_to_torch(program, message, caplog):
-    compiled = compile_core.compile(program, backend="aot_eager", options=OPTION)
+@pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
+def test_graphs_left_to_torch(backend, program, message, caplog):
+    compiled = compile_core.compile(program, backend=backend, options=OPTION)
     gradients = []
     for run in (program, compiled):
         torch.manual_seed(0)

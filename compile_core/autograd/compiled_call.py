@@ -1,0 +1,200 @@
+"""The node that a compiled graph is in autograd's graph.
+
+Its forward runs one program and saves what the other needs, its backward runs the other. The call of a small graph
+costs little more than what is done here, so whatever is the same for all calls is worked out beforehand.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
+from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
+from compile_core.autograd.preserved_modes import without_autocast
+from compile_core.autograd.returned_draws import Program
+from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
+from compile_core.ir.numbers import is_number
+
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class DifferentiableProgram:
+    """The two programs of a graph, and what passes between them and autograd.
+
+    Attributes:
+        saved_tensors: how many tensors are saved.
+        saved_numbers: how many numbers.
+        pick_saved: finds both, in this order, among what the forward computed for the backward and the primals.
+        constant_outputs: positions of the outputs that take no gradient.
+        pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
+        changed: positions of the primals that the program changes.
+    """
+
+    forward: Program
+    backward: Program
+    backward_module: torch.fx.GraphModule
+    differentiable_backward: DifferentiableBackward | None
+    signature: GraphSignature
+    num_outputs: int
+    saved_tensors: int
+    saved_numbers: int
+    pick_saved: Pick
+    constant_outputs: tuple[int, ...]
+    pick_gradients: Pick
+    changed: frozenset[int]
+
+    @staticmethod
+    def of(
+        graph: PartitionedGraph,
+        forward: Program,
+        backward: Program,
+        differentiable_backward: DifferentiableBackward | None,
+    ) -> DifferentiableProgram:
+        assert graph.backward is not None
+        signature = graph.signature
+        primals = [node.name for node in graph.forward.graph.find_nodes(op="placeholder")]
+        numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
+        computed = [name for name in graph.saved if name not in primals]
+        places = {name: k for k, name in enumerate([*computed, *primals])}
+        saved_numbers = sum(name in numbers for name in graph.saved)
+        tensors = graph.num_outputs - signature.open_sizes
+        gradients = {position: k for k, position in enumerate(signature.gradient_inputs)}
+        return DifferentiableProgram(
+            forward=forward,
+            backward=backward,
+            backward_module=graph.backward,
+            differentiable_backward=differentiable_backward,
+            signature=signature,
+            num_outputs=graph.num_outputs,
+            saved_tensors=len(graph.saved) - saved_numbers,
+            saved_numbers=saved_numbers,
+            pick_saved=_picker([places[name] for name in graph.saved]),
+            constant_outputs=tuple(k for k in range(tensors) if k not in signature.tangents),
+            # The first gradient is that of the program itself, as the node counts its inputs.
+            pick_gradients=_picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
+            changed=frozenset(mutation.input for mutation in signature.mutated),
+        )
+
+    def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The graph's outputs, in autograd's graph."""
+        if torch._C._are_functorch_transforms_active():
+            return CompiledCall.apply(self, *primals)
+        return _apply(self, *primals)
+
+    def differentiate(
+        self, saved: list[Any], arriving: Sequence[torch.Tensor | None], sizes: Sequence[int]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients as values, where gradients are off. The list of saved values is emptied."""
+        specs = self.signature.tangent_specs
+        if sizes:
+            specs = [resolve_spec(spec, sizes) for spec in specs]
+        if are_batched(arriving):
+            # Only torch's own kernels can take them.
+            module = self.backward_module
+            tangents = map(batched_as_specified, arriving, specs)
+            return call_program(lambda inputs: module.forward(*inputs), [*saved, *tangents])
+        saved += map(as_specified, arriving, specs)
+        return call_program(self.backward, saved)
+
+
+class CompiledCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: DifferentiableProgram, *primals: Any) -> tuple[Any, ...]:
+        results = call_program(program.forward, [*primals])
+        count = program.num_outputs
+        open_sizes = program.signature.open_sizes
+        outputs = standalone_outputs(results[:count], open_sizes)
+        saved = program.pick_saved((*results[count:], *primals))
+        ctx.numbers = ctx.sizes = ()
+        if program.saved_numbers or open_sizes:
+            ctx.numbers = saved[program.saved_tensors :]
+            ctx.sizes = outputs[count - open_sizes :]
+            saved = saved[: program.saved_tensors]
+        if program.differentiable_backward is not None:
+            ctx.number_primals = [None if isinstance(given, torch.Tensor) else given for given in primals]
+            saved += tuple(
+                primal.clone() if k in program.changed else primal
+                for k, primal in enumerate(primals)
+                if isinstance(primal, torch.Tensor)
+            )
+        ctx.save_for_backward(*saved)
+        ctx.program = program
+        ctx.set_materialize_grads(False)
+        if program.constant_outputs:
+            ctx.mark_non_differentiable(*(outputs[k] for k in program.constant_outputs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        program: DifferentiableProgram = ctx.program
+        signature = program.signature
+        arriving = [gradients[k] for k in signature.tangents]
+        absent = {k for k, gradient in enumerate(arriving) if gradient is None}
+        if len(absent) == len(arriving):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            found = _gradients_with_history(ctx, program, arriving)
+        else:
+            # A backward that needs nothing can be run as often as one likes.
+            saved = [*ctx.saved_tensors[: program.saved_tensors]] if program.saved_tensors else []
+            saved += ctx.numbers
+            # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
+            ctx.maybe_clear_saved_tensors()
+            found = program.differentiate(saved, arriving, ctx.sizes)
+        if absent:
+            # What only depends on gradients that did not arrive is undefined, not zero.
+            found = [
+                None if sources and absent.issuperset(sources) else gradient
+                for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
+            ]
+        return program.pick_gradients((*found, None))
+
+
+def _gradients_with_history(
+    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    kept = ctx.saved_tensors
+    if program.differentiable_backward is not None:
+        tensors = iter(kept[program.saved_tensors :])
+        primals = [next(tensors) if number is None else number for number in ctx.number_primals]
+        return program.differentiable_backward(primals, arriving)
+    with torch.no_grad():
+        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes)
+    sources = [*kept, *(gradient for gradient in arriving if gradient is not None)]
+    return undifferentiable(found, sources, ctx)
+
+
+def call_program(program: Program, arguments: list[Any]) -> Sequence[Any]:
+    """Runs a program, whose casts are operations of its own, without the caller's autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return program(arguments)
+    with without_autocast():
+        return program(arguments)
+
+
+def standalone_outputs(outputs: Sequence[Any], open_sizes: int) -> tuple[Any, ...]:
+    """The graph's outputs as tensors that autograd does not take for views: users may change results in place.
+
+    Each shares its version counter with the original, so that a change is noticed where the original is saved. Numbers,
+    which are the last, stay.
+    """
+    tensors = outputs[: len(outputs) - open_sizes] if open_sizes else outputs
+    standalone = tuple([value.detach() if value._is_view() else value for value in tensors])
+    return (*standalone, *outputs[len(tensors) :]) if open_sizes else standalone
+
+
+def _picker(places: Sequence[int]) -> Pick:
+    """What takes the values at these places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple([values[place] for place in places])
+
+
+# ``Function.apply`` without the look at each argument that only functions under torch.func need.
+_apply: Any = super(torch.autograd.Function, CompiledCall).apply  # type: ignore[attr-defined]
