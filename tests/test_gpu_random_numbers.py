@@ -52,7 +52,7 @@ def test_dropout_is_one_kernel_whose_mask_the_backward_makes_again(dtype, tmp_pa
     assert torch.equal(y != 0, x.grad != 0)
     assert abs((y != 0).double().mean() - 0.75) < 5 * (0.75 * 0.25 / 6400) ** 0.5
     (entry,) = run.entries
-    assert entry.compiled.partitioned.saved_bytes == 8
+    assert entry.compiled.partitioned.saved_bytes == 16
     for part in ("forward", "backward"):
         (path,) = tmp_path.glob(f"*{part}.loops*")
         assert path.read_text().count("  nest ") == 1

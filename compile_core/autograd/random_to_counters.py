@@ -19,7 +19,14 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_core.autograd.backward_marks import is_of_backward, mark_as_backward
-from compile_core.ir.counter_random import INTEGERS, NORMAL, UNIFORM, UNIFORM_BITS, integers_in_range
+from compile_core.ir.counter_random import (
+    INTEGERS,
+    NORMAL,
+    SEED_STRIDE,
+    UNIFORM,
+    UNIFORM_BITS,
+    integers_in_range,
+)
 from compile_core.ir.graphs import JointGraph
 
 aten = torch.ops.aten
@@ -69,12 +76,12 @@ def _draw_seeds(graph: Graph, nodes: Sequence[Node], of_backward: bool) -> Node:
         seeds = graph.create_node(
             "call_function",
             aten.randint.low,
-            (-(2**63), 2**63 - 1, [len(nodes)]),
+            (-(2**63), 2**63 - 1, [len(nodes), SEED_STRIDE]),
             {"dtype": torch.int64, "device": example.device, "pin_memory": False},
             "seeds",
         )
     with example.fake_mode:
-        seeds.meta["val"] = torch.empty(len(nodes), dtype=torch.int64, device=example.device)
+        seeds.meta["val"] = torch.empty(len(nodes), SEED_STRIDE, dtype=torch.int64, device=example.device)
     if of_backward:
         mark_as_backward(seeds)
     return seeds

@@ -21,6 +21,10 @@ from torch import Tensor
 
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 
+# A program's seeds lie so many numbers apart, of which the first counts: kernels get the addresses of single seeds, and
+# are compiled for addresses that are multiples of 16.
+SEED_STRIDE = 2
+
 # The binary places of a uniform number, as many as numbers just below one have.
 UNIFORM_BITS: Mapping[torch.dtype, int] = {
     torch.float64: 53,
@@ -44,13 +48,17 @@ def random_bits(seed: Tensor, position: Tensor) -> Tensor:
     return (high << 32) | low
 
 
+def _seed(seeds: Tensor, slot: int) -> Tensor:
+    return seeds[slot, 0]
+
+
 def _positions(seeds: Tensor, size: Sequence[int]) -> Tensor:
     return torch.arange(math.prod(size), device=seeds.device).reshape(size)
 
 
 def _uniform(seeds: Tensor, slot: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     places = UNIFORM_BITS[dtype]
-    bits = random_bits(seeds[slot], _positions(seeds, size))
+    bits = random_bits(_seed(seeds, slot), _positions(seeds, size))
     if dtype == torch.float64:
         return ((bits >> 11) & (2**places - 1)).to(dtype) * 2.0**-places
     return ((bits & _WORD) >> (32 - places)).to(dtype) * 2.0**-places
@@ -60,11 +68,11 @@ def _normal(seeds: Tensor, slot: int, size: Sequence[int], dtype: torch.dtype) -
     """Box and Muller's transform; the radius is from a number in (0, 1]."""
     positions = _positions(seeds, size)
     if dtype == torch.float64:
-        both = (random_bits(seeds[slot], 2 * positions + k) >> 11 & (2**53 - 1) for k in (0, 1))
+        both = (random_bits(_seed(seeds, slot), 2 * positions + k) >> 11 & (2**53 - 1) for k in (0, 1))
         first, angle = (bits.double() * 2.0**-53 for bits in both)
         radius = first + 2.0**-54
     else:
-        bits = random_bits(seeds[slot], positions)
+        bits = random_bits(_seed(seeds, slot), positions)
         radius = ((bits & _WORD) >> 1).float() * 2.0**-31 + 2.0**-32
         angle = ((bits >> 40) & 0xFFFFFF).float() * 2.0**-24
     return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
@@ -73,7 +81,7 @@ def _normal(seeds: Tensor, slot: int, size: Sequence[int], dtype: torch.dtype) -
 def _integers(
     seeds: Tensor, slot: int, size: Sequence[int], low: int, high: int, dtype: torch.dtype
 ) -> Tensor:
-    bits = random_bits(seeds[slot], _positions(seeds, size)) & _LARGEST
+    bits = random_bits(_seed(seeds, slot), _positions(seeds, size)) & _LARGEST
     return (bits % (high - low) + low).to(dtype)
 
 
@@ -98,7 +106,8 @@ def _define(name: str, range_arguments: str, function: Callable[..., Tensor]) ->
     return getattr(torch.ops.gradsplit, name).default
 
 
-# Each takes the program's seeds (int64), which of them is its own, and the size of its result, which is contiguous.
+# Each takes the program's seeds (int64, a row of ``SEED_STRIDE`` each), which of them is its own, and the size of its
+# result, which is contiguous.
 UNIFORM = _define("random_uniform", "*, ", _uniform)
 NORMAL = _define("random_normal", "*, ", _normal)
 INTEGERS = _define("random_integers", "int low, int high, *, ", _integers)

@@ -20,6 +20,7 @@ class KernelSource:
         language: ``"cpp"`` or ``"triton"``.
         text: the function alone, named ``KERNEL_SYMBOL``; the builder adds the language's prelude.
         buffers: the nest's buffers in the order of the kernel's pointer arguments.
+        bases: how many elements behind each buffer's beginning its argument points; empty for none.
         device: where it runs.
         pointers: Triton: type of each pointer argument, such as ``"*fp32"``; C++: empty.
         grid: Triton: number of programs along each of three dims; C++: empty.
@@ -31,6 +32,7 @@ class KernelSource:
     text: str
     buffers: tuple[str, ...]
     device: torch.device
+    bases: tuple[int, ...] = ()
     pointers: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
     meta: tuple[tuple[str, int], ...] = ()

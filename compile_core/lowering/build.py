@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from compile_core.errors import Unsupported
@@ -13,6 +14,7 @@ from compile_core.lowering.build_cpp import start_cpp
 from compile_core.lowering.build_triton import start_triton
 from compile_core.lowering.codegen_cpp import generate_cpp
 from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.kernel_bases import rebased
 from compile_core.lowering.passes import buffers_of
 
 
@@ -53,10 +55,12 @@ def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
     """
     devices = {buffers[name].device for name in buffers_of(nest)}
     kinds = {device.type for device in devices}
-    if len(devices) == 1 and kinds == {"cpu"}:
-        return generate_cpp(nest, buffers)
-    if len(devices) == 1 and kinds == {"cuda"}:
-        return generate_triton(nest, buffers)
+    if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
+        nest, bases = rebased(nest)
+        source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
+        return (
+            replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers)) if bases else source
+        )
     named = ", ".join(sorted(map(str, devices)))
     raise Unsupported(
         "kernel-devices",

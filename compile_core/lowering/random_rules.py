@@ -23,7 +23,7 @@ _BITS_OPERATIONS = 30
 
 
 def _bits(emitter: Emitter, seeds: LazyTensor, slot: int, position: int) -> int:
-    seed = emitter.element(seeds, (Affine(slot),))
+    seed = emitter.element(seeds, (Affine(slot), Affine()))
     return emitter.apply("random_bits", (seed, position), torch.int64)
 
 

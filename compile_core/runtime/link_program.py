@@ -125,7 +125,13 @@ class _Writer:
             raise InternalError(f"{self.program.name}: no kernel for nest {nest.name}")
         name = f"kernel_{nest.name}"
         self.names[name] = self.kernels[nest.name]
-        self.lines.append(f"{name}({', '.join(self.variables[buffer] for buffer in source.buffers)})")
+        arguments = [self.variables[buffer] for buffer in source.buffers]
+        for k, base in enumerate(source.bases):
+            if base:
+                arguments[k] += (
+                    f".data_ptr() + {base * self.program.buffers[source.buffers[k]].dtype.itemsize}"
+                )
+        self.lines.append(f"{name}({', '.join(arguments)})")
 
     def _call_extern(self, call: ExternCall) -> None:
         function = f"extern_{str(call.target).replace('.', '_').replace('::', '_')}"

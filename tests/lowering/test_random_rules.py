@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.counter_random import INTEGERS, NORMAL, UNIFORM, random_bits
+from compile_core.ir.counter_random import INTEGERS, NORMAL, SEED_STRIDE, UNIFORM, random_bits
 from compile_core.lowering.build import build, generate
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
 from compile_core.runtime.link_program import link_program
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
-SEEDS = torch.tensor([-(2**63), 1 << 40, 12345, -7])
+SEEDS = torch.tensor([-(2**63), 1 << 40, 12345, -7]).repeat_interleave(SEED_STRIDE).view(-1, SEED_STRIDE)
 
 
 def signed(word: int) -> int:
@@ -97,3 +97,34 @@ def test_the_operators_have_fakes_with_open_sizes():
     )
     x = torch.randn(4, 2)
     assert torch.equal(module(x, SEEDS), UNIFORM(SEEDS, 0, [4, 2], dtype=torch.float32))
+
+
+def test_equal_layers_are_one_kernel():
+    """The offset of its seed is the caller's to add, and lies at a multiple of 16 bytes."""
+
+    def layers(x, seeds):
+        for slot in range(0, 4, 2):
+            x = torch.mm(x, x)
+            for k in (slot, slot + 1):
+                x = x * (UNIFORM(seeds, k, x.shape, dtype=torch.float32) < 0.5)
+        return x
+
+    x = torch.randn(8, 8)
+    program = fuse(lower(compute_of(trace(layers, x, SEEDS))))
+    first, second = [generate(nest, program.buffers) for nest in nests(program)]
+    assert first.text == second.text
+    assert not first.bases and sorted(second.bases) == [0, 0, 2 * SEED_STRIDE]
+    assert SEED_STRIDE * SEEDS.element_size() % 16 == 0
+
+
+def test_what_equal_layers_draw_differs(tmp_path):
+    def function(seeds):
+        return tuple(UNIFORM(seeds, k, [50], dtype=torch.float32).sin() for k in range(4))
+
+    program = lower(compute_of(trace(function, SEEDS)))
+    sources = [generate(nest, program.buffers) for nest in nests(program)]
+    assert len({source.text for source in sources}) == 1
+    for found, expected in zip(
+        link_program(program, sources, build(sources, tmp_path))([SEEDS]), function(SEEDS), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
