@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +81,8 @@ def compile_graph(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8: a captured graph becomes a callable of its inputs; see ``compile_module``."""
     examples = [entry.example for entry in captured.inputs]
+    if captured.differentiated_again:
+        options = replace(options, double_backward=True)
     return compile_module(
         captured.module, examples, inputs, backend=backend, options=options, planner=planner
     )

@@ -35,6 +35,7 @@ from compile_core.capture.reconstruct import RunnerWriter
 from compile_core.capture.resume import origin_of
 from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.state import Capture
+from compile_core.capture.tensor_rules import DIFFERENTIATED_AGAIN
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
@@ -287,6 +288,8 @@ def _finish(
     graph = None
     if has_graph:
         graph = state.graph.finish(writer.outputs)
+        if reason is not None and reason.reason_id == DIFFERENTIATED_AGAIN:
+            graph = replace(graph, differentiated_again=True)
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None

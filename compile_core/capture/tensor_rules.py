@@ -8,7 +8,7 @@ import torch
 
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
+from compile_core.capture.references import CALL_RULES, CallRule
 from compile_core.capture.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
 
 _METADATA_CHANGES = (
@@ -88,10 +88,23 @@ for _function in (torch.result_type, torch.is_same_size, torch.is_signed, torch.
     CALL_RULES[_function] = _metadata_rule(_function)
 
 
-@call_rule(torch.autograd.grad, torch.autograd.backward)
-def _gradients(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    raise state.unsupported(
-        "autograd-call",
-        "gradients are asked for in captured code",
-        "leave the backward out of the compiled function, or use torch.func.grad",
-    )
+# Why a graph ends where the program asks for gradients that it will differentiate.
+DIFFERENTIATED_AGAIN = "autograd-call-create-graph"
+
+
+def _gradients_rule(create_graph_position: int) -> CallRule:
+    def refuse(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        position = create_graph_position
+        create_graph = kwargs.get("create_graph", args[position] if len(args) > position else None)
+        again = create_graph is not None and create_graph.truth(state)
+        raise state.unsupported(
+            DIFFERENTIATED_AGAIN if again else "autograd-call",
+            "gradients are asked for in captured code",
+            "leave the backward out of the compiled function, or use torch.func.grad",
+        )
+
+    return refuse
+
+
+CALL_RULES[torch.autograd.grad] = _gradients_rule(4)
+CALL_RULES[torch.autograd.backward] = _gradients_rule(3)

@@ -60,10 +60,14 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """Torch-level graph: one placeholder per input in order, one output node with a flat tuple of tensors."""
+    """Torch-level graph: one placeholder per input in order, one output node with a flat tuple of tensors.
+
+    ``differentiated_again`` says that the program asks for gradients with ``create_graph=True`` where the graph ends.
+    """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
+    differentiated_again: bool = False
 
     @property
     def has_open_sizes(self) -> bool:
