@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from compile_core.observe.observer import Observer
 from compile_core.options import parse_options, refuse_both
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest, claim
+
+logger = logging.getLogger(__name__)
 
 
 @leave_alone
@@ -65,6 +68,9 @@ def compile(
         resolved = resolved.with_options(mode, options)
         mode = options = None
     request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)
+    ignored = request.options.changed & resolved.ignored_options
+    if ignored:
+        logger.warning("the backend %r has no use for the options %s", resolved.name, sorted(ignored))
     if model is None:
         return lambda decorated: _compile_callable(decorated, request, disable)
     return _compile_callable(model, request, disable)

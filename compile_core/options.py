@@ -112,6 +112,19 @@ class CompileOptions:
             name="triton.cudagraphs",
         ),
     )
+    max_autotune: bool = field(
+        default=False,
+        metadata=_flag(
+            "on GPUs, time generated kernels for matrix products against torch's and take the faster ones; costs "
+            "compile time, once for a machine"
+        ),
+    )
+    epilogue_fusion: bool = field(
+        default=True,
+        metadata=_flag(
+            "under max_autotune, let generated matrix products do what follows them element by element"
+        ),
+    )
     trace_folder: Path | None = field(
         default=None,
         metadata=_option(
@@ -174,6 +187,8 @@ OPTIONS: Mapping[str, Option] = {
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune": {"max_autotune": True, "triton.cudagraphs": True},
+    "max-autotune-no-cudagraphs": {"max_autotune": True},
 }
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import compile_core
 from compile_core.options import (
@@ -78,6 +79,20 @@ def test_every_option_has_a_meaning_and_a_default_it_accepts():
         assert option.name == name and len(option.meaning) > 20 and option.allowed
     for mode in list_mode_options():
         assert isinstance(parse_options(mode, None), CompileOptions)
+
+
+def test_a_backend_that_has_no_use_for_an_option_says_so(caplog):
+    compile_core.compile(lambda x: x, backend="aot_eager", mode="max-autotune-no-cudagraphs")
+    assert "'aot_eager' has no use for the options ['max_autotune']" in caplog.text
+    caplog.clear()
+    compile_core.compile(lambda x: x, mode="max-autotune")
+    compile_core.compile(lambda x: x, backend="eager", options={"cache_size_limit": 3})
+    assert not caplog.records
+
+
+def test_modes_of_torch():
+    assert set(list_mode_options()) == set(torch._inductor.list_mode_options()) - {"lite"}
+    assert list_mode_options("max-autotune") == {"max_autotune": True, "triton.cudagraphs": True}
 
 
 def test_folders_of_traces(tmp_path):

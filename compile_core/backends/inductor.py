@@ -4,7 +4,8 @@ Capture, joint trace, partition and schedule are those of the default backend; e
 to TorchInductor as one graph. Measured beside the default backend it tells the quality of kernels from that of
 schedules. This is the one file that uses torch's compiler, which is imported when the first region comes.
 
-Random numbers are TorchInductor's own, seeded from torch's generator.
+Random numbers are TorchInductor's own, seeded from torch's generator; with the option ``fallback_random`` they are
+those of the plain program.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
 
 def _configured(options: CompileOptions) -> Any:
     """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
-    return _inductor().config.patch({"triton.cudagraphs": False})
+    settings = {"triton.cudagraphs": False, "fallback_random": options.fallback_random}
+    settings |= {"max_autotune": options.max_autotune, "epilogue_fusion": options.epilogue_fusion}
+    return _inductor().config.patch(settings)
 
 
 @contextmanager

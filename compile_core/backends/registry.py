@@ -13,7 +13,7 @@ import torch
 from compile_core.backends import aot_eager, eager, inductor, triton
 from compile_core.ir.schedule import Compute
 from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions, unknown_name
+from compile_core.options import OPTIONS, CompileOptions, unknown_name
 from compile_core.runtime.executable import Region
 
 # A user's backend: takes the captured graph and example inputs, returns a callable of the graph's inputs.
@@ -26,12 +26,14 @@ class GraphBackend:
 
     Attributes:
         takes_options: ``mode`` and ``options`` of a compilation are the backend's own; else they are this compiler's.
+        ignored_options: those of this compiler's that mean nothing to it.
     """
 
     name: str
     compile: GraphCompiler
     tags: frozenset[str] = frozenset()
     takes_options: bool = True
+    ignored_options: frozenset[str] = frozenset()
 
     def with_options(self, mode: str | None, options: Mapping[str, Any] | None) -> GraphBackend:
         """The backend that is called with these as keyword arguments, as far as they are given."""
@@ -50,6 +52,7 @@ class RegionBackend:
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
         takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
+        ignored_options: those that mean nothing to it.
     """
 
     name: str
@@ -58,6 +61,7 @@ class RegionBackend:
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False
     takes_open_sizes: bool = False
+    ignored_options: frozenset[str] = frozenset()
 
 
 Backend = GraphBackend | RegionBackend
@@ -65,12 +69,26 @@ Backend = GraphBackend | RegionBackend
 DEFAULT_BACKEND = "triton"
 
 _DEBUG = frozenset(["debug"])
+# Options about kernels, for those who make none; and those that somebody heeds whatever the backend.
+_OF_KERNELS = frozenset(["max_autotune", "epilogue_fusion", "fallback_random"])
+_OF_ALL = frozenset(["cache_size_limit"])
 
 _backends: dict[str, Backend] = {
-    "eager": GraphBackend("eager", eager.compile_graph, _DEBUG, takes_options=False),
+    "eager": GraphBackend(
+        "eager",
+        eager.compile_graph,
+        _DEBUG,
+        takes_options=False,
+        ignored_options=frozenset(OPTIONS) - _OF_ALL,
+    ),
     "inductor": RegionBackend("inductor", inductor.compile_region, inductor.decompositions),
     "aot_eager": RegionBackend(
-        "aot_eager", aot_eager.compile_region, aot_eager.decompositions, _DEBUG, takes_open_sizes=True
+        "aot_eager",
+        aot_eager.compile_region,
+        aot_eager.decompositions,
+        _DEBUG,
+        takes_open_sizes=True,
+        ignored_options=_OF_KERNELS,
     ),
     "triton": RegionBackend(
         "triton", triton.compile_region, triton.decompositions, makes_random_numbers=True

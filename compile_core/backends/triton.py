@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from compile_core.ir.loops import LoopNest
+from compile_core.ir.loops import LoopNest, LoopProgram, ProductNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import generate, start_build
+from compile_core.lowering.build import build, generate, start_build
 from compile_core.lowering.choose_gemm import choose_gemm
+from compile_core.lowering.choose_products import choose_products
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.gemm_speed import gemm_speed
@@ -38,11 +39,16 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         program = choose_gemm(program, gemm_speed(options.cache_folder))
     with timed("fuse"):
         program = split_reductions(fuse(program))
+    if options.max_autotune:
+        with timed("choose_products"):
+            program = choose_products(
+                program, options.cache_folder, options.epilogue_fusion, lambda part: _link(part, options)
+            )
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
-    nests = [step for step in program.steps if isinstance(step, LoopNest)]
+    nests = [step for step in program.steps if isinstance(step, LoopNest | ProductNest)]
     with timed("generate"):
         sources = [generate(nest, program.buffers) for nest in nests]
     dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
@@ -58,3 +64,10 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         return linked
 
     return finish
+
+
+def _link(program: LoopProgram, options: CompileOptions) -> LinkedProgram:
+    """A program as it is, at once."""
+    nests = [step for step in program.steps if isinstance(step, LoopNest | ProductNest)]
+    sources = [generate(nest, program.buffers) for nest in nests]
+    return link_program(program, sources, build(sources, options.cache_folder))

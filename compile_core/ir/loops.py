@@ -187,6 +187,47 @@ class ExternCall:
     origins: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ProductTile:
+    """What one program of a matrix product computes: a block of the result, the inner side in steps."""
+
+    rows: int
+    columns: int
+    inner: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ProductNest:
+    """A matrix product as a generated kernel, whose elements go through a body on their way to memory.
+
+    Attributes:
+        name: unique in its program.
+        left, right: ``[rows, inner]`` and ``[inner, columns]``, or three-dimensional with a batch first.
+        product: name of the buffer that a load in ``epilogue`` stands for the product by: such a load is the element
+            itself, in float32, not yet rounded. The buffer is in memory only if the epilogue stores to it.
+        epilogue: a nest without reductions over the result's elements. Its axes are the batch's, the rows' and the
+            columns', in this order.
+        axes: how many axes of the epilogue each of these three has.
+        tile: how it is cut.
+        precision: ``"ieee"`` or ``"tf32"`` for float32; says nothing for 16-bit floats.
+    """
+
+    name: str
+    left: View
+    right: View
+    product: str
+    epilogue: LoopNest
+    axes: tuple[int, int, int]
+    tile: ProductTile
+    precision: str = "ieee"
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.epilogue.origins
+
+
 def operands(statement: Statement) -> tuple[int, ...]:
     """The values that a statement reads, in a fixed order."""
     match statement:
@@ -204,7 +245,7 @@ def operands(statement: Statement) -> tuple[int, ...]:
             return ()
 
 
-Step = LoopNest | ExternCall
+Step = LoopNest | ProductNest | ExternCall
 
 
 @dataclass(frozen=True)

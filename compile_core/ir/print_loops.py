@@ -16,6 +16,7 @@ from compile_core.ir.loops import (
     LoopNest,
     LoopProgram,
     Position,
+    ProductNest,
     Reduce,
     Statement,
     Step,
@@ -41,6 +42,11 @@ def print_program(program: LoopProgram) -> str:
 
 def print_step(step: Step) -> str:
     """A nest with its body, or a call in one line."""
+    if isinstance(step, ProductNest):
+        tile = step.tile
+        product = f"{step.product} = {_view(step.left)} @ {_view(step.right)}"
+        block = f"{tile.rows}x{tile.columns}x{tile.inner}, {tile.stages} stages, {tile.warps} warps"
+        return f"product {product} in blocks of {block}, {step.precision}, into\n{print_nest(step.epilogue)}"
     return print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_core.ir.loops import Load, LoopNest, Step, Store, View
+from compile_core.ir.loops import Load, LoopNest, ProductNest, Step, Store, View
 
 
 def views_in(argument: Any) -> Iterator[View]:
@@ -24,6 +24,8 @@ def reads(step: Step) -> frozenset[str]:
     """Buffers that a step reads. Arguments of an extern call all count, those that it overwrites too."""
     if isinstance(step, LoopNest):
         return frozenset(s.access.buffer for s in step.body if isinstance(s, Load))
+    if isinstance(step, ProductNest):
+        return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
     return frozenset(view.buffer for view in views_in([step.arguments, dict(step.keywords)]))
 
 
@@ -31,6 +33,8 @@ def writes(step: Step) -> frozenset[str]:
     """Buffers that a step defines, fills (partly) or mutates."""
     if isinstance(step, LoopNest):
         return frozenset(s.access.buffer for s in step.body if isinstance(s, Store))
+    if isinstance(step, ProductNest):
+        return writes(step.epilogue)
     named = {name for name in step.outputs if name is not None}
     named.update(view.buffer for view in step.out.values())
     named.update(mutated(step))
@@ -39,7 +43,7 @@ def writes(step: Step) -> frozenset[str]:
 
 def mutated(step: Step) -> frozenset[str]:
     """Buffers that an extern call changes although they are among its arguments and not its ``out``."""
-    if isinstance(step, LoopNest):
+    if isinstance(step, LoopNest | ProductNest):
         return frozenset()
     names: set[str] = set()
     schema = step.target._schema

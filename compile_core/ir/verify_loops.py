@@ -9,6 +9,7 @@ writes inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -23,6 +24,7 @@ from compile_core.ir.loops import (
     LoopNest,
     LoopProgram,
     Position,
+    ProductNest,
     Reduce,
     Statement,
     Store,
@@ -74,6 +76,10 @@ def verify_program(program: LoopProgram) -> None:
             label += f", nest {step.name}"
             verify_nest(step, program.buffers, label)
             missing = reads(step) - known - empty
+        elif isinstance(step, ProductNest):
+            label += f", product {step.name}"
+            _check_product(step, program.buffers, label)
+            missing = reads(step) - known - empty
         else:
             label += f", call of {step.target}"
             for view in views_in([step.arguments, dict(step.keywords), dict(step.out)]):
@@ -93,6 +99,25 @@ def verify_program(program: LoopProgram) -> None:
             _check_view(view, program.buffers, f"{program.name}, outputs")
             written_or_given = view.buffer in known or view.buffer in empty
             _rule(written_or_given, program.name, f"returns {view.buffer}, which nothing wrote")
+
+
+def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
+    verify_nest(step.epilogue, buffers, label)
+    for view in (step.left, step.right):
+        _check_view(view, buffers, label)
+    *batch, rows, inner = step.left.shape
+    extents = step.epilogue.extents
+    _rule(step.right.shape[:-1] == (*batch, inner), label, "multiplies matrices that do not fit")
+    _rule(
+        sum(step.axes) == len(extents) and not step.epilogue.reduced_axes,
+        label,
+        "has other axes than its result",
+    )
+    first, second = step.axes[0], step.axes[0] + step.axes[1]
+    sizes = (prod(extents[:first]), prod(extents[first:second]), prod(extents[second:]))
+    _rule(sizes == (prod(batch), rows, step.right.shape[-1]), label, "has an epilogue of another size")
+    overwritten = {step.left.buffer, step.right.buffer} & writes(step)
+    _rule(not overwritten, label, f"overwrites its operand {sorted(overwritten)}")
 
 
 def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = "") -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import LoopNest
+from compile_core.ir.loops import LoopNest, ProductNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build_cpp import start_cpp
 from compile_core.lowering.build_triton import start_triton
 from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.lowering.codegen_product import generate_product
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.kernel_bases import rebased
 from compile_core.lowering.passes import buffers_of
@@ -46,13 +47,15 @@ def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, C
     return start_build(sources, cache_folder)()
 
 
-def generate(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
-    """Source for the device that a nest's buffers are on.
+def generate(nest: LoopNest | ProductNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
+    """Source for the device that a nest's buffers are on; of a product, a GPU.
 
     Raises:
         Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not
         handled.
     """
+    if isinstance(nest, ProductNest):
+        return generate_product(nest, buffers)
     devices = {buffers[name].device for name in buffers_of(nest)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:

@@ -148,6 +148,11 @@ def _without_names(source: KernelSource) -> KernelSource:
     return replace(source, name="", buffers=())
 
 
+def triton_version() -> str:
+    """Empty where Triton is not installed."""
+    return "" if triton_compiler.triton is None else str(triton_compiler.triton.__version__)
+
+
 @cache
 def _prelude() -> str:
     return Path(__file__).with_name("codegen_triton_prelude.py.in").read_text()

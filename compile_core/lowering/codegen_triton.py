@@ -24,7 +24,7 @@ from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
 from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
-from compile_core.lowering.tiling_triton import tile_for_gpu
+from compile_core.lowering.tiling_triton import GpuTiling, tile_for_gpu
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_GRID_Y = 65535
@@ -41,7 +41,7 @@ def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> Kernel
         Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
     """
     names = buffers_of(nest)
-    writer = _TritonWriter(simplify(nest), buffers, {name: index for index, name in enumerate(names)})
+    writer = TritonWriter(simplify(nest), buffers, {name: index for index, name in enumerate(names)})
     parameters = ", ".join(f"p{index}" for index in range(len(names)))
     lines = [
         "@triton.jit",
@@ -60,16 +60,20 @@ def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> Kernel
     )
 
 
-class _TritonWriter:
-    """Writes the body of one kernel."""
+class TritonWriter:
+    """Writes the body of one kernel, with a tiling of its own choice if it is given none."""
 
     def __init__(
-        self, nest: LoopNest, buffers: Mapping[str, TensorSpec], positions: Mapping[str, int]
+        self,
+        nest: LoopNest,
+        buffers: Mapping[str, TensorSpec],
+        positions: Mapping[str, int],
+        tiling: GpuTiling | None = None,
     ) -> None:
         self.nest = nest
         self.buffers = buffers
         self.positions = positions
-        self.tiling = tile_for_gpu(nest)
+        self.tiling = tiling or tile_for_gpu(nest)
         self.analysis: NestAnalysis = analyse(nest, 0)
         self.parallel = parallel_axes(nest)
         self.dtypes = [value_dtype(statement) for statement in nest.body]
@@ -98,26 +102,26 @@ class _TritonWriter:
             lines.append(
                 f"y = program // {x_programs} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]"
             )
-            lines += self._masks_and_axes("y", tiling.y_axes, self.y_count, tiling.y_block)
+            lines += self.masks_and_axes("y", tiling.y_axes, self.y_count, tiling.y_block)
         else:
             dims = "[:, None]" if self.nest.reduced_axes else ""
             lines.append(f"x = {program} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}")
-        lines += self._masks_and_axes("x", tiling.x_axes, self.x_count, tiling.x_block)
+        lines += self.masks_and_axes("x", tiling.x_axes, self.x_count, tiling.x_block)
         if not self.nest.reduced_axes:
             numbers = range(len(self.nest.body))
-            return lines + [line for n in numbers for line in self._statement(n)]
+            return lines + [line for n in numbers for line in self.statement(n)]
         lines.append(
             f"r_base = tl.arange(0, {tiling.r_block})[None, :]" + (".to(tl.int64)" if self.wide else "")
         )
         if tiling.persistent:
             return lines + self._persistent()
         for step in self.analysis.passes:
-            lines += [line for n in step.before for line in self._statement(n)]
+            lines += [line for n in step.before for line in self.statement(n)]
             if step.walks:
                 lines += self._looped(step)
         return lines
 
-    def _masks_and_axes(self, side: str, axes: Sequence[int], count: int, block: int) -> list[str]:
+    def masks_and_axes(self, side: str, axes: Sequence[int], count: int, block: int) -> list[str]:
         """The side's mask, and the index along each of its axes."""
         lines = [f"{side}_inside = {side} < {count}"] if _overhangs(count, block) else []
         below = count
@@ -136,7 +140,7 @@ class _TritonWriter:
 
     def _r_axes(self) -> list[str]:
         axes = range(self.parallel, len(self.nest.extents))
-        return self._masks_and_axes("r", axes, self.r_count, self.tiling.r_block)
+        return self.masks_and_axes("r", axes, self.r_count, self.tiling.r_block)
 
     def _persistent(self) -> list[str]:
         lines = ["r = r_base", *self._r_axes()]
@@ -145,7 +149,7 @@ class _TritonWriter:
                 lines += self._taken(n, statement)
                 lines += self._reduced(n, statement, f"e{n}", "r")
             else:
-                lines += self._statement(n)
+                lines += self.statement(n)
         return lines
 
     def _looped(self, step: Pass) -> list[str]:
@@ -166,7 +170,7 @@ class _TritonWriter:
                 loop += self._taken(n, statement)
                 loop.append(self._combined(n, statement))
             else:
-                loop += self._statement(n)
+                loop += self.statement(n)
         lines.append(f"for r_start in range(0, {self.r_count}, {self.tiling.r_block}):")
         lines += [f"    {line}" for line in loop]
         for n, statement in reductions:
@@ -241,11 +245,11 @@ class _TritonWriter:
 
     # ---- statements -------------------------------------------------------------------------------------
 
-    def _statement(self, n: int) -> list[str]:
+    def statement(self, n: int) -> list[str]:
         statement = self.nest.body[n]
         match statement:
             case Load():
-                return self._load(n, statement)
+                return self.load(n, statement)
             case Store():
                 return self._store(n, statement)
             case Constant(value=value, dtype=dtype):
@@ -260,7 +264,7 @@ class _TritonWriter:
             case Reduce():
                 return []
 
-    def _load(self, n: int, statement: Load) -> list[str]:
+    def load(self, n: int, statement: Load) -> list[str]:
         access = statement.access
         varied = _varied(access).union(*(self.analysis.axes[operand] for operand in operands(statement)))
         lines, address, valid = self._address(n, access, varied)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_core.ir.loops import Constant, Load, LoopNest, LoopProgram, Step, Store
+from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
 from compile_core.ir.step_effects import mutated, reads, writes
 from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified, without_dead_statements
 from compile_core.lowering.fuse_match import NoMatchError, axis_terms, match
@@ -306,7 +306,7 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
 
 
 def _draws_random_numbers(step: Step) -> bool:
-    return not isinstance(step, LoopNest) and torch.Tag.nondeterministic_seeded in step.target.tags
+    return isinstance(step, ExternCall) and torch.Tag.nondeterministic_seeded in step.target.tags
 
 
 def _alike(one: LoopNest, other: LoopNest) -> bool:
@@ -322,7 +322,7 @@ def _alike(one: LoopNest, other: LoopNest) -> bool:
 
 
 def _step_name(step: Step) -> str:
-    return step.name if isinstance(step, LoopNest) else str(step.target)
+    return str(step.target) if isinstance(step, ExternCall) else step.name
 
 
 def _renamed(steps: Iterable[Step]) -> list[Step]:

@@ -18,13 +18,13 @@ from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Posit
 def simplify(nest: LoopNest) -> LoopNest:
     """An equivalent nest with as few axes as its accesses allow, innermost the one of the smallest
     strides."""
-    nest = _with_axes(nest, [axis for axis, extent in enumerate(nest.extents) if extent != 1])
+    nest = with_axes(nest, [axis for axis, extent in enumerate(nest.extents) if extent != 1])
     parallel = len(nest.extents) - nest.reduced_axes
     accesses = _accesses(nest)
     order = _sorted(accesses, list(range(parallel))) + _sorted(
         accesses, list(range(parallel, len(nest.extents)))
     )
-    return _merged(_without_trivial_reductions(_with_axes(nest, order)))
+    return _merged(_without_trivial_reductions(with_axes(nest, order)))
 
 
 def parallel_axes(nest: LoopNest) -> int:
@@ -64,7 +64,7 @@ def _belongs_inside(accesses: list[Access], outer: int, inner: int) -> bool:
     return False
 
 
-def _with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
+def with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
     """The nest with these axes, in this order; an axis left out is at index 0 throughout."""
     parallel = parallel_axes(nest)
 

@@ -12,7 +12,7 @@ from html import escape
 
 import torch
 
-from compile_core.ir.loops import LoopNest, LoopProgram
+from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.print_loops import print_step
 from compile_core.ir.step_effects import reads, writes
 
@@ -43,8 +43,8 @@ def draw_program(program: LoopProgram) -> str:
             for other in touched_by.get(name, ())
             if name in written or name in writes(program.steps[other])
         }
-        is_kernel = isinstance(step, LoopNest)
-        label = step.name if isinstance(step, LoopNest) else str(step.target)
+        is_kernel = not isinstance(step, ExternCall)
+        label = str(step.target) if isinstance(step, ExternCall) else step.name
         boxes.append(Box(label, print_step(step), "kernel" if is_kernel else "call", tuple(sorted(writers))))
         for name in touched:
             touched_by.setdefault(name, []).append(position)

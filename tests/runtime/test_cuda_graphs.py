@@ -26,7 +26,7 @@ class Net(nn.Module):
         self.out = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = nn.functional.dropout(torch.relu(self.norm(self.convolution(x))), 0.3)
+        hidden = nn.functional.dropout(torch.relu(self.norm(self.convolution(x))), 0.3, self.training)
         scores = self.out(hidden.mean((2, 3)))
         return scores.square().mean(), hidden
 
