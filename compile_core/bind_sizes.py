@@ -3,8 +3,7 @@
 The graph was captured, traced and partitioned once, with its sizes open. What is made for each combination, on demand,
 is a copy with integers in the place of symbols, and its programs. Backends that take open sizes do not need this.
 
-Floats that a graph takes are bound likewise. Other than sizes, such as a learning rate, they take ever new values, so
-there is a limit of a few; beyond it the captured graph runs with torch's own kernels.
+Floats that a graph takes or reads out of tensors take ever new values, as a learning rate does: they become tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from compile_core import config
+from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.capture.global_state import normal_tensors
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import (
@@ -31,13 +31,10 @@ from compile_core.ir.graphs import (
     resolve_sizes,
     resolve_spec,
 )
-from compile_core.ir.numbers import expression_of, is_number, symbol_places
+from compile_core.ir.numbers import expression_of, has_backed_symbols, is_number, symbol_places
 from compile_core.ir.regions import graph_inputs, graph_results
 
 logger = logging.getLogger(__name__)
-
-# For how many values of the floats that a graph takes it is compiled.
-_MOST_FLOATS = 4
 
 
 class Programs(Protocol):
@@ -52,7 +49,7 @@ CompilePrograms = Callable[[PartitionedGraph, Sequence[Any]], Programs]
 class GraphOfManySizes:
     """A partitioned graph with open sizes; called with its inputs, it runs what was compiled for their sizes.
 
-    There are at most ``config.cache_size_limit`` compiled forms, and for a few values of floats only.
+    There are at most ``config.cache_size_limit`` compiled forms.
 
     Args:
         partitioned: the graph.
@@ -78,8 +75,6 @@ class GraphOfManySizes:
         self._floats = [k for k, example in enumerate(examples) if isinstance(example, torch.SymFloat)]
         self._lock = threading.RLock()
         self._limit_reported = False
-        # A float, unlike a size, takes ever new values, as a learning rate does.
-        self._floats_seen: set[tuple[str, ...]] = set()
 
     @property
     def programs(self) -> tuple[Any, ...]:
@@ -88,38 +83,40 @@ class GraphOfManySizes:
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         compiled = self.compiled_for(inputs)
-        return self._fallback(*inputs) if compiled is None else compiled(*inputs)
+        if compiled is None:
+            return self._fallback(*inputs)
+        if not self._floats:
+            return compiled(*inputs)
+        passed = list(inputs)
+        for position in self._floats:
+            passed[position] = torch.scalar_tensor(inputs[position], dtype=torch.float64)
+        return compiled(*passed)
 
     def compiled_for(self, inputs: Sequence[Any]) -> Programs | None:
         """What is compiled for the sizes of these inputs; None where torch's own kernels must run them."""
         sizes = tuple(place.value(inputs) for place in self._places.values())
-        # The text tells 0.0 from -0.0.
-        floats = tuple(repr(inputs[position]) for position in self._floats)
         with self._lock:
-            found = self._compiled.get((sizes, floats))
+            found = self._compiled.get(sizes)
             if found is not None:
-                self._compiled.move_to_end((sizes, floats))
+                self._compiled.move_to_end(sizes)
                 return found
-            if floats not in self._floats_seen and len(self._floats_seen) >= _MOST_FLOATS:
-                self._report_limit(f"{_MOST_FLOATS} different values of floats")
-                return None
             if len(self._compiled) >= config.cache_size_limit:
                 if not self._must_compile:
-                    self._report_limit(f"{len(self._compiled)} different sizes")
+                    self._report_limit()
                     return None
                 self._compiled.popitem(last=False)
             with normal_tensors():
-                bound = bind_sizes(self.partitioned, inputs)
+                bound = numbers_to_tensors(bind_sizes(self.partitioned, inputs))
                 found = self._compile_programs(bound, inputs)
-            self._compiled[sizes, floats] = found
-            self._floats_seen.add(floats)
+            self._compiled[sizes] = found
             return found
 
-    def _report_limit(self, what: str) -> None:
+    def _report_limit(self) -> None:
         if not self._limit_reported:
             self._limit_reported = True
             logger.warning(
-                "a graph was compiled for %s (the limit); further ones run with torch's own kernels", what
+                "a graph was compiled for %d different sizes (the limit); further ones run with torch's own kernels",
+                len(self._compiled),
             )
 
 
@@ -132,12 +129,12 @@ def has_numbers(graph: PartitionedGraph) -> bool:
 
 
 def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGraph:
-    """The graph for the sizes and floats of these inputs.
+    """The graph for the sizes of these inputs.
 
-    It takes the same inputs; the numbers among them are not read.
+    It takes the same inputs; the integers among them are not read.
 
     Raises:
-        Unsupported: a number depends on a tensor's data, or on a size that no input tells.
+        Unsupported: a size depends on what no input tells.
     """
     examples = [node.meta["val"] for node in graph_inputs(graph.forward)]
     binding = _Binding(
@@ -146,7 +143,7 @@ def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGra
     numbers: dict[str, Any] = {
         node.name: given
         for node, given in zip(graph_inputs(graph.forward), inputs, strict=True)
-        if is_number(node)
+        if isinstance(node.meta["val"], torch.SymInt)
     }
     forward, numbers = binding.of_module(graph.forward, numbers, keep_inputs=True)
     backward = None
@@ -188,19 +185,31 @@ class _Binding:
         made: dict[Node, Any] = {}
         known = dict(numbers)
         for node in module.graph.nodes:
-            if is_number(node):
+            if is_number(node) and self._is_bound(node, made, known):
                 known[node.name] = made[node] = self._of_number(node, made, known)
                 if node.op == "placeholder" and keep_inputs:
-                    graph.node_copy(node)
+                    graph.node_copy(node).meta["val"] = known[node.name]
                 continue
             if node.op == "output":
-                results = [result for result in node.args[0] if result is None or not is_number(result)]
+                results = [result for result in node.args[0] if result is None or result.name not in known]
                 graph.output(tuple(None if result is None else made[result] for result in results))
                 continue
             made[node] = graph.node_copy(node, made.__getitem__)
             if "val" in node.meta:
                 made[node].meta["val"] = self._of_value(node.meta["val"])
         return GraphModule(module, graph), known
+
+    def _is_bound(self, node: Node, made: Mapping[Node, Any], known: Mapping[str, Any]) -> bool:
+        """Whether sizes tell a number; else floats do that come with each run, or a tensor's data."""
+        if node.name in known:
+            return True
+        number = node.meta["val"]
+        if isinstance(number, torch.SymInt) and has_backed_symbols(number):
+            return True
+        reads = node.all_input_nodes
+        return node.op != "placeholder" and all(
+            is_number(read) and not isinstance(made[read], Node) for read in reads
+        )
 
     def _of_number(self, node: Node, made: Mapping[Node, Any], known: Mapping[str, Any]) -> Any:
         if node.name in known:
@@ -209,8 +218,6 @@ class _Binding:
         if isinstance(number, torch.SymInt):
             return self._of_size(number)
         args, kwargs = map_arg((node.args, node.kwargs), lambda read: made[read])
-        if any(isinstance(value, Node) for value in args):
-            raise Unsupported("number-from-data", f"{node.name} is a number that depends on a tensor's data")
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _of_size(self, number: Any) -> int:
@@ -238,7 +245,7 @@ class _Binding:
 def _saved_bytes(forward: GraphModule, computed: Sequence[str]) -> int:
     nodes = {node.name: node for node in forward.graph.nodes}
     values = [nodes[name].meta["val"] for name in computed]
-    return sum(value.numel() * value.dtype.itemsize for value in values)
+    return sum(value.numel() * value.dtype.itemsize for value in values if isinstance(value, torch.Tensor))
 
 
 def _bind_signature(signature: GraphSignature, sizes: Sequence[int]) -> GraphSignature:

@@ -62,6 +62,11 @@ class NumberOperations:
         return None if found is None else found[1:]
 
 
+def reads_numbers(module: GraphModule) -> bool:
+    """Whether a captured graph reads a number out of a tensor's data."""
+    return any(node.op == "call_method" and node.target == "item" for node in module.graph.nodes)
+
+
 def _computes_number(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (int, float, *SYMBOLIC_NUMBERS))
 

@@ -35,7 +35,7 @@ from compile_core.autograd.calling_convention import (
 )
 from compile_core.autograd.control_flow import ControlFlow
 from compile_core.autograd.kept_calls import KeptCalls, kept_calls
-from compile_core.autograd.number_recorder import NumberOperations
+from compile_core.autograd.number_recorder import NumberOperations, reads_numbers
 from compile_core.autograd.open_sizes import OpenSizes
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
 from compile_core.autograd.program_modes import noted_default_dtypes, refuse_modes, settle_default_dtypes
@@ -74,7 +74,7 @@ def trace_joint(
         Unsupported: one of the limits above.
     """
     refuse_modes(module)
-    fake_mode, examples = _with_symbols(examples)
+    fake_mode, examples = _with_symbols(module, examples)
     operations = NumberOperations()
     module = operations.keep(module)
     with kept_calls() as calls:
@@ -193,22 +193,21 @@ def _find_dependencies(
     return tuple(() if node is None else tuple(sorted(reached[node])) for node in gradients)
 
 
-def _with_symbols(examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The mode to trace in, and the examples with symbols for floats."""
     fakes = (example for example in examples if isinstance(example, FakeTensor))
     mode = next((fake.fake_mode for fake in fakes), None) or FakeTensorMode()
-    floats = [example for example in examples if isinstance(example, float)]
-    if not floats:
+    if not any(isinstance(example, float) for example in examples) and not reads_numbers(module):
         return mode, list(examples)
     if mode.shape_env is None:
         mode = FakeTensorMode(shape_env=ShapeEnv())
     assert mode.shape_env is not None
+    mode.allow_scalar_outputs = True
     # Nothing may be asked of these symbols, so what is traced is right for every float.
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        return mode, [
-            mode.shape_env.create_unbacked_symfloat() if isinstance(example, float) else example
-            for example in examples
-        ]
+    return mode, [
+        mode.shape_env.create_unbacked_symfloat() if isinstance(example, float) else example
+        for example in examples
+    ]
 
 
 def _kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:

@@ -33,6 +33,11 @@ def expression_of(number: torch.SymInt) -> sympy.Expr:
     return number.node.expr
 
 
+def has_backed_symbols(number: torch.SymInt) -> bool:
+    """Whether sizes tell the number; what is read out of a tensor's data has no value at compilation."""
+    return number.node.has_hint()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the value of a symbol is read: the input itself, or a size or stride of it."""
