@@ -3,7 +3,8 @@
 The graph was captured, traced and partitioned once, with its sizes open. What is made for each combination, on demand,
 is a copy with integers in the place of symbols, and its programs. Backends that take open sizes do not need this.
 
-Floats that a graph takes or reads out of tensors take ever new values, as a learning rate does: they become tensors.
+Floats take ever new values, as a learning rate does: programs get them as tensors of one element (see
+``autograd/numbers_to_tensors.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from compile_core import config
-from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.capture.global_state import normal_tensors
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import (
@@ -53,7 +53,8 @@ class GraphOfManySizes:
 
     Args:
         partitioned: the graph.
-        compile_programs: compiles a graph whose sizes are static, for its real inputs.
+        compile_programs: compiles a graph whose sizes are static, for its real inputs; it may have floats still, which
+            the result takes as tensors.
         fallback: the captured graph, which runs with torch's own kernels where there are too many sizes.
         must_compile: drop the sizes not seen for longest instead.
     """
@@ -106,8 +107,7 @@ class GraphOfManySizes:
                     return None
                 self._compiled.popitem(last=False)
             with normal_tensors():
-                bound = numbers_to_tensors(bind_sizes(self.partitioned, inputs))
-                found = self._compile_programs(bound, inputs)
+                found = self._compile_programs(bind_sizes(self.partitioned, inputs), inputs)
             self._compiled[sizes] = found
             return found
 

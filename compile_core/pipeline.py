@@ -17,6 +17,7 @@ from compile_core import config
 from compile_core.autograd import random_decompositions
 from compile_core.autograd.bind import BoundGraph, bind_autograd
 from compile_core.autograd.double_backward import differentiable_backward
+from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
@@ -175,7 +176,11 @@ def compile_stages(
     # What a CUDA graph recorded has its sizes for good.
     if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):
         return compile_programs(graph, inputs)
-    programs = GraphOfManySizes(graph, compile_programs, module, must_compile=planner is not None)
+
+    def compile_static(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
+        return compile_programs(numbers_to_tensors(graph), inputs)
+
+    programs = GraphOfManySizes(graph, compile_static, module, must_compile=planner is not None)
     programs.compiled_for(inputs)
     return programs
 
