@@ -125,6 +125,13 @@ class CompileOptions:
             "under max_autotune, let generated matrix products do what follows them element by element"
         ),
     )
+    shape_padding: bool = field(
+        default=False,
+        metadata=_flag(
+            "on GPUs, align the rows of matrices inside a program whose number of columns is odd, as of a vocabulary "
+            "of 50257, for the products that read them"
+        ),
+    )
     trace_folder: Path | None = field(
         default=None,
         metadata=_option(

@@ -84,7 +84,8 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
 def _configured(options: CompileOptions) -> Any:
     """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
     settings = {"triton.cudagraphs": False, "fallback_random": options.fallback_random}
-    settings |= {"max_autotune": options.max_autotune, "epilogue_fusion": options.epilogue_fusion}
+    for name in ("max_autotune", "epilogue_fusion", "shape_padding"):
+        settings[name] = getattr(options, name)
     return _inductor().config.patch(settings)
 
 

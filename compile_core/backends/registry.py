@@ -70,7 +70,7 @@ DEFAULT_BACKEND = "triton"
 
 _DEBUG = frozenset(["debug"])
 # Options about kernels, for those who make none; and those that somebody heeds whatever the backend.
-_OF_KERNELS = frozenset(["max_autotune", "epilogue_fusion", "fallback_random"])
+_OF_KERNELS = frozenset(["max_autotune", "epilogue_fusion", "shape_padding", "fallback_random"])
 _OF_ALL = frozenset(["cache_size_limit"])
 
 _backends: dict[str, Backend] = {

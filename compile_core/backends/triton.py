@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from compile_core.ir.loops import LoopNest, LoopProgram, ProductNest
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
@@ -16,6 +18,7 @@ from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
+from compile_core.lowering.pad_rows import pad_rows
 from compile_core.lowering.tiling_split import split_reductions
 from compile_core.observe.diagram import draw_program
 from compile_core.observe.dump import StageDump
@@ -39,6 +42,9 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         program = choose_gemm(program, gemm_speed(options.cache_folder))
     with timed("fuse"):
         program = split_reductions(fuse(program))
+    if options.shape_padding:
+        with timed("pad_rows"):
+            program = pad_rows(program, torch.get_float32_matmul_precision() != "highest")
     if options.max_autotune:
         with timed("choose_products"):
             program = choose_products(

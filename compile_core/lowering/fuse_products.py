@@ -21,7 +21,6 @@ from compile_core.ir.loops import (
     Load,
     LoopNest,
     LoopProgram,
-    Position,
     ProductNest,
     ProductTile,
     Statement,
@@ -30,7 +29,7 @@ from compile_core.ir.loops import (
     View,
 )
 from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.tiling_axes import with_axes
+from compile_core.lowering.tiling_axes import cut_axis, with_axes
 from compile_core.lowering.tiling_rounds import renumbered
 
 aten = torch.ops.aten
@@ -205,26 +204,6 @@ def _split_axes(nest: LoopNest, sizes: tuple[int, int, int]) -> tuple[LoopNest, 
             else:
                 return None
     return None if axis >= 0 else (nest, (counts[0], counts[1], counts[2]))
-
-
-def cut_axis(nest: LoopNest, axis: int, inner: int) -> LoopNest:
-    """The nest with one axis as two, of which the second has the extent ``inner``."""
-
-    def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
-        return (*strides[:axis], strides[axis] * inner, strides[axis], *strides[axis + 1 :])
-
-    body: list[Statement] = []
-    for statement in nest.body:
-        if isinstance(statement, Load | Store):
-            access = replace(statement.access, strides=cut(statement.access.strides))
-            body.append(replace(statement, access=access))
-        elif isinstance(statement, Position):
-            body.append(replace(statement, strides=cut(statement.strides)))
-        else:
-            body.append(statement)
-    extents = (*nest.extents[:axis], nest.extents[axis] // inner, inner, *nest.extents[axis + 1 :])
-    reduced = nest.reduced_axes + (axis >= len(nest.extents) - nest.reduced_axes)
-    return replace(nest, extents=extents, body=tuple(body), reduced_axes=reduced)
 
 
 def _walk_of(

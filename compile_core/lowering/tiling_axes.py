@@ -89,6 +89,26 @@ def with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
     )
 
 
+def cut_axis(nest: LoopNest, axis: int, inner: int) -> LoopNest:
+    """The nest with one axis as two, of which the second has the extent ``inner``."""
+
+    def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return (*strides[:axis], strides[axis] * inner, strides[axis], *strides[axis + 1 :])
+
+    body: list[Statement] = []
+    for statement in nest.body:
+        if isinstance(statement, Load | Store):
+            access = replace(statement.access, strides=cut(statement.access.strides))
+            body.append(replace(statement, access=access))
+        elif isinstance(statement, Position):
+            body.append(replace(statement, strides=cut(statement.strides)))
+        else:
+            body.append(statement)
+    extents = (*nest.extents[:axis], nest.extents[axis] // inner, inner, *nest.extents[axis + 1 :])
+    reduced = nest.reduced_axes + (axis >= len(nest.extents) - nest.reduced_axes)
+    return replace(nest, extents=extents, body=tuple(body), reduced_axes=reduced)
+
+
 def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
     """A reduction over no axes (all had size 1) is its argument."""
     if nest.reduced_axes:

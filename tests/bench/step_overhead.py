@@ -1,6 +1,6 @@
 """What CUDA graphs save: milliseconds and peak memory of a training step in each mode, beside torch's own.
 
-``python -m tests.bench.step_overhead [--layers 4] [--width 256] [--peer]``
+``python -m tests.bench.step_overhead [--layers 4] [--vocabulary 50257] [--option shape_padding] [--peer]``
 """
 
 from __future__ import annotations
@@ -48,10 +48,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=256)
+    parser.add_argument("--option", action="append", default=[], help="measure with this option too")
     parser.add_argument("--peer", action="store_true", help="measure torch.compile too")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    config = GPTConfig(layers=arguments.layers, width=arguments.width, context=arguments.context)
+    config = GPTConfig(
+        vocabulary=arguments.vocabulary,
+        layers=arguments.layers,
+        width=arguments.width,
+        context=arguments.context,
+    )
     measure("eager", lambda model: model, config, arguments.batch)
     for mode in compile_core.list_mode_options():
         measure(
@@ -64,6 +71,14 @@ def main() -> None:
             measure(
                 f"torch {mode}", lambda m, mode=mode: torch.compile(m, mode=mode), config, arguments.batch
             )
+    for option in arguments.option:
+        options = {option: True}
+        measure(
+            f"gradsplit {option}",
+            lambda m, options=options: compile_core.compile(m, options=options),
+            config,
+            arguments.batch,
+        )
     bridge = {"triton.cudagraphs": True}
     measure(
         "gradsplit, inductor's kernels",

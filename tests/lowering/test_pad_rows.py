@@ -1,0 +1,92 @@
+"""Rows that are padded: the same numbers, aligned addresses, and the layouts of the outside left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from compile_core.ir.loops import LoopProgram
+from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.fuse import fuse
+from compile_core.lowering.lower import lower
+from compile_core.lowering.pad_rows import pad_rows
+from compile_core.lowering.tiling_split import split_reductions
+from tests.lowering.loop_evaluator import evaluate
+from tests.lowering.lowering_harness import compare, compute_of, trace
+from tests.lowering.product_programs import on
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def padded(
+    function: Callable[..., Any], *inputs: torch.Tensor, with_float32: bool = True
+) -> tuple[LoopProgram, set[str]]:
+    """The program after padding, checked against torch, and the names of the buffers that were padded."""
+    program = on(GPU, split_reductions(fuse(lower(compute_of(trace(function, *inputs))))))
+    after = pad_rows(program, with_float32)
+    verify_program(after)
+    compare(evaluate(on(CPU, after), [*inputs]), tree_leaves(function(*inputs)), 1e-4)
+    return after, {name for name, spec in program.buffers.items() if after.buffers[name] != spec}
+
+
+def _matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+def test_a_matrix_between_nests_and_products() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.exp(x) * 0.5
+        return scores @ w, scores.t() @ x
+
+    after, names = padded(function, _matrix(700, 101), _matrix(101, 8))
+    (name,) = names
+    assert after.buffers[name].stride == (104, 1)
+
+
+def test_a_softmax_over_padded_rows() -> None:
+    def function(h: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = h @ w.t()
+        slope = torch.softmax(scores, 1) - torch.nn.functional.one_hot(target, 99).to(scores.dtype)
+        return slope @ w, slope.t() @ h, torch.log_softmax(scores, 1).gather(1, target[:, None])
+
+    target = torch.arange(800) % 99
+    _, names = padded(function, _matrix(800, 16), _matrix(99, 16), target)
+    assert len(names) == 2
+
+
+def test_three_dimensions_are_rows_too() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).view(-1, 77) @ w
+
+    x = torch.randn(10, 100, 77)
+    after, names = padded(function, x, _matrix(77, 8))
+    assert len(names) == 1 and {after.buffers[name].stride[-2:] for name in names} == {(80, 1)}
+
+
+def _outside(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scores = torch.exp(x)
+    return scores, scores @ w
+
+
+def _aligned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x[:, :96]) @ w[:96]
+
+
+def _flat_too(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scores = torch.exp(x)
+    return scores @ w, scores.view(-1).view(101, 700).cumsum(1)
+
+
+@pytest.mark.parametrize("function", [_outside, _aligned, _flat_too])
+def test_what_is_left_alone(function: Callable[..., Any]) -> None:
+    assert not padded(function, _matrix(700, 101), _matrix(101, 8))[1]
+
+
+def test_float32_without_tensor_cores() -> None:
+    x, w = _matrix(700, 101), _matrix(101, 8)
+    assert not padded(lambda x, w: torch.exp(x) @ w, x, w, with_float32=False)[1]
+    assert padded(lambda x, w: torch.exp(x) @ w, x.half(), w.half(), with_float32=False)[1]
