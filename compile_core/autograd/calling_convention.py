@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from compile_core.autograd.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
-
-# torch exports these without declaring them.
-_creation_of: Any = torch._C._autograd._get_creation_meta  # type: ignore[attr-defined]
-_creations: Any = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -201,17 +199,31 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
 
 def _has_history_of(output: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether autograd knows the two for views of one tensor, so that a view made later is differentiated alike."""
-    if output is source:
-        return True
-    if _is_view_of_custom_function(output) or _is_view_of_custom_function(source):
-        return False
     root = output if output._base is None else output._base
-    return root is (source if source._base is None else source._base)
+    if root is not (source if source._base is None else source._base):
+        return False
+    if output.grad_fn is None:
+        return True
+    return _leads_by_views(output, source) or (
+        _leads_by_views(output, root) and _leads_by_views(source, root)
+    )
 
 
-def _is_view_of_custom_function(tensor: torch.Tensor) -> bool:
-    """Whether the program's own backward lies between a view and its base, as where it reverses a gradient."""
-    return tensor._is_view() and _creation_of(tensor) == _creations.IN_CUSTOM_FUNCTION
+def _leads_by_views(tensor: torch.Tensor, origin: torch.Tensor) -> bool:
+    """Whether the history of a tensor goes through views alone to that of one with the same memory.
+
+    It does not where a backward of the program's own lies between, or a view that was made without gradients.
+    """
+    if not origin.requires_grad:
+        return False
+    end, start = get_gradient_edge(origin), get_gradient_edge(tensor)
+    node, position = start.node, start.output_nr
+    while (node, position) != (end.node, end.output_nr):
+        sources = [source for source in node.next_functions if source[0] is not None]
+        if isinstance(node, BackwardCFunction) or len(sources) != 1:
+            return False
+        ((node, position),) = sources
+    return True
 
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:

@@ -67,13 +67,15 @@ class ControlFlow:
 
         def differentiate(predicate: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
             branch = branches[0 if predicate else 1]
-            return branch.gradients(rest[: len(tensors)], rest[len(tensors) :])
+            found = branch.gradients(rest[: len(tensors)], rest[len(tensors) :])
+            return [torch.zeros_like(rest[k]) if found.get(k) is None else found[k] for k in wanted]
 
         forward = KeptCall("cond", run, branches[0].results)
         if not any(branch.graph.backward for branch in branches):
             return self._calls.call(forward, [predicate, *tensors])
-        wanted = [dense_spec(TensorSpec.of(tensor)) for tensor in tensors if tensor.requires_grad]
-        kept = DifferentiableCall(forward, KeptCall("cond_backward", differentiate, wanted))
+        wanted = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
+        specs = [dense_spec(TensorSpec.of(tensors[position])) for position in wanted]
+        kept = DifferentiableCall(forward, KeptCall("cond_backward", differentiate, specs))
         return self._calls.call_with_gradients(kept, [predicate.detach(), *tensors])
 
     def _while_loop(
@@ -135,11 +137,11 @@ class _Body:
 
     def gradients(
         self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """For each tensor that requires one; ``arriving`` are those of the floating-point results."""
+    ) -> Mapping[int, torch.Tensor | None]:
+        """By position of the tensor, where the body has any; ``arriving`` are those of its floating-point results."""
         graph, signature = self.graph, self.graph.signature
         if graph.backward is None:
-            return [torch.zeros_like(tensor) for tensor in tensors]
+            return {}
         outputs = graph.forward(*tensors)
         inputs = graph_inputs(graph.forward)
         saved = {node.name: tensor for node, tensor in zip(inputs, tensors, strict=True)}
@@ -153,23 +155,14 @@ class _Body:
             for position, spec in zip(signature.tangents, signature.tangent_specs, strict=True)
         ]
         found = graph.backward(*(saved[name] for name in graph.saved), *specified)
-        return [
-            torch.zeros_like(tensors[position]) if gradient is None else gradient
-            for position, gradient in zip(signature.gradient_inputs, found, strict=True)
-        ]
+        return dict(zip(signature.gradient_inputs, found, strict=True))
 
 
 def _with_separate_results(body: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
     """The body with copies for results in the memory of an input or of one another, as ``torch.cond`` gives them."""
     with torch.no_grad():
         results = body(*examples)
-    taken = {tensor.untyped_storage()._cdata for tensor in examples}
-    shared = []
-    for position, result in enumerate(results):
-        memory = result.untyped_storage()._cdata
-        if memory in taken:
-            shared.append(position)
-        taken.add(memory)
+    shared = control_flow.positions_in_shared_memory(results, examples)
     if not shared:
         return body
     apart = copy_module(body)

@@ -40,7 +40,7 @@ def while_loop(
     carried, lifted = tensors[:num_carried], tensors[num_carried:]
     while condition(*carried, *lifted)[0]:
         carried = step(*carried, *lifted)
-    return tuple(_unlike(value, tensors) for value in carried)
+    return _apart(carried, tensors)
 
 
 def while_loop_example(
@@ -48,17 +48,31 @@ def while_loop_example(
 ) -> tuple[torch.Tensor, ...]:
     """What ``while_loop`` returns for fake tensors: ``step`` keeps the metadata."""
     del condition
-    return tuple(_unlike(value, tensors) for value in step(*tensors))
+    return _apart(step(*tensors), tensors)
 
 
-def _unlike(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return value.clone() if any(value is tensor for tensor in tensors) else value
+def _apart(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results, with copies of those that lie in the memory of a tensor or of an earlier result."""
+    copied = set(positions_in_shared_memory(results, tensors))
+    return tuple(value.clone() if k in copied else value for k, value in enumerate(results))
+
+
+def positions_in_shared_memory(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Which results lie in the memory of a tensor or of an earlier result."""
+    taken = {tensor.untyped_storage()._cdata for tensor in tensors}
+    shared = []
+    for position, result in enumerate(results):
+        memory = result.untyped_storage()._cdata
+        if memory in taken:
+            shared.append(position)
+        taken.add(memory)
+    return shared
 
 
 def _as_new_tensors(
     results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    own = tuple(_unlike(result, tensors) for result in results)
+    own = _apart(results, tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Depend.apply(len(own), *own, *tensors)  # type: ignore[return-value]
     return own

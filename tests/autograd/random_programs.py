@@ -1,8 +1,8 @@
 """Random differentiable programs with views and changes in place: compiled equals eager, gradients too.
 
 A program is a list of steps over a growing list of tensors: three inputs, then what each step made. Steps view,
-compute, or change a tensor in place, with gradients switched off now and then; results may be inputs, views of inputs
-or of one another. Eager and compiled runs must agree in results, changed inputs, who shares memory, gradients,
+compute, or change a tensor in place, with gradients switched off now and then, or are structured (``random_regions``);
+results may be inputs, views of inputs or of one another. Eager and compiled runs must agree in results, changed inputs, who shares memory, gradients,
 random state, and in whether the backward raises.
 
     python -m tests.autograd.random_programs --count 10000 [--seed 0] [--backend aot_eager]
@@ -27,6 +27,15 @@ from rich.progress import track
 
 from compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import assert_same, compile_program
+from tests.autograd.random_regions import (
+    REGIONS,
+    Region,
+    doubled,
+    new_leaf,
+    reversed_gradient,
+    secondary_result,
+    twice_the_gradient,
+)
 
 INPUTS = 3
 SHAPE = (4, 4)
@@ -93,6 +102,11 @@ CHANGES = [
     Kind("mul_", 1, ((2.0,), (-0.5,))), Kind("add_", 1, ((1.0,),)), Kind("add_", 2), Kind("mul_", 2), Kind("copy_", 2),
     Kind("sin_"), Kind("relu_"), Kind("zero_"), Kind("clamp_", 1, ((-0.5, 0.5),)), Kind("fill_diagonal_", 1, ((1.0,),)),
     Kind(_mask_fill, 2), Kind(_assign, 2, ((0,), (slice(1, 3),), ((Ellipsis, 1),))), Kind(operator.imul, 2),
+    Kind(doubled),
+]  # fmt: skip
+STRUCTURED = [
+    *(Kind(region, 2) for region in REGIONS),
+    Kind(twice_the_gradient), Kind(reversed_gradient), Kind(secondary_result, 2), Kind(new_leaf),
 ]  # fmt: skip
 
 
@@ -105,19 +119,22 @@ class Program:
     inputs: tuple[tuple[bool, bool], ...]
 
     def graph(self) -> torch.fx.GraphModule:
-        graph = torch.fx.Graph()
+        root, graph = torch.nn.Module(), torch.fx.Graph()
         values = [graph.placeholder(f"x{k}") for k in range(INPUTS)]
         for target, operands, settings in self.steps:
             without_gradients = bool(settings) and settings[0] is _NO_GRAD
             if without_gradients:
                 graph.call_function(torch._C._set_grad_enabled, (False,))
-            arguments = (*(values[k] for k in operands), *settings[without_gradients:])
-            call = graph.call_method if isinstance(target, str) else graph.call_function
-            values.append(call(target, arguments))
+            if isinstance(target, Region):
+                values.append(target.emit(root, graph, *(values[k] for k in operands)))
+            else:
+                arguments = (*(values[k] for k in operands), *settings[without_gradients:])
+                call = graph.call_method if isinstance(target, str) else graph.call_function
+                values.append(call(target, arguments))
             if without_gradients:
                 graph.call_function(torch._C._set_grad_enabled, (True,))
         graph.output(tuple(values[k] for k in self.returned))
-        return torch.fx.GraphModule(torch.nn.Module(), graph)
+        return torch.fx.GraphModule(root, graph)
 
     def __str__(self) -> str:
         return f"inputs (requires grad, no leaf): {self.inputs}\n{self.graph().code}"
@@ -138,14 +155,20 @@ def generate(seed: int) -> Program:
     values = _inputs(leaves, flags)
     steps: list[Step] = []
     while len(steps) < choose.randint(2, MAX_STEPS):
-        kind = choose.choice(choose.choice([COMPUTE, VIEWS, VIEWS, CHANGES]))
+        kind = choose.choice(
+            choose.choice([COMPUTE, COMPUTE, VIEWS, VIEWS, VIEWS, CHANGES, CHANGES, STRUCTURED])
+        )
         operands = tuple(choose.randrange(len(values)) for _ in range(kind.arity))
         settings = choose.choice(kind.settings)
-        if kind in CHANGES and choose.random() < 0.2:
+        if choose.random() < (0.2 if kind in CHANGES else 0.05):
             settings = (_NO_GRAD, *settings)
         step = (kind.target, operands, settings)
         try:
-            values.append(_run(step, values))
+            _refuse_change_of_recomputed(step, steps, values)
+            made = [*values, _run(step, values)]
+            for value in made:
+                _ = value.grad_fn  # eager refuses some changes only when it is asked for a history
+            values = made
             steps.append(step)
         except (RuntimeError, IndexError):
             # The shapes do not fit, or eager refuses to change this tensor; it may be half changed, so all is run anew.
@@ -173,6 +196,15 @@ def _run(step: Step, values: Sequence[torch.Tensor]) -> torch.Tensor:
     if not isinstance(result, torch.Tensor) or result.numel() > 4096:
         raise IndexError("not a step of a program")
     return result
+
+
+def _refuse_change_of_recomputed(step: Step, before: Sequence[Step], values: Sequence[torch.Tensor]) -> None:
+    """Eager does not notice that what a checkpoint reads again has changed, and gives other gradients."""
+    if any(kind.target is step[0] for kind in CHANGES):
+        place = values[step[1][0]].untyped_storage().data_ptr()
+        read_again = [k for target, operands, _ in before if isinstance(target, Region) for k in operands]
+        if any(values[k].untyped_storage().data_ptr() == place for k in read_again):
+            raise IndexError("a checkpoint reads this again")
 
 
 def _refuse_order_dependence(changed: torch.Tensor, others: Sequence[torch.Tensor]) -> None:

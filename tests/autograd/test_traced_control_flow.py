@@ -135,8 +135,12 @@ def numbers_become_floats(cond):
     return program
 
 
+def one_branch_without_gradients(cond):
+    return lambda flag, x, w: cond(flag, lambda a: a @ w, lambda a: a * 2, (x.detach(),)) * x.sum()
+
+
 CONDITIONALS = [
-    both_read, closed_over, several_results, nested, in_a_checkpoint, checkpoint_in_a_branch, under_autocast,
+    both_read, one_branch_without_gradients, closed_over, several_results, nested, in_a_checkpoint, checkpoint_in_a_branch, under_autocast,
     under_no_grad, results_that_are_inputs, numbers_become_floats,
 ]  # fmt: skip
 

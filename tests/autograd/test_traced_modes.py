@@ -271,6 +271,22 @@ def test_left_to_torch(reason, backend, caplog):
     check_call(LEFT_TO_TORCH[reason], two_leaves, backend, caplog, left_to_torch=reason)
 
 
+def view_of_a_view_without_gradients(x, w):
+    with torch.no_grad():
+        y = x.view(-1)
+    return y.narrow(0, 1, 2), w * 2
+
+
+def test_a_view_whose_history_ends_before_its_base(caplog):
+    check_call(
+        view_of_a_view_without_gradients,
+        two_leaves,
+        "aot_eager",
+        caplog,
+        left_to_torch="results-share-storage",
+    )
+
+
 def test_other_leaves(caplog):
     check_call(view_without_gradients, two_leaves, "aot_eager", caplog, left_to_torch="new-leaf")
     check_call(
