@@ -2,8 +2,8 @@
 
 A program is a list of steps over a growing list of tensors: three inputs, then what each step made. Steps view,
 compute, or change a tensor in place, with gradients switched off now and then, or are structured (``random_regions``);
-results may be inputs, views of inputs or of one another. Eager and compiled runs must agree in results, changed inputs, who shares memory, gradients,
-random state, and in whether the backward raises.
+results may be inputs, views of inputs or of one another. Eager and compiled runs must agree in results, changed inputs,
+who shares memory, gradients, random state, and in whether the backward raises.
 
     python -m tests.autograd.random_programs --count 10000 [--seed 0] [--backend aot_eager]
 

@@ -1,4 +1,4 @@
-"""Structured steps of random programs: checkpoints, branches that data decide, functions with a backward of their own."""
+"""Structured steps of random programs: checkpoints, branches that data decide, functions with their own backward."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def one_branch_without_gradients(cond):
 
 
 CONDITIONALS = [
-    both_read, one_branch_without_gradients, closed_over, several_results, nested, in_a_checkpoint, checkpoint_in_a_branch, under_autocast,
-    under_no_grad, results_that_are_inputs, numbers_become_floats,
+    both_read, one_branch_without_gradients, closed_over, several_results, nested, in_a_checkpoint,
+    checkpoint_in_a_branch, under_autocast, under_no_grad, results_that_are_inputs, numbers_become_floats,
 ]  # fmt: skip
 
 
