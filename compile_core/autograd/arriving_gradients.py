@@ -12,6 +12,8 @@ from compile_core.ir.tensor_spec import TensorSpec
 
 def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
     """The gradient in the layout of ``spec``; zeros where none arrived."""
+    if gradient is not None and gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
     if (
         gradient is not None
         and _has_layout(gradient, spec)

@@ -45,7 +45,7 @@ def check_call(
         return [observed_call(call, make_inputs(), seed) for seed in range(calls)]
 
     with caplog.at_level(logging.WARNING, "compile_core"):
-        check_scenario(scenario, backend, breaks=left_to_torch is not None, options={"fallback_random": True})
+        check_scenario(scenario, backend, breaks=left_to_torch is not None)
     assert left_to_torch is None or f"[{left_to_torch}]" in caplog.text, caplog.text
 
 

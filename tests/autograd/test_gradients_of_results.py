@@ -186,6 +186,31 @@ def parameters_frozen_and_replaced(compile):
     return seen
 
 
+def sparse_gradients_arriving(compile):
+    f, w = compile(lambda w: w * 2), leaf(5, 3)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), f(w), sparse=True)
+    rows.sum().backward()
+    return w.grad.to_dense()
+
+
+def gradients_that_users_keep(compile):
+    f, x, w, arriving = compile(lambda x, w: x + w), leaf(3), leaf(3), torch.ones(3)
+    f(x, w).backward(arriving)
+    x.grad.add_(1)
+    return arriving, x.grad, w.grad
+
+
+def states_passed_on(compile):
+    cell = nn.GRUCell(3, 3)
+    f, state = compile(cell), torch.zeros(2, 3)
+    for step in range(6):
+        state = f(torch.randn(2, 3), state)
+        if step % 3 == 2:
+            state.square().sum().backward()
+            state = state.detach()
+    return state, [parameter.grad for parameter in cell.parameters()]
+
+
 def complex_numbers(compile):
     f, x = compile(lambda x: (x * (1 + 2j)).exp()), leaf(3, dtype=torch.complex64)
     f(x).abs().sum().backward()
@@ -210,6 +235,9 @@ SCENARIOS = {
         undefined_gradients,
         backward_in_a_backward,
         parameters_frozen_and_replaced,
+        sparse_gradients_arriving,
+        gradients_that_users_keep,
+        states_passed_on,
         complex_numbers,
     )
 }
