@@ -104,6 +104,22 @@ def test_the_fastest_is_taken_and_remembered(tmp_path: Path, monkeypatch: pytest
     assert choose_products(program, tmp_path / "two", True, lambda part: lambda tensors: None) == program
 
 
+def test_no_memory_to_time_in_means_torchs_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    function, inputs, _ = PROGRAMS["residual"]
+    program = on(torch.device("cuda", 0), fuse(lower(compute_of(trace(function, *inputs)))))
+
+    def fail(steps: Any, _program: LoopProgram, _run: Any) -> float:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(choosing, "_seconds", fail)
+    monkeypatch.setattr(choosing, "start_build", lambda sources, folder: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert choose_products(program, tmp_path, True, lambda part: lambda tensors: None) == program
+    assert "was not timed: no memory" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_tile_computes_on_a_gpu(

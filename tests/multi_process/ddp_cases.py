@@ -55,14 +55,16 @@ class Net(nn.Module):
         return self.third(torch.tanh(self.second(x)))
 
 
-def pair(make: Callable[[], nn.Module] = Net, backend: str = "triton", **ddp_options: Any) -> tuple[Any, Any]:
+def pair(
+    make: Callable[[], nn.Module] = Net, backend: str = "triton", mode: str | None = None, **ddp_options: Any
+) -> tuple[Any, Any]:
     """Stock DDP and compiled DDP of equal modules; small buckets, so that there are several."""
     options = {"bucket_cap_mb": 0.004, **ddp_options}
     modules = []
     for _ in range(2):
         torch.manual_seed(7)
         modules.append(DistributedDataParallel(make().to(DEVICE), **options))
-    return modules[0], compile_core.compile(modules[1], backend=backend)
+    return modules[0], compile_core.compile(modules[1], backend=backend, mode=mode)
 
 
 def data(step: int, rows: int = 6) -> torch.Tensor:
@@ -442,6 +444,13 @@ def aot_eager_backend_is_bit_equal() -> None:
         model(data(0)).square().mean().backward()
     for expected, found in zip(stock.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
+
+
+@case
+def cuda_graphs_leave_the_collectives_out() -> None:
+    stock, compiled = pair(mode="reduce-overhead")
+    train((stock, compiled), steps=5)
+    assert is_in_graph(compiled)
 
 
 @case
