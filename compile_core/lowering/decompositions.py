@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from compile_core.lowering import convolution_layouts
 from compile_core.lowering.decompose_pooling import max_pool2d_backward
 
 aten = torch.ops.aten
@@ -256,4 +257,6 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+    aten.convolution.default: convolution_layouts.convolution,
+    aten.convolution_backward.default: convolution_layouts.convolution_backward,
 }

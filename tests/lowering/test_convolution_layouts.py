@@ -1,0 +1,72 @@
+"""On a GPU, convolutions of 16-bit images are traced channels-last; transposed is only at the borders of a network."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import compile_core
+from compile_core.autograd.trace_joint import trace_joint
+from compile_core.lowering.decompositions import decomposition_table
+from tests.autograd.compare_with_eager import captured
+
+aten = torch.ops.aten
+
+
+def network(x, first, scale, shift, second):
+    y = F.relu(F.batch_norm(F.conv2d(x, first, padding=1), None, None, scale, shift, True))
+    return F.conv2d(y, second, stride=2) * 2
+
+
+def transposes(device: str, dtype: torch.dtype, training: bool = False) -> int:
+    with FakeTensorMode():
+        x = torch.empty(2, 8, 16, 16, device=device, dtype=dtype)
+        weights = [torch.empty(8, 8, 3, 3, device=device, dtype=dtype, requires_grad=training) for _ in "12"]
+        norm = [torch.empty(8, device=device, requires_grad=training) for _ in "12"]
+    arguments = [x, weights[0], *norm, weights[1]]
+    joint = trace_joint(captured(network), arguments, decomposition_table(device))
+    return sum(
+        node.kwargs.get("memory_format") == torch.channels_last
+        for node in joint.module.graph.find_nodes(op="call_function", target=aten.clone.default)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("training", "count"), [(False, 3), (True, 4)])
+def test_only_what_comes_from_outside_is_transposed(training, count):
+    """The input, the weights, the gradient that arrives; only a machine with cuDNN tells the layout of a result."""
+    assert transposes("cuda", torch.bfloat16, training) == count
+
+
+def test_other_devices_and_dtypes_stay_as_they_are():
+    assert transposes("cpu", torch.bfloat16) == 0
+    assert transposes("cuda", torch.float32) == 0
+
+
+@pytest.mark.gpu
+def test_results_and_gradients_keep_errors_and_strides():
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, groups=4, bias=False), nn.BatchNorm2d(32), nn.SiLU(),
+        nn.ConvTranspose2d(32, 8, 2, stride=2),
+    ).cuda()  # fmt: skip
+    x = torch.randn(4, 3, 20, 20, device="cuda")
+    exact = copy.deepcopy(plain).double()
+    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True)
+    runs = []
+    for module, cast in ((exact, False), (plain, True), (compiled, True)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            result = module(x if cast else x.double())
+        result.float().square().mean().backward()
+        runs.append([result.detach(), *(parameter.grad for parameter in module.parameters())])
+    for true, eager, found in zip(*runs, strict=True):
+        assert found.stride() == eager.stride()
+        error = (found.double() - true).norm() / true.norm().clamp(min=1e-9)
+        eager_error = (eager.double() - true).norm() / true.norm().clamp(min=1e-9)
+        assert error <= 2 * eager_error + 1e-3
