@@ -68,23 +68,23 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         run = inductor.compile_fx.compile_fx_inner(
             module, examples, is_backward=compute.name.startswith("backward")
         )
+    strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
     stored = {name: position for position, name in enumerate(compute.destinations)}
-    if not stored:
-        return lambda: run
     num_inputs = len(compute.inputs)
 
-    def run_and_store(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run_region(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         destinations = arguments[num_inputs:]
-        results = iter(run(arguments))
+        results = iter(map(_as_promised, run(arguments), strides))
         return [destinations[stored[name]] if name in stored else next(results) for name in compute.outputs]
 
-    return lambda: run_and_store
+    return lambda: run_region
 
 
 def _configured(options: CompileOptions) -> Any:
     """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
     settings = {"triton.cudagraphs": False, "fallback_random": options.fallback_random}
-    for name in ("max_autotune", "epilogue_fusion", "shape_padding"):
+    # Of the rest, what nobody asked for is as TorchInductor has it.
+    for name in {"max_autotune", "epilogue_fusion", "shape_padding"} & options.changed:
         settings[name] = getattr(options, name)
     return _inductor().config.patch(settings)
 
@@ -134,6 +134,16 @@ def _with_stores(compute: Compute) -> GraphModule:
 def _contiguous_like(value: torch.Tensor) -> torch.Tensor:
     with torch.utils._python_dispatch._disable_current_modes(), value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:
+    """A result in the strides asked for; TorchInductor keeps to their order, but may put gaps between rows."""
+    if strides is None or result.stride() == strides:
+        return result
+    if all(n == 1 or a == b for n, a, b in zip(result.shape, result.stride(), strides, strict=True)):
+        return result
+    promised = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    return promised.copy_(result)
 
 
 def _promise_layouts(module: GraphModule) -> None:

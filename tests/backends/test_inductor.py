@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import compile_core
+from compile_core.backends import inductor
 
 
 class Net(nn.Module):
@@ -54,6 +57,36 @@ def test_a_training_step_equals_the_plain_one() -> None:
     torch.manual_seed(3)
     assert torch.equal(compiled(x, y)[2], first)
     assert not torch.equal(compiled(x, y)[2], first)
+
+
+def test_rows_that_are_padded_in_the_forward_are_not_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchInductor pads a product's rows for speed, and the backward is compiled for rows without gaps."""
+    compile_fx = inductor._inductor().compile_fx
+    padded: list[int] = []
+
+    def compile_padded(module: torch.fx.GraphModule, examples: Any, is_backward: bool) -> Any:
+        def run(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+            results = list(module(*arguments))
+            if is_backward:
+                assert all(argument.is_contiguous() for argument in arguments)
+                return results
+            for position, result in enumerate(results):
+                if result.dim() == 2:
+                    padded.append(position)
+                    wide = torch.zeros(result.shape[0], result.shape[1] + 3)
+                    results[position] = wide[:, : result.shape[1]].copy_(result)
+            return results
+
+        return run
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_padded)
+    x = torch.randn(4, 5, requires_grad=True)
+    found = compile_core.compile(lambda x: torch.exp(x.sin()), backend="inductor")(x)
+    found.sum().backward()
+    assert padded and found.is_contiguous()
+    gradient, x.grad = x.grad, None
+    torch.exp(x.sin()).sum().backward()
+    torch.testing.assert_close(gradient, x.grad)
 
 
 def test_random_numbers_of_the_plain_program() -> None:
