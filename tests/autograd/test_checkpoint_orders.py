@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter, defaultdict
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
@@ -213,7 +215,7 @@ def test_random_numbers_that_the_recomputation_would_not_see_again_are_left_to_t
 
 def policy(**by_operator):
     def decide(context, operator, *args, **kwargs):
-        assert not context.is_recompute and isinstance(operator, torch._ops.OpOverload)
+        assert isinstance(operator, torch._ops.OpOverload)
         name = operator.overloadpacket.__name__
         return by_operator.get(name, by_operator.get("others", CheckpointPolicy.PREFER_RECOMPUTE))
 
@@ -284,13 +286,13 @@ def test_a_policy_with_a_context_of_its_own():
     """Every other product is saved, as is common in training recipes."""
 
     def contexts():
-        count: defaultdict[str, int] = defaultdict(int)
+        count: defaultdict[bool, int] = defaultdict(int)
 
         def decide(context, operator, *args, **kwargs):
             if operator is not aten.mm.default:
                 return PREFER_RECOMPUTE
-            count["mm"] += 1
-            return MUST_SAVE if count["mm"] % 2 else MUST_RECOMPUTE
+            count[context.is_recompute] += 1  # some versions of torch ask again in the recomputation
+            return MUST_SAVE if count[context.is_recompute] % 2 else MUST_RECOMPUTE
 
         return create_selective_checkpoint_contexts(decide)
 
@@ -302,6 +304,10 @@ def test_a_policy_with_a_context_of_its_own():
     assert operators(selected(contexts, four_products))[aten.mm.default] == 8 + 2
 
 
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="this version of torch does not tell a policy what an operator made",
+)
 def test_a_policy_may_look_at_what_an_operator_made():
     def decide(context, operator, *args, **kwargs):
         is_large = context.op_output.numel() > 10
