@@ -57,7 +57,7 @@ class DifferentiableBackward:
             self.modes.turn_on()
             torch.set_autocast_cache_enabled(False)
             results = self.module.forward(*passed)
-        roots = [self._output(position, results) for position in self.signature.tangents]
+        roots = [self._output(position, results, passed) for position in self.signature.tangents]
         arrived = [(root, g) for root, g in zip(roots, tangents, strict=True) if g is not None]
         return list(
             torch.autograd.grad(
@@ -69,13 +69,17 @@ class DifferentiableBackward:
             )
         )
 
-    def _output(self, position: int, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The joint graph's output of this position: a result, or what results are views of."""
-        if position in self.signature.results:
-            return results[self.signature.results.index(position)]
+    def _output(self, position: int, results: Sequence[torch.Tensor], passed: Sequence[Any]) -> torch.Tensor:
+        """The joint graph's output of this position: a result, what results are views of, or a changed input."""
+        signature = self.signature
+        for mutation in signature.mutated:
+            if mutation.output == position:
+                return passed[mutation.input]
+        if position in signature.results:
+            return results[signature.results.index(position)]
         view = next(
             result
-            for result, alias in zip(results, self.signature.results, strict=True)
+            for result, alias in zip(results, signature.results, strict=True)
             if not isinstance(alias, int) and not alias.of_input and alias.position == position
         )
         assert view._base is not None
