@@ -102,7 +102,7 @@ def test_dropout_costs_one_kernel_and_no_mask(tmp_path):
     for part in ("forward", "backward"):
         (path,) = tmp_path.glob(f"*{part}.loops*")
         text = path.read_text()
-        assert text.count("  nest ") == 1 and text.count("random_bits") == 1
+        assert text.count("  nest ") == 1 and text.count("random_word") == 1
     (entry,) = run.entries
     assert entry.compiled.partitioned.saved_bytes == 16
 

@@ -48,6 +48,12 @@ def random_bits(seed: Tensor, position: Tensor) -> Tensor:
     return (high << 32) | low
 
 
+def random_word(seed: Tensor, position: Tensor) -> Tensor:
+    """32 random bits (int32) for each position: neighbours take the two halves of the same 64."""
+    bits = random_bits(seed, position >> 1)
+    return torch.where((position & 1) != 0, bits >> 32, bits).to(torch.int32)
+
+
 def _seed(seeds: Tensor, slot: int) -> Tensor:
     return seeds[slot, 0]
 
@@ -58,10 +64,9 @@ def _positions(seeds: Tensor, size: Sequence[int]) -> Tensor:
 
 def _uniform(seeds: Tensor, slot: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     places = UNIFORM_BITS[dtype]
-    bits = random_bits(_seed(seeds, slot), _positions(seeds, size))
-    if dtype == torch.float64:
-        return ((bits >> 11) & (2**places - 1)).to(dtype) * 2.0**-places
-    return ((bits & _WORD) >> (32 - places)).to(dtype) * 2.0**-places
+    draw, length = (random_bits, 64) if dtype == torch.float64 else (random_word, 32)
+    bits = draw(_seed(seeds, slot), _positions(seeds, size))
+    return ((bits >> (length - places)) & (2**places - 1)).to(dtype) * 2.0**-places
 
 
 def _normal(seeds: Tensor, slot: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:

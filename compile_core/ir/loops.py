@@ -128,8 +128,8 @@ Statement = Load | Constant | Position | Apply | Reduce | Store
 REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin"})
 
 # name -> number of arguments. Meanings are those of the aten operator of the same name on scalars; integer division
-# and remainder are Python's (floor), ``trunc_div`` is C's. Comparisons and ``logical_*`` yield bool. ``random_bits`` is
-# that of ``ir.counter_random``: 64 bits for an int64 seed and an int64 position.
+# and remainder are Python's (floor), ``trunc_div`` is C's. Comparisons and ``logical_*`` yield bool. ``random_bits``
+# and ``random_word`` are those of ``ir.counter_random``: 64 or 32 bits (int32) for an int64 seed and position.
 SCALAR_OPERATIONS: Mapping[str, int] = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floor_div": 2, "trunc_div": 2, "remainder": 2, "fmod": 2, "pow": 2,
     "maximum": 2, "minimum": 2, "atan2": 2, "copysign": 2, "hypot": 2, "nextafter": 2,
@@ -142,7 +142,7 @@ SCALAR_OPERATIONS: Mapping[str, int] = {
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2,
     "logical_and": 2, "logical_or": 2, "logical_xor": 2, "logical_not": 1, "isnan": 1, "isinf": 1,
     "bitwise_and": 2, "bitwise_or": 2, "bitwise_xor": 2, "bitwise_not": 1, "shift_left": 2, "shift_right": 2,
-    "random_bits": 2,
+    "random_bits": 2, "random_word": 2,
     "where": 3, "cast": 1, "round_to": 1,
 }  # fmt: skip
 

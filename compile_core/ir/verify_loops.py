@@ -215,6 +215,8 @@ def _check_operation(statement: Apply, dtypes: Sequence[torch.dtype], where: str
         dtypes = dtypes[1:]
     _rule(len(set(dtypes)) == 1, where, "the arguments' dtypes differ")
     expected = torch.bool if statement.operation in _TO_BOOL else dtypes[0]
+    if statement.operation == "random_word":
+        expected = torch.int32
     _rule(statement.dtype == expected, where, f"yields {expected}")
 
 

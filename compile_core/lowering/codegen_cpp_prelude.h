@@ -133,6 +133,11 @@ INLINE int64_t random_bits(int64_t seed, int64_t position) {
   return int64_t(high << 32 | low);
 }
 
+INLINE int32_t random_word(int64_t seed, int64_t position) {
+  int64_t bits = random_bits(seed, position >> 1);
+  return (position & 1) ? int32_t(bits >> 32) : int32_t(bits);
+}
+
 // ---- float32 elementary functions --------------------------------------------------------------------
 
 // (e^r - 1 - r) / r^2 for |r| <= ln(2)/2

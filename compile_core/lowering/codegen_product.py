@@ -9,7 +9,6 @@ stays in the L2 cache (the order of Triton's tutorial on matrix multiplication).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from compile_core.ir.loops import Load, ProductNest, View
@@ -64,16 +63,16 @@ class _ProductWriter(TritonWriter):
         )
         super().__init__(nest.epilogue, buffers, positions, tiling)
         self.product = nest
-        self.batch_axes = tuple(range(batch))
-        self.batch_count = prod(nest.epilogue.extents[:batch])
-        self.y_programs = -(-self.y_count // nest.tile.rows)
-        self.x_programs = -(-self.x_count // nest.tile.columns)
+        self.batch = self.side("z", range(batch), 1)
+        self.sides = (*self.sides, self.batch)
+        self.y_programs = -(-self.y.count // nest.tile.rows)
+        self.x_programs = -(-self.x.count // nest.tile.columns)
 
     def grid(self) -> tuple[int, int, int]:
-        return (self.x_programs * self.y_programs, self.batch_count, 1)
+        return (self.x_programs * self.y_programs, self.batch.count, 1)
 
     def lines(self) -> list[str]:
-        tile, rows, columns = self.product.tile, self.y_count, self.x_count
+        tile, rows, columns = self.product.tile, self.y.count, self.x.count
         inner = self.product.left.shape[-1]
         partial = inner % tile.inner != 0
         wide = ".to(tl.int64)" if self.wide else ""
@@ -107,12 +106,11 @@ class _ProductWriter(TritonWriter):
         lines += [f"    {line}" for line in step]
         lines.append(f"y = (y_first + tl.arange(0, {tile.rows})[:, None]){wide}")
         lines.append(f"x = (x_first + tl.arange(0, {tile.columns})[None, :]){wide}")
-        lines += self.masks_and_axes("y", self.tiling.y_axes, rows, tile.rows)
-        lines += self.masks_and_axes("x", self.tiling.x_axes, columns, tile.columns)
-        if self.batch_axes:
+        lines += self.masks_and_axes(self.y)
+        lines += self.masks_and_axes(self.x)
+        if self.batch.axes:
             lines.append(f"z = tl.program_id(1){wide}")
-            # A program has one batch, so nothing overhangs.
-            lines += self.masks_and_axes("z", self.batch_axes, self.batch_count, 1)
+            lines += self.masks_and_axes(self.batch)  # a program has one batch, so nothing overhangs
         return lines + [line for n in range(len(self.nest.body)) for line in self.statement(n)]
 
     def load(self, n: int, statement: Load) -> list[str]:

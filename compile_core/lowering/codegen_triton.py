@@ -25,6 +25,7 @@ from compile_core.lowering.codegen_cpp_body import value_dtype
 from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import GpuTiling, tile_for_gpu
+from compile_core.lowering.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_GRID_Y = 65535
@@ -77,24 +78,30 @@ class TritonWriter:
         self.analysis: NestAnalysis = analyse(nest, 0)
         self.parallel = parallel_axes(nest)
         self.dtypes = [value_dtype(statement) for statement in nest.body]
-        self.x_count = prod(nest.extents[axis] for axis in self.tiling.x_axes)
-        self.y_count = prod(nest.extents[axis] for axis in self.tiling.y_axes)
-        self.r_count = prod(nest.extents[self.parallel :])
+        self.x = self.side("x", self.tiling.x_axes, self.tiling.x_block)
+        self.y = self.side("y", self.tiling.y_axes, self.tiling.y_block)
+        self.r = self.side("r", range(self.parallel, len(nest.extents)), self.tiling.r_block)
+        self.sides = (self.x, self.y, self.r)
+        self.blocks_in_order = tiling is None
         self.wide = _needs_int64(nest)
-        self.used = {axis for _, strides in _walks(nest) for axis, stride in enumerate(strides) if stride}
+
+    def side(self, name: str, axes: Sequence[int], block: int) -> Side:
+        return Side(name, tuple(axes), tuple(self.nest.extents[axis] for axis in axes), block)
 
     def grid(self) -> tuple[int, int, int]:
-        x_programs = -(-self.x_count // self.tiling.x_block)
-        y_programs = -(-self.y_count // self.tiling.y_block)
+        x_programs = -(-self.x.count // self.tiling.x_block)
+        y_programs = -(-self.y.count // self.tiling.y_block)
         return (x_programs * y_programs, 1, 1)
+
+    def _program(self) -> str:
+        return "tl.program_id(0).to(tl.int64)" if self.wide else "tl.program_id(0)"
 
     # ---- indices ----------------------------------------------------------------------------------------
 
     def lines(self) -> list[str]:
-        tiling, lines = self.tiling, []
-        program = "tl.program_id(0).to(tl.int64)" if self.wide else "tl.program_id(0)"
+        tiling, lines, program = self.tiling, [], self._program()
         if tiling.y_axes:
-            x_programs = -(-self.x_count // tiling.x_block)
+            x_programs = -(-self.x.count // tiling.x_block)
             lines.append(f"program = {program}")
             lines.append(
                 f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block})[None, :]"
@@ -102,11 +109,11 @@ class TritonWriter:
             lines.append(
                 f"y = program // {x_programs} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]"
             )
-            lines += self.masks_and_axes("y", tiling.y_axes, self.y_count, tiling.y_block)
+            lines += self.masks_and_axes(self.y)
         else:
             dims = "[:, None]" if self.nest.reduced_axes else ""
             lines.append(f"x = {program} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}")
-        lines += self.masks_and_axes("x", tiling.x_axes, self.x_count, tiling.x_block)
+        lines += self.masks_and_axes(self.x)
         if not self.nest.reduced_axes:
             numbers = range(len(self.nest.body))
             return lines + [line for n in numbers for line in self.statement(n)]
@@ -121,29 +128,21 @@ class TritonWriter:
                 lines += self._looped(step)
         return lines
 
-    def masks_and_axes(self, side: str, axes: Sequence[int], count: int, block: int) -> list[str]:
-        """The side's mask, and the index along each of its axes."""
-        lines = [f"{side}_inside = {side} < {count}"] if _overhangs(count, block) else []
-        below = count
-        for axis in axes:
-            extent = self.nest.extents[axis]
-            below //= max(1, extent)
-            if axis not in self.used:
-                continue
-            index = side if below == 1 else f"{side} // {below}"
-            if axis != axes[0]:
-                index = f"({index}) % {extent}"
-            lines.append(f"i{axis} = {index}")
-        return lines
+    def masks_and_axes(self, side: Side) -> list[str]:
+        """The side's mask, and the index along each of its axes that some access needs."""
+        needed = {
+            axis
+            for _, strides in _walks(self.nest)
+            if side.step(strides) is None
+            for axis in side.axes
+            if strides[axis]
+        }
+        return side.index_lines(needed)
 
     # ---- reductions -------------------------------------------------------------------------------------
 
-    def _r_axes(self) -> list[str]:
-        axes = range(self.parallel, len(self.nest.extents))
-        return self.masks_and_axes("r", axes, self.r_count, self.tiling.r_block)
-
     def _persistent(self) -> list[str]:
-        lines = ["r = r_base", *self._r_axes()]
+        lines = ["r = r_base", *self.masks_and_axes(self.r)]
         for n, statement in enumerate(self.nest.body):
             if isinstance(statement, Reduce):
                 lines += self._taken(n, statement)
@@ -163,7 +162,7 @@ class TritonWriter:
             lines.append(f"r{n} = tl.full({shape}, {self._identity(statement)}, {kind})")
             if _is_positional(statement):
                 lines.append(f"q{n} = tl.full({shape}, 0, tl.int64)")
-        loop = ["r = r_start + r_base", *self._r_axes()]
+        loop = ["r = r_start + r_base", *self.masks_and_axes(self.r)]
         for n in sorted((*step.values, *step.reduces, *step.stores)):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
@@ -171,7 +170,7 @@ class TritonWriter:
                 loop.append(self._combined(n, statement))
             else:
                 loop += self.statement(n)
-        lines.append(f"for r_start in range(0, {self.r_count}, {self.tiling.r_block}):")
+        lines.append(f"for r_start in range(0, {self.r.count}, {self.tiling.r_block}):")
         lines += [f"    {line}" for line in loop]
         for n, statement in reductions:
             lines += self._reduced(n, statement, f"r{n}", f"q{n}")
@@ -187,7 +186,7 @@ class TritonWriter:
             value = f"{value}.to(tl.int32)"
         shape = f"[{self.tiling.x_block}, {self.tiling.r_block}]"
         lines = [f"e{n} = tl.broadcast_to({value}, {shape})"]
-        if _overhangs(self.r_count, self.tiling.r_block):
+        if self.r.overhangs:
             lines.append(f"e{n} = tl.where(r_inside, e{n}, {self._identity(statement)})")
         return lines
 
@@ -255,14 +254,47 @@ class TritonWriter:
             case Constant(value=value, dtype=dtype):
                 return [f"v{n} = {scalar_triton.literal(value, dtype)}"]
             case Position(strides=strides, offset=offset):
-                terms = [*_terms(strides), *([str(offset)] if offset else [])]
+                terms = [*self._terms(strides), *([str(offset)] if offset else [])]
                 return [f"v{n} = ({' + '.join(terms)}).to(tl.int64)"]
+            case Apply(operation="random_word", arguments=(seed, _)) if self._comes_in_pairs(statement):
+                return [f"v{n} = both_words(random_bits(v{seed}, {self._half_position(statement)}))"]
             case Apply(arguments=arguments):
                 dtypes = [self.dtypes[argument] for argument in arguments]
                 expression = scalar_triton.apply(statement, [f"v{a}" for a in arguments], dtypes)
                 return [f"v{n} = {expression}"]
             case Reduce():
                 return []
+
+    def _comes_in_pairs(self, word: Apply) -> bool:
+        """Whether neighbours along the last side of the tile take the two words of one block of random bits."""
+        seed, position = word.arguments
+        walk = self.nest.body[position]
+        fast = self.r if self.nest.reduced_axes else self.x
+        return (
+            isinstance(walk, Position)
+            and not self.analysis.axes[seed]
+            and self.blocks_in_order
+            and not self.y.axes
+            and fast.step(walk.strides) == 1
+            and fast.block > 1
+            and all(walk.strides[axis] % 2 == 0 for axis in self.x.axes if fast is self.r)
+            and walk.offset % 2 == 0
+        )
+
+    def _half_position(self, word: Apply) -> str:
+        """The positions of the blocks that a tile takes words from: half as many along the last side."""
+        walk = self.nest.body[word.arguments[1]]
+        assert isinstance(walk, Position)
+        if not self.nest.reduced_axes:
+            half = self.x.block // 2
+            terms = [f"{self._program()} * {half} + tl.arange(0, {half})"]
+        else:
+            start = "" if self.tiling.persistent else "r_start // 2 + "
+            terms = [f"{start}tl.arange(0, {self.r.block // 2})[None, :]"]
+            terms += self.x.terms([stride // 2 for stride in walk.strides])
+        if walk.offset:
+            terms.append(str(walk.offset // 2))
+        return f"({' + '.join(terms)}).to(tl.int64)"
 
     def load(self, n: int, statement: Load) -> list[str]:
         access = statement.access
@@ -294,19 +326,13 @@ class TritonWriter:
         mask = f", mask={' & '.join(masks)}" if masks else ""
         return [*lines, f"tl.store(p{self.positions[access.buffer]} + {address}, {value}{mask})"]
 
-    def _sides(self) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
-        """Name, axes, indices and block of each side of the tile."""
-        tiling = self.tiling
-        return (
-            ("x", tiling.x_axes, self.x_count, tiling.x_block),
-            ("y", tiling.y_axes, self.y_count, tiling.y_block),
-            ("r", tuple(range(self.parallel, len(self.nest.extents))), self.r_count, tiling.r_block),
-        )
+    def _terms(self, strides: Sequence[int]) -> list[str]:
+        return [term for side in self.sides for term in side.terms(strides)]
 
     def _address(self, n: int, access: Access, varied: frozenset[int]) -> tuple[list[str], str, list[str]]:
         """Lines that compute gathered indices, the address, and which of the indices are in range. The
         address has all sides that ``varied`` names, since a mask may not have more of them than it."""
-        terms, lines, valid = _terms(access.strides), [], []
+        terms, lines, valid = self._terms(access.strides), [], []
         for k, gather in enumerate(access.gathers):
             index = f"x{n}_{k}"
             lines.append(f"{index} = v{gather.value}.to(tl.int64)")
@@ -315,34 +341,21 @@ class TritonWriter:
             valid.append(f"{index}_inside")
             terms.append(f"{index} * {gather.stride}")
         own = _varied(access).union(*(self.analysis.axes[gather.value] for gather in access.gathers))
-        for side, axes, _, _ in self._sides():
-            if varied & set(axes) and not own & set(axes):
-                terms.append(f"{side} * 0")
+        for side in self.sides:
+            if varied & set(side.axes) and not own & set(side.axes):
+                terms.append(f"{side.name} * 0")
         if access.offset or not terms:
             terms.append(str(access.offset))
         return lines, f"({' + '.join(terms)})", valid
 
     def _masks(self, mask: int | None, varied: frozenset[int]) -> list[str]:
         """The sides' masks that an access needs, and its own."""
-        masks = [
-            f"{side}_inside"
-            for side, axes, count, block in self._sides()
-            if _overhangs(count, block) and varied & set(axes)
-        ]
+        masks = [f"{side.name}_inside" for side in self.sides if side.overhangs and varied & set(side.axes)]
         return masks if mask is None else [*masks, f"v{mask}"]
 
 
 def _varied(access: Access) -> frozenset[int]:
     return frozenset(axis for axis, stride in enumerate(access.strides) if stride)
-
-
-def _overhangs(count: int, block: int) -> bool:
-    """Whether the last block of a side reaches beyond it."""
-    return count % block != 0 or count == 0
-
-
-def _terms(strides: Sequence[int]) -> list[str]:
-    return [f"i{a}" if stride == 1 else f"i{a} * {stride}" for a, stride in enumerate(strides) if stride]
 
 
 def _walks(nest: LoopNest) -> list[tuple[int, tuple[int, ...]]]:

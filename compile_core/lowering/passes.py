@@ -33,7 +33,7 @@ _COSTS = {
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid", "tanh", "erf"), 12),
     **dict.fromkeys(("sin", "cos", "floor_div", "trunc_div", "remainder", "fmod"), 20),
-    "random_bits": 30,
+    **dict.fromkeys(("random_bits", "random_word"), 30),
     **dict.fromkeys(("tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2"), 40),
     **dict.fromkeys(("pow", "erfc", "lgamma", "hypot", "nextafter"), 60),
 }

@@ -1,7 +1,8 @@
-"""Random numbers in loop bodies: what ``ir.counter_random`` defines, from one scalar operation.
+"""Random numbers in loop bodies: what ``ir.counter_random`` defines, from two scalar operations.
 
-``random_bits`` of a seed and of the element's position in the result gives 64 bits; the rest is arithmetic on them. An
-element's number does not depend on the kernel in which it is computed, nor on how that kernel walks its axes.
+Of a seed and of the element's position in the result, ``random_bits`` makes 64 bits and ``random_word`` 32, two words
+in the time of one block of bits where a kernel can; the rest is arithmetic on them. An element's number does not depend
+on the kernel in which it is computed, nor on how that kernel walks its axes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ _BITS_OPERATIONS = 30
 def _bits(emitter: Emitter, seeds: LazyTensor, slot: int, position: int) -> int:
     seed = emitter.element(seeds, (Affine(slot), Affine()))
     return emitter.apply("random_bits", (seed, position), torch.int64)
+
+
+def _word(emitter: Emitter, seeds: LazyTensor, slot: int, position: int) -> int:
+    seed = emitter.element(seeds, (Affine(slot), Affine()))
+    return emitter.apply("random_word", (seed, position), torch.int32)
 
 
 def _position(emitter: Emitter, index: Index, shape: Sequence[int], factor: int = 1, shift: int = 0) -> int:
@@ -66,10 +72,10 @@ def _uniform(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, or
     places = UNIFORM_BITS[result.dtype]
 
     def emit(emitter: Emitter, index: Index) -> int:
-        bits = _bits(emitter, seeds, slot, _position(emitter, index, result.shape))
+        position = _position(emitter, index, result.shape)
         if result.dtype == torch.float64:
-            return _fraction(emitter, bits, 64 - places, places, torch.float64)
-        return _fraction(emitter, _low_word(emitter, bits), 32 - places, places, torch.float32)
+            return _fraction(emitter, _bits(emitter, seeds, slot, position), 11, 53, torch.float64)
+        return _fraction(emitter, _word(emitter, seeds, slot, position), 32 - places, places, torch.float32)
 
     return pointwise(result, origin, emit, Cost(seeds.current_cost().reads, _BITS_OPERATIONS))
 

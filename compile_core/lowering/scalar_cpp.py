@@ -132,6 +132,7 @@ _FLOAT32 = {
 _INTEGER = {
     "pow": "integer_power<{T}>({0}, {1})",
     "random_bits": "random_bits({0}, {1})",
+    "random_word": "random_word({0}, {1})",
     "isnan": "false",
     "isinf": "false",
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),

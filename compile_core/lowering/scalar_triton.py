@@ -69,6 +69,7 @@ _INTEGER = {
     "remainder": "integer_remainder({0}, {1})",
     "fmod": "{0} % {1}",
     "random_bits": "random_bits({0}, {1})",
+    "random_word": "random_word({0}, {1})",
     "shift_left": "{0} << {1}",
     "shift_right": "{0} >> {1}",
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),

@@ -355,7 +355,7 @@ def dropout_from_seed(rows: int = 4, columns: int = 33) -> Case:
     seed = b.load("seeds", (None,), offset=2)
 
     def uniform(position: Position) -> int:
-        bits = b.apply("cast", b.apply("random_bits", seed, b.add(position)), dtype=torch.int32)
+        bits = b.apply("random_word", seed, b.add(position), dtype=torch.int32)
         bits = b.apply("shift_right", bits, b.constant(8, torch.int32))
         bits = b.apply("bitwise_and", bits, b.constant(0xFFFFFF, torch.int32))
         return b.apply("mul", b.apply("cast", bits, dtype=F32), b.constant(2.0**-24))
@@ -367,6 +367,21 @@ def dropout_from_seed(rows: int = 4, columns: int = 33) -> Case:
     b.store("y", (0, 1), dropped)
     b.store("sums", (0,), b.apply("add", b.reduce("sum", dropped), uniform(Position((1, 0), 1 << 40))))
     return b.nest("dropout_from_seed"), b.buffers
+
+
+def words_and_bias(rows: int = 6, columns: int = 22, offset: int = 6, swapped: bool = False) -> Case:
+    """Axes that stay two for the sake of a broadcast, and random words along both."""
+    b = NestBuilder((rows, columns))
+    b.buffer("bias", (columns,))
+    b.buffer("seeds", (2,), I64)
+    b.buffer("y", (columns, rows) if swapped else (rows, columns))
+    strides = (1, rows) if swapped else (columns, 1)
+    word = b.apply(
+        "random_word", b.load("seeds", (None,)), b.add(Position(strides, offset)), dtype=torch.int32
+    )
+    value = b.apply("add", b.apply("cast", word, dtype=F32), b.load("bias", (1,)))
+    b.store("y", (1, 0) if swapped else (0, 1), value)
+    return b.nest("words_and_bias"), b.buffers
 
 
 def inputs_for(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -424,7 +439,13 @@ HAND_WRITTEN = {
     "batch_norm_statistics": batch_norm_statistics(),
     "dropout_like": dropout_like(),
     "dropout_from_seed": dropout_from_seed(),
+    "dropout_from_seed_even": dropout_from_seed(4, 70),
     "dropout_from_seed_long": dropout_from_seed(2, 9000),
+    "dropout_from_seed_looped": dropout_from_seed(2, 70000),
+    "words_in_pairs": words_and_bias(),
+    "words_from_an_odd_position": words_and_bias(offset=7),
+    "words_of_odd_rows": words_and_bias(5, 33, 0),
+    "words_of_columns": words_and_bias(swapped=True),
     **{
         f"cast_{str(s)[6:]}_{str(t)[6:]}": casts(source=s, target=t)
         for s, t in (

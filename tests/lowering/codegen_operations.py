@@ -21,7 +21,7 @@ _BOOL_TOO = {
     "bitwise_not", "eq", "ne",
 }  # fmt: skip
 _PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"}
-_INT64_ONLY = {"random_bits"}
+_INT64_ONLY = {"random_bits", "random_word"}
 _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
 
 # Where Triton needs libdevice, which its interpreter does not have.
@@ -51,7 +51,9 @@ def operation_case(operation: str, dtype: torch.dtype) -> Case:
         b.buffer(f"x{k}", (COUNT,), kind)
         arguments.append(b.load(f"x{k}", (0,)))
     predicate = operation in _PREDICATES or operation.startswith("logical")
-    value = b.apply(operation, *arguments, dtype=BOOL if predicate else dtype)
+    value = b.apply(
+        operation, *arguments, dtype=I32 if operation == "random_word" else BOOL if predicate else dtype
+    )
     b.buffer("y", (COUNT,), b.dtype(value))
     b.store("y", (0,), value)
     return b.nest(f"{operation}_{str(dtype)[6:]}"), b.buffers
@@ -78,7 +80,7 @@ def operands_for(operation: str, case: Case) -> dict[str, torch.Tensor]:
                 values = torch.where(values == 0, 3, values)
             if operation.startswith("shift"):
                 values = values.abs()
-            if operation == "random_bits":
+            if operation in _INT64_ONLY:
                 values[::2] = torch.randint(-(2**63), 2**63 - 1, (COUNT // 2,), generator=generator)
             storages[name] = values.to(spec.dtype)
     return storages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from compile_core.ir.counter_random import random_bits
+from compile_core.ir.counter_random import random_bits, random_word
 from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Store
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -19,6 +19,7 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "shift_right": torch.bitwise_right_shift,
     "div": torch.true_divide,
     "random_bits": random_bits,
+    "random_word": random_word,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.counter_random import random_bits
+from compile_core.ir.counter_random import random_bits, random_word
 from compile_core.ir.loops import (
     Access,
     Apply,
@@ -194,7 +194,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
     "floor_div": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "trunc_div": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
-    "random_bits": random_bits,
+    "random_bits": random_bits, "random_word": random_word,
     "shift_left": torch.bitwise_left_shift, "shift_right": torch.bitwise_right_shift,
 }  # fmt: skip
 

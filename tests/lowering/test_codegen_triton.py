@@ -29,6 +29,7 @@ from tests.lowering.codegen_nests import (
     softmax,
     total,
     transpose,
+    words_and_bias,
 )
 from tests.lowering.codegen_operations import OPERATIONS
 
@@ -57,6 +58,17 @@ def test_without_alignment_it_compiles_too(folder: Path) -> None:
     source = generate_triton(*residual_add((64, 64)))
     assert "ld.global.v4" in compile_triton_for(source, SM_90, folder, is_aligned=True).asm["ptx"]
     assert "ld.global.v4" not in compile_triton_for(source, SM_90, folder, is_aligned=False).asm["ptx"]
+
+
+def test_neighbours_share_their_random_bits(folder: Path) -> None:
+    """Two words cost one block, and stay in the thread that made them."""
+    counts = []
+    for offset in (0, 1):
+        source = generate_triton(*words_and_bias(512, 512, offset))
+        kernel = compile_triton_for(source, SM_90, folder)
+        assert kernel.metadata.shared == 0
+        counts.append(kernel.asm["ptx"].count("mul.wide.u32"))
+    assert counts[0] <= 0.7 * counts[1]
 
 
 def test_they_run_in_the_interpreter(folder: Path) -> None:
