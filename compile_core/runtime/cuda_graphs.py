@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.regions import graph_inputs, graph_results
 from compile_core.runtime.executable import Executable
 from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
@@ -82,14 +83,14 @@ def with_cuda_graphs(
     if not torch.cuda.is_available():
         _report_no_cuda()
         return forward, backward
-    reason = _reason_against(graph.forward, forward)
+    reason = reason_against(graph.forward, forward)
     if reason:
         logger.warning("the forward is not captured as a CUDA graph: %s", reason)
         return forward, backward
     device = next(_devices(graph.forward))
     recorder = CudaRecorder(device)
     if backward is not None and graph.backward is not None:
-        reason = _reason_against(graph.backward, backward)
+        reason = reason_against(graph.backward, backward)
         if reason:
             logger.warning("the backward is not captured as a CUDA graph: %s", reason)
             return graph_programs(graph, forward, None, recorder)[0], backward
@@ -125,7 +126,8 @@ def graph_programs(
     )
 
 
-def _reason_against(module: torch.fx.GraphModule, executable: Executable) -> str:
+def reason_against(module: torch.fx.GraphModule, executable: Executable) -> str:
+    """Why a program cannot be captured, or ""."""
     if executable.communicator is not None:
         return "it reduces gradients across processes"
     devices = set(_devices(module))
@@ -134,11 +136,15 @@ def _reason_against(module: torch.fx.GraphModule, executable: Executable) -> str
         return f"it has tensors on: {names}"
     if len(devices) != 1:
         return f"it computes on {len(devices)} GPUs"
-    for node in module.graph.nodes:
-        if any(
-            isinstance(item, torch.Generator) for item in pytree.tree_leaves((node.args, dict(node.kwargs)))
-        ):
-            return "it draws random numbers from a generator of the program's own"
+    return next(filter(None, map(_reason_against_node, module.graph.nodes)), "")
+
+
+def _reason_against_node(node: torch.fx.Node) -> str:
+    target = node.target
+    if isinstance(target, KeptCall):
+        return f"what {target} runs depends on data"
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in target.tags:
+        return f"{target} is marked as unsafe in CUDA graphs"
     return ""
 
 

@@ -11,16 +11,20 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_core
 from compile_core import pipeline
+from compile_core.ir.kept_calls import KeptCall
+from compile_core.ir.schedule import Schedule
 from compile_core.runtime import cuda_graphs, graphed_program
 from compile_core.runtime.cuda_graphs import graph_programs
+from compile_core.runtime.executable import Executable
 from compile_core.runtime.graphed_program import GraphedProgram, Program
 
 
@@ -328,6 +332,44 @@ def test_recordings_of_the_process_are_limited(
     monkeypatch.setattr(graphed_program, "_MOST_IN_PROCESS", 0)
     run_three_times(GraphedProgram("a program", lambda inputs: [inputs[0] + 1], recorder, 1), torch.zeros(2))
     assert "there are 0 recordings already" in caplog.text
+
+
+def _graph(device: str, target: Any, *arguments: Any) -> torch.fx.GraphModule:
+    """A graph of one node whose tensors are said to be on a device."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(target, (x, *arguments))
+    graph.output((node,))
+    with FakeTensorMode():
+        x.meta["val"] = node.meta["val"] = torch.empty(2, device=device)
+    return torch.fx.GraphModule({}, graph)
+
+
+sin = torch.ops.aten.sin.default
+library = torch.library.Library("gradsplit_test", "FRAGMENT")
+library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (_graph("cuda", sin), ""),
+        (_graph("cpu", sin), "it has tensors on: cpu"),
+        (_graph("cuda", KeptCall("cond", lambda x: [x], ())), "what cond runs depends on data"),
+        (_graph("cuda", torch.ops.gradsplit_test.unsafe.default), "marked as unsafe in CUDA graphs"),
+        (
+            _graph("cuda", torch.ops.aten.bernoulli.default, torch.Generator()),
+            "a generator of the program's own",
+        ),
+    ],
+)
+def test_reasons_in_a_graph(module: torch.fx.GraphModule, reason: str) -> None:
+    schedule = Schedule("forward", (), (), ())
+    found = cuda_graphs.reason_against(module, Executable(schedule, {}, None))
+    assert reason in found and bool(reason) == bool(found)
+    assert "across processes" in cuda_graphs.reason_against(
+        module, Executable(schedule, {}, cast(Any, object()))
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
