@@ -334,11 +334,11 @@ def test_recordings_of_the_process_are_limited(
     assert "there are 0 recordings already" in caplog.text
 
 
-def _graph(device: str, target: Any, *arguments: Any) -> torch.fx.GraphModule:
+def _graph(device: str, target: Any) -> torch.fx.GraphModule:
     """A graph of one node whose tensors are said to be on a device."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    node = graph.call_function(target, (x, *arguments))
+    node = graph.call_function(target, (x,))
     graph.output((node,))
     with FakeTensorMode():
         x.meta["val"] = node.meta["val"] = torch.empty(2, device=device)
@@ -357,10 +357,6 @@ library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
         (_graph("cpu", sin), "it has tensors on: cpu"),
         (_graph("cuda", KeptCall("cond", lambda x: [x], ())), "what cond runs depends on data"),
         (_graph("cuda", torch.ops.gradsplit_test.unsafe.default), "marked as unsafe in CUDA graphs"),
-        (
-            _graph("cuda", torch.ops.aten.bernoulli.default, torch.Generator()),
-            "a generator of the program's own",
-        ),
     ],
 )
 def test_reasons_in_a_graph(module: torch.fx.GraphModule, reason: str) -> None:
