@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import LoopNest, LoopProgram, ProductNest
+from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.batch_nests import batch_nests
 from compile_core.lowering.build import build, generate, start_build
 from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.choose_products import choose_products
@@ -50,13 +51,15 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
             program = choose_products(
                 program, options.cache_folder, options.epilogue_fusion, lambda part: _link(part, options)
             )
+    with timed("fuse"):
+        program = batch_nests(program)
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
-    nests = [step for step in program.steps if isinstance(step, LoopNest | ProductNest)]
+    generated = [step for step in program.steps if not isinstance(step, ExternCall)]
     with timed("generate"):
-        sources = [generate(nest, program.buffers) for nest in nests]
+        sources = [generate(step, program.buffers) for step in generated]
     dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
     with timed("build"):
         wait_for_kernels = start_build(sources, options.cache_folder)
@@ -74,6 +77,6 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
 
 def _link(program: LoopProgram, options: CompileOptions) -> LinkedProgram:
     """A program as it is, at once."""
-    nests = [step for step in program.steps if isinstance(step, LoopNest | ProductNest)]
-    sources = [generate(nest, program.buffers) for nest in nests]
+    generated = [step for step in program.steps if not isinstance(step, ExternCall)]
+    sources = [generate(step, program.buffers) for step in generated]
     return link_program(program, sources, build(sources, options.cache_folder))

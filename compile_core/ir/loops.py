@@ -167,6 +167,24 @@ class LoopNest:
 
 
 @dataclass(frozen=True)
+class NestBatch:
+    """One kernel for several nests that are the same but for the names and the sizes of their buffers.
+
+    Attributes:
+        name: unique in its program.
+        members: nests without reductions over at most one axis, with equal statements but for the names of the buffers;
+            none reads or overwrites what another writes.
+    """
+
+    name: str
+    members: tuple[LoopNest, ...]
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(origin for member in self.members for origin in member.origins))
+
+
+@dataclass(frozen=True)
 class ExternCall:
     """A call of one of torch's kernels.
 
@@ -245,7 +263,8 @@ def operands(statement: Statement) -> tuple[int, ...]:
             return ()
 
 
-Step = LoopNest | ProductNest | ExternCall
+GeneratedStep = LoopNest | NestBatch | ProductNest
+Step = GeneratedStep | ExternCall
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from compile_core.ir.loops import (
     Load,
     LoopNest,
     LoopProgram,
+    NestBatch,
     Position,
     ProductNest,
     Reduce,
@@ -47,6 +49,11 @@ def print_step(step: Step) -> str:
         product = f"{step.product} = {_view(step.left)} @ {_view(step.right)}"
         block = f"{tile.rows}x{tile.columns}x{tile.inner}, {tile.stages} stages, {tile.warps} warps"
         return f"product {product} in blocks of {block}, {step.precision}, into\n{print_nest(step.epilogue)}"
+    if isinstance(step, NestBatch):
+        sizes = ", ".join(str(prod(member.extents)) for member in step.members)
+        return f"batch {step.name} of nests like the first, over {sizes}\n  " + print_nest(
+            step.members[0]
+        ).replace("\n", "\n  ")
     return print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
 
 

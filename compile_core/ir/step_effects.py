@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_core.ir.loops import Load, LoopNest, ProductNest, Step, Store, View
+from compile_core.ir.loops import ExternCall, Load, LoopNest, NestBatch, ProductNest, Step, Store, View
 
 
 def views_in(argument: Any) -> Iterator[View]:
@@ -26,6 +26,8 @@ def reads(step: Step) -> frozenset[str]:
         return frozenset(s.access.buffer for s in step.body if isinstance(s, Load))
     if isinstance(step, ProductNest):
         return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
+    if isinstance(step, NestBatch):
+        return frozenset[str]().union(*map(reads, step.members))
     return frozenset(view.buffer for view in views_in([step.arguments, dict(step.keywords)]))
 
 
@@ -35,6 +37,8 @@ def writes(step: Step) -> frozenset[str]:
         return frozenset(s.access.buffer for s in step.body if isinstance(s, Store))
     if isinstance(step, ProductNest):
         return writes(step.epilogue)
+    if isinstance(step, NestBatch):
+        return frozenset[str]().union(*map(writes, step.members))
     named = {name for name in step.outputs if name is not None}
     named.update(view.buffer for view in step.out.values())
     named.update(mutated(step))
@@ -43,7 +47,7 @@ def writes(step: Step) -> frozenset[str]:
 
 def mutated(step: Step) -> frozenset[str]:
     """Buffers that an extern call changes although they are among its arguments and not its ``out``."""
-    if isinstance(step, LoopNest | ProductNest):
+    if not isinstance(step, ExternCall):
         return frozenset()
     names: set[str] = set()
     schema = step.target._schema

@@ -23,6 +23,7 @@ from compile_core.ir.loops import (
     Load,
     LoopNest,
     LoopProgram,
+    NestBatch,
     Position,
     ProductNest,
     Reduce,
@@ -80,6 +81,10 @@ def verify_program(program: LoopProgram) -> None:
             label += f", product {step.name}"
             _check_product(step, program.buffers, label)
             missing = reads(step) - known - empty
+        elif isinstance(step, NestBatch):
+            label += f", batch {step.name}"
+            _check_batch(step, program.buffers, label)
+            missing = reads(step) - known - empty
         else:
             label += f", call of {step.target}"
             for view in views_in([step.arguments, dict(step.keywords), dict(step.out)]):
@@ -118,6 +123,21 @@ def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: 
     _rule(sizes == (prod(batch), rows, step.right.shape[-1]), label, "has an epilogue of another size")
     overwritten = {step.left.buffer, step.right.buffer} & writes(step)
     _rule(not overwritten, label, f"overwrites its operand {sorted(overwritten)}")
+
+
+def _check_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec], label: str) -> None:
+    first = batch.members[0]
+    written: set[str] = set()
+    for member in batch.members:
+        verify_nest(member, buffers, f"{label}, nest {member.name}")
+        is_simple = not member.reduced_axes and len(member.extents) == len(first.extents) <= 1
+        _rule(is_simple, label, "its nests have several axes or reductions")
+        same_kinds = [type(s) for s in member.body] == [type(s) for s in first.body]
+        _rule(same_kinds, label, f"{member.name} is another loop than {first.name}")
+        _rule(not writes(member) & written, label, "two of its nests write one buffer")
+        written |= writes(member)
+    for member in batch.members:
+        _rule(not reads(member) & (written - writes(member)), label, f"{member.name} reads what others write")
 
 
 def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = "") -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import LoopNest, ProductNest
+from compile_core.ir.loops import GeneratedStep, NestBatch, ProductNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build_cpp import start_cpp
 from compile_core.lowering.build_triton import start_triton
 from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.lowering.codegen_cpp_batch import generate_cpp_batch
 from compile_core.lowering.codegen_product import generate_product
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.kernel_bases import rebased
@@ -47,19 +48,21 @@ def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, C
     return start_build(sources, cache_folder)()
 
 
-def generate(nest: LoopNest | ProductNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
-    """Source for the device that a nest's buffers are on; of a product, a GPU.
+def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSource:
+    """Source for the device that a nest's buffers are on; of a product, a GPU; of a batch, a CPU.
 
     Raises:
         Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not
         handled.
     """
-    if isinstance(nest, ProductNest):
-        return generate_product(nest, buffers)
-    devices = {buffers[name].device for name in buffers_of(nest)}
+    if isinstance(step, ProductNest):
+        return generate_product(step, buffers)
+    if isinstance(step, NestBatch):
+        return generate_cpp_batch(step, buffers)
+    devices = {buffers[name].device for name in buffers_of(step)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
-        nest, bases = rebased(nest)
+        nest, bases = rebased(step)
         source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
         return (
             replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers)) if bases else source
@@ -67,6 +70,6 @@ def generate(nest: LoopNest | ProductNest, buffers: Mapping[str, TensorSpec]) ->
     named = ", ".join(sorted(map(str, devices)))
     raise Unsupported(
         "kernel-devices",
-        f"The kernel {nest.name} has buffers on: {named}",
+        f"The kernel {step.name} has buffers on: {named}",
         "Move the tensors to one CPU or GPU.",
     )

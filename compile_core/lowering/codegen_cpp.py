@@ -40,7 +40,7 @@ _SCRATCH_BYTES = 256 * 1024
 _ROW_BLOCK = 4096
 _COLUMN_BLOCK_ROWS = 256
 # Below this cost a kernel is shorter than releasing and retaking the interpreter's lock is worth.
-_LONG_KERNEL_COST = 1 << 19
+LONG_KERNEL_COST = 1 << 19
 
 
 def generate_cpp(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -56,21 +56,25 @@ def generate_cpp(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSou
     names = buffers_of(nest)
     simple = simplify(nest)
     pointers = tuple(
-        _pointer(index, buffers[name].dtype, name in stored_buffers(nest)) for index, name in enumerate(names)
+        pointer(index, buffers[name].dtype, name in stored_buffers(nest)) for index, name in enumerate(names)
     )
     body = _NestWriter(simple, buffers, {name: index for index, name in enumerate(names)}, pointers).lines()
     cost = points(simple) * sum(statement_cost(statement) for statement in simple.body)
     parts = (
-        f"static int {KERNEL_SYMBOL}_loops({_parameters(pointers)}) {{",
+        f"static int {KERNEL_SYMBOL}_loops({parameters(pointers)}) {{",
         *(f"  {line}" for line in body),
         "}",
-        *_entry(pointers, releases_lock=cost > _LONG_KERNEL_COST),
+        *entry_function(
+            len(pointers),
+            ", ".join(f"({one.kind})p[{index}]" for index, one in enumerate(pointers)),
+            releases_lock=cost > LONG_KERNEL_COST,
+        ),
     )
     return KernelSource(nest.name, "cpp", "\n".join(parts), names, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class _Variable:
+class Variable:
     """Something that a function of the kernel takes by value. Loops must not see variables that a lambda
     captured: g++ reads those anew in every iteration, and gathers what it would load."""
 
@@ -78,34 +82,40 @@ class _Variable:
     name: str
 
 
-def _pointer(index: int, dtype: torch.dtype, is_written: bool) -> _Variable:
-    return _Variable(f"{'' if is_written else 'const '}{memory_type(dtype)} *", f"p{index}")
+def pointer(index: int, dtype: torch.dtype, is_written: bool) -> Variable:
+    """The variable that has the address of a kernel's buffer."""
+    return Variable(f"{'' if is_written else 'const '}{memory_type(dtype)} *", f"p{index}")
 
 
-def _parameters(variables: Sequence[_Variable]) -> str:
+def parameters(variables: Sequence[Variable]) -> str:
+    """Declares them; the memory of pointers does not overlap."""
     return ", ".join(f"{v.kind}{'__restrict ' if v.kind.endswith('*') else ' '}{v.name}" for v in variables)
 
 
 def _called_in_parallel(
-    function: str, count: int, grain: int, variables: Sequence[_Variable], lines: Sequence[str]
+    function: str, count: int, grain: int, variables: Sequence[Variable], lines: Sequence[str]
 ) -> tuple[list[str], str]:
     """A function of a range and of ``variables``, and the expression that runs it over ``[0, count)``."""
-    taken = (_Variable("int64_t", "begin"), _Variable("int64_t", "end"), *variables)
-    definition = [f"auto {function} = []({_parameters(taken)}) -> int {{", *lines, "};"]
+    taken = (Variable("int64_t", "begin"), Variable("int64_t", "end"), *variables)
+    definition = [f"auto {function} = []({parameters(taken)}) -> int {{", *lines, "};"]
     arguments = ", ".join(v.name for v in taken)
     body = f"[&](int64_t begin, int64_t end) {{ return {function}({arguments}); }}"
     return definition, f"parallel_ranges({count}, {grain}, {body})"
 
 
-def _entry(pointers: Sequence[_Variable], releases_lock: bool) -> list[str]:
-    """The function that Python calls, and its method definition."""
-    arguments = ", ".join(f"({pointer.kind})p[{index}]" for index, pointer in enumerate(pointers))
+def entry_function(count: int, arguments: str, releases_lock: bool) -> list[str]:
+    """The function that Python calls with ``count`` buffers, and its method definition.
+
+    Args:
+        arguments: what the kernel's loops take, of ``p``, the array of the buffers' addresses.
+        releases_lock: whether other threads may run Python meanwhile.
+    """
     call = f"  int status = {KERNEL_SYMBOL}_loops({arguments});"
     unlocked = ["  void *state = PyEval_SaveThread();", call, "  PyEval_RestoreThread(state);"]
     return [
         f"static PyObject *{KERNEL_SYMBOL}_call(PyObject *, PyObject *const *arguments, intptr_t given) {{",
-        f"  void *p[{max(1, len(pointers))}];",
-        f"  if (!read_pointers(arguments, given, {len(pointers)}, p)) return nullptr;",
+        f"  void *p[{max(1, count)}];",
+        f"  if (!read_pointers(arguments, given, {count}, p)) return nullptr;",
         *(unlocked if releases_lock else [call]),
         "  return finished(status);",
         "}",
@@ -122,7 +132,7 @@ class _NestWriter:
         nest: LoopNest,
         buffers: Mapping[str, TensorSpec],
         positions: Mapping[str, int],
-        pointers: Sequence[_Variable],
+        pointers: Sequence[Variable],
     ) -> None:
         self.nest = nest
         self.pointers = pointers
@@ -279,11 +289,11 @@ class _NestWriter:
         for reduction in reductions:
             n, second = reduction.number, reduction.second_type
             lines.append(f"alignas(64) {reduction.total_type} part{n}[{chunks * columns}];")
-            partial_results.append(_Variable(f"{reduction.total_type} *", f"part{n}"))
+            partial_results.append(Variable(f"{reduction.total_type} *", f"part{n}"))
             saves.append(f"part{n}{partial} = t{n}{at};")
             if second:
                 lines.append(f"alignas(64) {second} mark{n}[{chunks * columns}];")
-                partial_results.append(_Variable(f"{second} *", f"mark{n}"))
+                partial_results.append(Variable(f"{second} *", f"mark{n}"))
                 saves.append(f"mark{n}{partial} = u{n}{at};")
             chunk += reduction.declare("t", columns)
             combine.append(reduction.flush(f"part{n}{partial}", f"mark{n}{partial}", at))
@@ -308,15 +318,15 @@ class _NestWriter:
         )
         return [*lines, *definition, f"bad |= {call};", combined]
 
-    def _outer_variables(self, step: Pass) -> list[_Variable]:
+    def _outer_variables(self, step: Pass) -> list[Variable]:
         """What a pass reads of the unit around it."""
         variables = list(self.pointers)
         for axis in range(self.parallel):
             names = (f"i{axis}",) if self.tiling.blocks[axis] == 1 else (f"low{axis}", f"high{axis}")
-            variables += [_Variable("int64_t", name) for name in names]
+            variables += [Variable("int64_t", name) for name in names]
         scalars, arrays = self.body.read_from_outside((*step.values, *step.reduces, *step.stores))
-        variables += [_Variable(value_type(self.body.dtypes[n]), f"v{n}") for n in scalars]
-        return variables + [_Variable(f"const {value_type(self.body.dtypes[n])} *", f"a{n}") for n in arrays]
+        variables += [Variable(value_type(self.body.dtypes[n]), f"v{n}") for n in scalars]
+        return variables + [Variable(f"const {value_type(self.body.dtypes[n])} *", f"a{n}") for n in arrays]
 
     def _each_column(self, statements: str) -> str:
         if not self.body.by_column:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 
 from compile_core.lowering import convolution_layouts
+from compile_core.lowering.decompose_foreach import foreach_decompositions
 from compile_core.lowering.decompose_pooling import max_pool2d_backward
 
 aten = torch.ops.aten
@@ -75,6 +76,7 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"there are decompositions for cpu and cuda, not for {device_type!r}")
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
+    table.update(foreach_decompositions())
     table.update(_OWN)
     return table
 

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
-from compile_core.ir.step_effects import mutated, reads, writes
+from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.batch_nests import batch_key
 from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified, without_dead_statements
 from compile_core.lowering.fuse_match import NoMatchError, axis_terms, match
 from compile_core.lowering.lower_body import BodyBuilder
+from compile_core.lowering.step_order import direct_dependencies, topological_order
 
 # Beyond these, registers and compile time cost more than memory traffic saves.
 _MOST_STATEMENTS = 400
@@ -32,6 +34,8 @@ _MOST_BUFFERS = 28
 _HORIZONTAL_REACH = 24
 # Nests that share nothing but their iteration space are joined only this near, to start one kernel less.
 _SIBLING_REACH = 4
+# Nests that do the same are not joined for sharing as little as this, a learning rate or the count of steps.
+_BATCH_BYTES = 256
 # What starting a kernel is worth, in bytes.
 _LAUNCH_BYTES = 4096
 
@@ -96,11 +100,15 @@ class _Fusion:
         heap = [entry for number in self.steps for entry in self._candidates(number)]
         heapq.heapify(heap)
         while heap:
-            _, first, second = heapq.heappop(heap)
-            if first in self.steps and second in self.steps and self._join(first, second):
+            worth, first, second = heapq.heappop(heap)
+            if first not in self.steps or second not in self.steps:
+                continue
+            if -worth <= _LAUNCH_BYTES + _BATCH_BYTES and self._may_be_batched(first, second):
+                continue
+            if self._join(first, second):
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
-        order = self._ordered()
+        order = topological_order(self.direct, self.position)
         steps = _renamed(
             simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
             for step in (self.steps[number] for number in order)
@@ -121,54 +129,21 @@ class _Fusion:
     # -- dependencies
 
     def _build_dependencies(self) -> None:
-        last_writers: dict[str, set[int]] = {}
-        readers_since: dict[str, set[int]] = {}
-        last_random: set[int] = set()
-        for number, step in enumerate(self.program.steps):
-            if isinstance(step, LoopNest):
-                step = simplified(step, self.buffer_dtype)
+        steps = [
+            simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
+            for step in self.program.steps
+        ]
+        for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
             self.steps[number] = step
             self.position[number] = self.last_position[number] = number
-            direct: set[int] = set()
-            overwritten = mutated(step)
             for name in reads(step):
-                direct |= last_writers.get(name, set())
-                readers_since.setdefault(name, set()).add(number)
                 self.readers.setdefault(name, set()).add(number)
             for name in writes(step):
-                direct |= readers_since.get(name, set())
-                if name in overwritten:
-                    direct |= last_writers.get(name, set())
-                last_writers.setdefault(name, set()).add(number)
                 self.writers.setdefault(name, set()).add(number)
-            if _draws_random_numbers(step):  # from one generator, in the order of the user's program
-                direct |= last_random
-                last_random = {number}
-            direct.discard(number)
             self.direct[number] = direct
             self.before[number] = 0
             for other in direct:
                 self.before[number] |= self.before[other] | 1 << other
-
-    def _ordered(self) -> list[int]:
-        """A topological order of the steps' numbers, as near to the original as possible."""
-        waiting = {number: set(direct) for number, direct in self.direct.items()}
-        followers: dict[int, list[int]] = {}
-        for number, direct in waiting.items():
-            for other in direct:
-                followers.setdefault(other, []).append(number)
-        ready = [(self.position[number], number) for number, direct in waiting.items() if not direct]
-        heapq.heapify(ready)
-        ordered: list[int] = []
-        while ready:
-            _, number = heapq.heappop(ready)
-            ordered.append(number)
-            for follower in followers.get(number, ()):
-                waiting[follower].discard(number)
-                if not waiting[follower]:
-                    heapq.heappush(ready, (self.position[follower], follower))
-        assert len(ordered) == len(self.steps)
-        return ordered
 
     # -- candidates
 
@@ -202,6 +177,14 @@ class _Fusion:
             if other in flows or near:
                 entries.append((-(size + _LAUNCH_BYTES), first, second))
         return entries
+
+    def _may_be_batched(self, one: int, other: int) -> bool:
+        """Whether two nests do the same to different buffers, as to an optimizer's parameters: then ``batch_nests``
+        makes one kernel of them and of all others that do, which a joined nest would stay out of."""
+        if self.before[other] >> one & 1:
+            return False
+        key = batch_key(self.steps[one], self.program.buffers)
+        return key is not None and key == batch_key(self.steps[other], self.program.buffers)
 
     def _span(self, one: int, other: int) -> int:
         """How many steps apart the first and the last part of two nests were at the beginning."""
@@ -303,10 +286,6 @@ def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
         Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
     ]
     return replace(nest, body=without_dead_statements(body))
-
-
-def _draws_random_numbers(step: Step) -> bool:
-    return isinstance(step, ExternCall) and torch.Tag.nondeterministic_seeded in step.target.tags
 
 
 def _alike(one: LoopNest, other: LoopNest) -> bool:

@@ -22,7 +22,7 @@ _COLUMN_BLOCK = 1024
 _FEW_UNITS = 16
 _SPLIT_POINTS = 1 << 18
 _MOST_CHUNKS = 32
-_GRAIN_COST = 1 << 16
+GRAIN_COST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
     cost = sum(statement_cost(statement) for statement in nest.body)
     cost_of_unit = max(1, points(nest) * cost // (4 * max(1, units)))
     return CpuTiling(
-        vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, _GRAIN_COST // cost_of_unit)
+        vector_axis, tuple(blocks), tiled, split_axis, chunks, max(1, GRAIN_COST // cost_of_unit)
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from compile_core.errors import InternalError
 from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, ProductNest, View
+from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -91,7 +91,7 @@ class _Writer:
             self.lines.append("arguments.clear()")
         freed_after = _freed_after(program)
         for position, step in enumerate(program.steps):
-            if isinstance(step, LoopNest | ProductNest):
+            if not isinstance(step, ExternCall):
                 # What is read and was not written has no elements.
                 self._allocate(sorted(reads(step) | writes(step)), allocated)
                 self._call_kernel(step)
@@ -119,7 +119,7 @@ class _Writer:
                 arguments = f"{spec.shape}, {spec.stride}, dtype={dtype}, device={device}"
                 self.lines.append(f"{self.variables[name]} = empty_strided({arguments})")
 
-    def _call_kernel(self, nest: LoopNest | ProductNest) -> None:
+    def _call_kernel(self, nest: GeneratedStep) -> None:
         source = self.sources.get(nest.name)
         if source is None:
             raise InternalError(f"{self.program.name}: no kernel for nest {nest.name}")

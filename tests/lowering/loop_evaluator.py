@@ -17,6 +17,7 @@ from compile_core.ir.loops import (
     Load,
     LoopNest,
     LoopProgram,
+    NestBatch,
     Position,
     Reduce,
     Store,
@@ -36,12 +37,15 @@ def evaluate(
     buffers.update(zip(program.destinations, destinations, strict=True))
     buffers.update(program.constants)
     for step in program.steps:
-        if isinstance(step, LoopNest):
-            for statement in step.body:
-                if isinstance(statement, Store):
-                    _allocate(buffers, program, statement.access.buffer)
-            run_nest(step, buffers)
+        if isinstance(step, (LoopNest, NestBatch)):
+            # A batch's members run in any order.
+            for nest in reversed(step.members) if isinstance(step, NestBatch) else [step]:
+                for statement in nest.body:
+                    if isinstance(statement, Store):
+                        _allocate(buffers, program, statement.access.buffer)
+                run_nest(nest, buffers)
         else:
+            assert isinstance(step, ExternCall)
             _run_call(step, buffers, program)
     for name in {view.buffer for view in program.outputs if view is not None}:
         _allocate(buffers, program, name)  # an empty tensor needs no step

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram
+from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step
 from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.batch_nests import batch_nests
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
@@ -50,6 +51,11 @@ def compute_of(module: torch.fx.GraphModule, destinations: dict[str, str] | None
 
 def nests(program: LoopProgram) -> list[LoopNest]:
     return [step for step in program.steps if isinstance(step, LoopNest)]
+
+
+def kernels(program: LoopProgram) -> list[Step]:
+    """What is generated for the program, nests that are alike together."""
+    return [step for step in batch_nests(program).steps if not isinstance(step, ExternCall)]
 
 
 def calls(program: LoopProgram) -> list[ExternCall]:
@@ -91,6 +97,10 @@ def check_module(
     verify_program(fused)
     before, after = evaluate(lowered, tensors), evaluate(fused, tensors)
     compare(before, expected, tolerance)
-    for one, other in zip(before, after, strict=True):
+    batched = batch_nests(fused)
+    verify_program(batched)
+    at_last = evaluate(batched, tensors) if batched is not fused else after
+    for one, other, last in zip(before, after, at_last, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(last, other, rtol=0, atol=0, equal_nan=True)
     return fused
