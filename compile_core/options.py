@@ -100,6 +100,13 @@ class CompileOptions:
             "generated kernels from seeds that torch's generator gives"
         ),
     )
+    linked_results: bool = field(
+        default=False,
+        metadata=_flag(
+            "gradients flow between results of which one is computed from the other, and hooks see them, as in plain "
+            "PyTorch; cuts the graph there"
+        ),
+    )
     verify: bool = field(
         default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0",
         metadata=_flag("check what every stage hands on; costs compile time"),

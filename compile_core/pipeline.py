@@ -16,6 +16,7 @@ import torch
 from compile_core import config
 from compile_core.autograd import random_decompositions
 from compile_core.autograd.bind import BoundGraph, bind_autograd
+from compile_core.autograd.cut_at_results import cut_at_results, link_pieces
 from compile_core.autograd.double_backward import differentiable_backward
 from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.partition import partition
@@ -116,6 +117,8 @@ def compile_module(
         if isinstance(backend, GraphBackend):
             with timed("backend"):
                 return backend.compile(module, list(examples))
+        if options.linked_results:
+            return _compile_pieces(module, examples, inputs, backend, options, planner)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except Unsupported as reason:
         if planner is not None:
@@ -130,6 +133,29 @@ def compile_module(
             "a graph runs with torch's own kernels: the backend %r failed", backend.name, exc_info=True
         )
         return module
+
+
+def _compile_pieces(
+    module: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    inputs: Sequence[Any],
+    backend: RegionBackend,
+    options: CompileOptions,
+    planner: SchedulePlanner | None,
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compiles what lies between results that others are computed from, each piece by itself."""
+    pieces = cut_at_results(module)
+    if len(pieces) == 1:
+        return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
+    if planner is not None:
+        raise Unsupported("linked-results", "results of results are linked (linked_results=True)")
+    runs = []
+    for piece in pieces:
+        values = [node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")]
+        runs.append(
+            compile_stages(piece.module, values, values, backend=backend, options=options, planner=None)
+        )
+    return link_pieces(module, pieces, runs)
 
 
 def compile_stages(

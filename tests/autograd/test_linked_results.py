@@ -1,0 +1,160 @@
+"""Results that are computed from one another: the option ``linked_results`` links them as plain PyTorch does."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+
+import compile_core
+from compile_core.backends.registry import DEFAULT_BACKEND
+from tests.autograd.scenarios import check_scenario, for_each, layer, leaf
+
+OPTION = {"linked_results": True}
+
+
+def hidden_and_result(x, w):
+    hidden = torch.tanh(x @ w)
+    return hidden, (hidden @ w).exp()
+
+
+def gradient_between_results(compile):
+    f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
+    hidden, y = f(x, w)
+    between = grad(y.sum(), hidden, retain_graph=True)
+    both = grad(y.sum() + hidden.square().sum(), [hidden, x, w])
+    return between, both
+
+
+def kept_gradient(compile):
+    f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
+    hidden, y = f(x, w)
+    hidden.retain_grad()
+    y.sum().backward()
+    return hidden.grad, x.grad, w.grad
+
+
+def hook_that_changes(compile):
+    f, x, w, seen = compile(hidden_and_result), leaf(3, 3), leaf(3, 3), []
+    hidden, y = f(x, w)
+    hidden.register_hook(lambda gradient: (seen.append(gradient.clone()), gradient * 2)[1])
+    (y.sum() + hidden.sum()).backward()
+    return seen, x.grad, w.grad
+
+
+def loss_and_scores(compile):
+    model = nn.Linear(4, 3)
+
+    def program(x, target):
+        scores = model(x)
+        return nn.functional.cross_entropy(scores, target), scores
+
+    f = compile(program)
+    loss, scores = f(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    (by_scores,) = grad(loss, scores, retain_graph=True)
+    loss.backward()
+    return by_scores, model.weight.grad
+
+
+def one_after_another(compile):
+    def program(x, w):
+        states = []
+        for _ in range(4):
+            x = torch.tanh(x @ w) + x
+            states.append(x)
+        first, second = x.chunk(2)
+        return (*states, first * second.sin(), x.detach().argmax())
+
+    f, x, w = compile(program), leaf(4, 4), leaf(4, 4)
+    *states, last, place = f(x, w)
+    by_states = [grad(last.sum(), state, retain_graph=True) for state in states]
+    (last.sum() + states[1].square().sum()).backward()
+    return by_states, x.grad, w.grad, place
+
+
+def changed_by_the_user(compile):
+    f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
+    hidden, y = f(x, w)
+    hidden = hidden * 2
+    hidden.mul_(3)
+    (hidden.sum() * y.sum()).backward()
+    return x.grad, w.grad
+
+
+def without_gradients(compile):
+    f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
+    with torch.no_grad():
+        return f(x, w)
+
+
+def buffers_changed_on_the_way(compile):
+    norm = nn.BatchNorm1d(3)
+
+    def program(x, w):
+        hidden = norm(x @ w)
+        return hidden, norm(hidden.sin())
+
+    f, x, w = compile(program), leaf(4, 3), leaf(3, 3)
+    hidden, y = f(x, w)
+    return grad(y.square().sum(), [hidden, x, w]), list(norm.buffers())
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        gradient_between_results,
+        kept_gradient,
+        hook_that_changes,
+        loss_and_scores,
+        one_after_another,
+        changed_by_the_user,
+        without_gradients,
+        buffers_changed_on_the_way,
+    )
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
+@for_each(SCENARIOS)
+def test_linked_results(scenario, backend):
+    check_scenario(scenario, backend, options=OPTION)
+
+
+def modes_turned(x, w):
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = x @ w
+        result = hidden @ w
+    return hidden, result
+
+
+def test_what_cannot_be_cut_is_left_to_torch(caplog):
+    compiled = compile_core.compile(modes_turned, backend="aot_eager", options=OPTION)
+    x, w = leaf(3, 3), leaf(3, 3)
+    with caplog.at_level(logging.WARNING, "compile_core"):
+        hidden, y = compiled(x, w)
+    assert "[linked-results]" in caplog.text
+    expected_hidden, expected = modes_turned(x, w)
+    torch.testing.assert_close(grad(y.float().sum(), hidden), grad(expected.float().sum(), expected_hidden))
+
+
+@pytest.mark.parametrize("program", [layer, lambda x, w: (x * w, x + w), lambda x, w: ((x @ w).view(-1), x)])
+def test_results_of_their_own_stay_one_graph(program):
+    compiled = compile_core.compile(program, backend="aot_eager", options=OPTION)
+    results = compiled(leaf(3, 3), leaf(3, 3))
+    nodes = {
+        result.grad_fn
+        for result in (results if isinstance(results, tuple) else [results])
+        if not result.is_leaf
+    }
+    assert len(nodes) == 1
+
+
+def test_without_the_option_the_gradient_is_not_found():
+    compiled = functools.partial(compile_core.compile(hidden_and_result, backend="aot_eager", fullgraph=True))
+    hidden, y = compiled(leaf(3, 3), leaf(3, 3))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        grad(y.sum(), hidden)
