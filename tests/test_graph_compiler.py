@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_core.graph_compiler import gradsplit
 
@@ -127,3 +129,35 @@ def test_installed_it_is_known_to_torch_by_name(tmp_path):
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=100
     )
+
+
+def block(x, w):
+    return (x @ w).sin() @ w
+
+
+save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+
+@pytest.mark.parametrize(
+    ("program", "products"),
+    [
+        (lambda x, w: checkpoint(block, x * 2, w, use_reentrant=False), 5),
+        (lambda x, w: checkpoint(block, x * 2, w, use_reentrant=False, context_fn=save_products), 4),
+        (lambda x, w: torch.cond(x.sum() > 0, lambda a: a @ w, lambda a: a * w, (x,)).sin() @ w, 2),
+    ],
+)
+def test_checkpoints_and_branches_of_torchs_front_end(program, products):
+    made = []
+
+    def remembering(gm, examples):
+        made.append(gradsplit(gm, examples))
+        return made[-1]
+
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    result = torch.compile(program, backend=remembering, fullgraph=True)(x, w)
+    expected = program(x, w)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(value.sum(), (x, w)) for value in (result, expected)))
+    ((graph,),) = [compiled.programs for compiled in made]
+    targets = [node.target for node in graph.partitioned.backward.graph.nodes]
+    assert targets.count(torch.ops.aten.mm.default) == products

@@ -217,7 +217,8 @@ def _leads_by_views(tensor: torch.Tensor, origin: torch.Tensor) -> bool:
     if not origin.requires_grad:
         return False
     end, start = get_gradient_edge(origin), get_gradient_edge(tensor)
-    node, position = start.node, start.output_nr
+    node: Any = start.node
+    position = start.output_nr
     while (node, position) != (end.node, end.output_nr):
         sources = [source for source in node.next_functions if source[0] is not None]
         if isinstance(node, BackwardCFunction) or len(sources) != 1:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
@@ -51,7 +53,16 @@ class ControlFlow:
 
     def replacements(self) -> Mapping[Any, Callable[..., Any]]:
         """What is run in the place of calls of the captured graph."""
-        return {control_flow.cond: self._cond, control_flow.while_loop: self._while_loop}
+        return {
+            control_flow.cond: self._cond,
+            control_flow.while_loop: self._while_loop,
+            cond_op: lambda predicate, on_true, on_false, operands=(): self._cond(
+                predicate, on_true, on_false, *operands
+            ),
+            while_loop_op: lambda condition, step, carried, read: self._while_loop(
+                condition, step, len(carried), *carried, *read
+            ),
+        }
 
     def _cond(
         self, predicate: torch.Tensor, on_true: GraphModule, on_false: GraphModule, *tensors: torch.Tensor
@@ -68,7 +79,7 @@ class ControlFlow:
         def differentiate(predicate: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
             branch = branches[0 if predicate else 1]
             found = branch.gradients(rest[: len(tensors)], rest[len(tensors) :])
-            return [torch.zeros_like(rest[k]) if found.get(k) is None else found[k] for k in wanted]
+            return [found[k] if k in found else torch.zeros_like(rest[k]) for k in wanted]
 
         forward = KeptCall("cond", run, branches[0].results)
         if not any(branch.graph.backward for branch in branches):
@@ -93,6 +104,10 @@ class ControlFlow:
 
     def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _Body:
         """Traces a body for tensors like those of the outer trace."""
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise Unsupported(
+                "number-in-branch", "a branch or a loop reads a number that differs between calls"
+            )
         if torch.get_default_dtype() is not self._default_dtype:
             raise Unsupported(
                 "default-dtype", "a branch or a loop under a default dtype that the program sets"
@@ -137,7 +152,7 @@ class _Body:
 
     def gradients(
         self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
-    ) -> Mapping[int, torch.Tensor | None]:
+    ) -> Mapping[int, torch.Tensor]:
         """By position of the tensor, where the body has any; ``arriving`` are those of its floating-point results."""
         graph, signature = self.graph, self.graph.signature
         if graph.backward is None:
@@ -155,7 +170,8 @@ class _Body:
             for position, spec in zip(signature.tangents, signature.tangent_specs, strict=True)
         ]
         found = graph.backward(*(saved[name] for name in graph.saved), *specified)
-        return dict(zip(signature.gradient_inputs, found, strict=True))
+        pairs = zip(signature.gradient_inputs, found, strict=True)
+        return {position: gradient for position, gradient in pairs if gradient is not None}
 
 
 def _with_separate_results(body: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:

@@ -2,9 +2,9 @@
 
 A checkpoint node of a captured graph would, traced as it is, record its body twice. Instead its body is traced once,
 and every operator of it carries a ``RegionMark``, from which the partition takes its orders (``recompute_orders``). A
-policy of selective checkpointing is asked about each operator as eager asks it, above functionalization and
-decompositions, and its answer becomes part of the mark. Of nested checkpoints the outermost decides: what it computes
-again, it computes again whole.
+policy of selective checkpointing is asked about each operator above decompositions, as eager asks it, but below
+functionalization: of an operator in place it sees the form that returns a new tensor. Its answer becomes part of the
+mark. Of nested checkpoints the outermost decides: what it computes again, it computes again whole.
 
 Random numbers are drawn once and saved, so that the backward sees the very same.
 
@@ -22,6 +22,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as node_metadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,15 +86,22 @@ def run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
         return higher_order.checkpoint_once(body, options, *tensors)
     mark = RegionMark(next(_numbers), options.keywords.get("preserve_rng_state", True))
     policy = _policy_of(options.keywords.get("context_fn"))
-    versions = [tensor._version for tensor in tensors]
+    tensors_read = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    versions = [tensor._version for tensor in tensors_read]
     with ExitStack() as stack:
         stack.enter_context(node_metadata.annotate({_MARK: mark}))
         if policy is not None:
             stack.enter_context(_AskPolicy(mark, policy))
         results = higher_order.checkpoint_once(body, options, *tensors)
-    if [tensor._version for tensor in tensors] != versions:
+    if [tensor._version for tensor in tensors_read] != versions:
         raise Unsupported("checkpoint-mutation", "a checkpointed function changes a tensor in place")
     return results
+
+
+def run_tagged(body: Any, *arguments: Any, **keywords: Any) -> Any:
+    """The same for a checkpoint as torch's own front end writes it."""
+    keywords["context_fn"] = body.meta.get("_checkpoint_context_fn")
+    return run_marked(body, higher_order.CheckpointOptions(keywords, len(arguments)), *arguments)
 
 
 def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> Policy | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -39,7 +40,7 @@ from compile_core.autograd.number_recorder import NumberOperations, reads_number
 from compile_core.autograd.open_sizes import OpenSizes
 from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
 from compile_core.autograd.program_modes import noted_default_dtypes, refuse_modes, settle_default_dtypes
-from compile_core.autograd.recompute_regions import check_random_state, run_marked
+from compile_core.autograd.recompute_regions import check_random_state, run_marked, run_tagged
 from compile_core.autograd.record_operators import Decompositions, record
 from compile_core.autograd.replace_calls import replace_calls
 from compile_core.autograd.result_layouts import keep_layouts
@@ -80,7 +81,8 @@ def trace_joint(
     with kept_calls() as calls:
         control_flow = ControlFlow(calls, fake_mode, lambda body, inputs: trace_joint(body, inputs, {}))
         replacements = {
-            higher_order.checkpoint: run_marked, **control_flow.replacements(), **noted_default_dtypes(),
+            higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
+            **control_flow.replacements(), **noted_default_dtypes(),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations)

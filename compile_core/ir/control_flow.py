@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor
 
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -95,5 +97,5 @@ class _Depend(torch.autograd.Function):
         return (None, *gradients, *zeros)
 
 
-# The data decide how these run, so no trace can go through them.
-DATA_DEPENDENT = (cond, while_loop)
+# The data decide how these run, so no trace can go through them. The last two are what torch's own front end writes.
+DATA_DEPENDENT = (cond, while_loop, cond_op, while_loop_op)

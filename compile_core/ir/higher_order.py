@@ -30,7 +30,7 @@ class CheckpointOptions:
 
     @property
     def use_reentrant(self) -> bool:
-        return bool(self.keywords["use_reentrant"])
+        return bool(self.keywords.get("use_reentrant"))
 
 
 def checkpoint(body: Body, options: CheckpointOptions, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
