@@ -104,6 +104,13 @@ class Recording:
             result.data_ptr() if isinstance(result, torch.Tensor) else None for result in results
         )
         self._copies = copies
+        # Two results that are one tensor stay one.
+        distinct = {id(result): result for result in results if isinstance(result, torch.Tensor)}
+        numbers = {identity: number for number, identity in enumerate(distinct)}
+        self._tensors = list(distinct.values())
+        self._plan = [
+            numbers[id(result)] if isinstance(result, torch.Tensor) else result for result in results
+        ]
         self._results_in: dict[int, list[int]] = {}
         for position, result in enumerate(results):
             if isinstance(result, torch.Tensor):
@@ -123,22 +130,19 @@ class Recording:
 
     def give(self, inputs: Sequence[torch.Tensor], copied: Iterable[int]) -> list[Any]:
         """New tensors for the results; those at the positions ``copied`` have memory of their own."""
-        given: dict[int, torch.Tensor] = {}  # two results that are one tensor stay one
-        results: list[Any] = []
-        for result in self.results:
-            if isinstance(result, Borrowed):
-                results.append(result.of(inputs[result.position]))
-            elif result is None:
-                results.append(None)
-            else:
-                if id(result) not in given:
-                    given[id(result)] = _alias(result)
-                results.append(given[id(result)])
-        sources = {position: results[position] for position in copied if results[position] is not None}
-        alone = {position: _empty_like(source) for position, source in sources.items()}
-        _copy_all([(alone[position], source) for position, source in sources.items()])
-        for position, result in alone.items():
-            results[position] = result
+        alias = _inference_alias if torch.is_inference_mode_enabled() else torch.Tensor.detach
+        aliases = list(map(alias, self._tensors))
+        results: list[Any] = [
+            aliases[item] if isinstance(item, int) else item and item.of(inputs[item.position])
+            for item in self._plan
+        ]
+        pairs = []
+        for position in copied:
+            source = self.results[position]
+            if isinstance(source, torch.Tensor):
+                results[position] = _empty_like(source)
+                pairs.append((results[position], source))
+        _copy_all(pairs)
         return results
 
 
@@ -180,6 +184,8 @@ class GraphedProgram:
         self._forward = forward
         self._kept = dict(kept or {})
         self._seen: list[int] | None = None
+        # Inputs that are taken to stay where they are; None where that has to be found out.
+        self._watched: list[int] | None = None
         self._recordings: list[Recording] = []
         self._recorded = 0
         self._given_up = False
@@ -227,27 +233,28 @@ class GraphedProgram:
         if self._forward is None:
             return ()
         for recording in self._forward._recordings:
-            # What the forward borrowed from an input of its own is an input like any other.
-            self._kept = {
-                p: result for p, result in self._kept.items() if recording.places[result] is not None
-            }
-            own = tuple(places[position] for position in self._kept)
+            if None in self._places_in(recording):
+                # What the forward borrowed from an input of its own is an input like any other.
+                self._kept = {p: k for p, k in self._kept.items() if recording.places[k] is not None}
+                self._watched = None
+            own = tuple(map(places.__getitem__, self._kept))
             if own == self._places_in(recording):
                 return own
         return None
 
     def _places_in(self, forward: Recording) -> tuple[int | None, ...]:
-        return tuple(forward.places[result] for result in self._kept.values())
+        return tuple(map(forward.places.__getitem__, self._kept.values()))
 
     def _forget_moved(self, places: Sequence[int]) -> None:
         assert self._seen is not None
-        moved = {
-            position
-            for position, (place, seen) in enumerate(zip(places, self._seen, strict=True))
-            if place != seen and position not in self._copied_in and position not in self._kept
-        }
+        if self._watched is None:
+            self._watched = [
+                p for p in range(len(places)) if p not in self._copied_in and p not in self._kept
+            ]
+        moved = [position for position in self._watched if places[position] != self._seen[position]]
         if moved:
-            self._copied_in |= moved
+            self._copied_in.update(moved)
+            self._watched = None
             self._recordings.clear()
 
     def _not_yet_copied(self, positions: Sequence[int]) -> set[int]:
@@ -292,13 +299,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory, of the kind that the program would return in the current mode."""
-    if torch.is_inference_mode_enabled():
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        )
-    return tensor.detach()
+def _inference_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``detach`` would be if the tensor had been made in inference mode, as the program would make it there."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
