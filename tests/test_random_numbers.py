@@ -160,6 +160,27 @@ def test_eager_on_average():
     assert ((plain.mean(0) - found.mean(0)).abs() < bound).all()
 
 
+@pytest.mark.parametrize(("randomness", "masks"), [("different", 6), ("same", 1)])
+def test_rows_of_vmap_draw_as_they_are_told(randomness, masks):
+    def program(x):
+        return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(x)
+
+    y = compile_core.compile(program, fullgraph=True)(torch.randn(6, 50))
+    assert (y != 0).unique(dim=0).shape[0] == masks
+
+
+def test_layouts_are_eagers():
+    x = torch.randn(4, 3, 6, 5)
+
+    def program(x):
+        like = torch.rand_like(x[::2, :, 1:])
+        return F.dropout(x.permute(2, 0, 3, 1), 0.5), F.dropout(x.expand(2, *x.shape), 0.5), like
+
+    for tensor in (x, x.to(memory_format=torch.channels_last), x[:0]):
+        found = compile_core.compile(program, fullgraph=True)(tensor)
+        assert [value.stride() for value in found] == [value.stride() for value in program(tensor)]
+
+
 # Eager's own numbers.
 
 

@@ -57,7 +57,8 @@ def _counter_form(node: Node) -> tuple[Any, tuple[Any, ...], Sequence[Any]] | No
     ):  # fmt: skip
         return None
     result = node.meta["val"]
-    if result.device.type not in _DEVICES or result.layout != torch.strided:
+    is_plain = result.layout == torch.strided and not node.kwargs.get("pin_memory")
+    if result.device.type not in _DEVICES or not is_plain:
         return None
     args: Any = node.args
     if node.target in (aten.rand.default, aten.randn.default):

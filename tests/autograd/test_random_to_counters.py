@@ -89,7 +89,7 @@ DISTRIBUTIONS = {
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(x * 0 + 0.25), 1 / 4, 3 / 16),
     "dropout": (lambda x: F.dropout(x * 0 + 1, 0.75), 1, 3),
     "native_dropout": (lambda x: torch.native_dropout(x * 0 + 1, 0.75, True)[0], 1, 3),
-    "alpha_dropout": (lambda x: F.dropout1d(x.view(1, COUNT, 1) * 0 + 1, 0.5), 1, 1),
+    "dropout1d": (lambda x: F.dropout1d(x.view(1, COUNT, 1) * 0 + 1, 0.5), 1, 1),
 }
 
 
@@ -182,6 +182,11 @@ def test_wrong_arguments_are_torchs_to_refuse():
         assert not counters(graph.forward)
         with pytest.raises(RuntimeError):
             graph.forward(torch.ones(3))
+
+
+def test_pinned_memory_is_torchs_to_give():
+    module = joint_with_counters(lambda x: x + torch.rand(3, pin_memory=True), torch.ones(3)).module
+    assert draws(module) == [aten.rand.default] and not counters(module)
 
 
 # Between forward and backward.

@@ -28,7 +28,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile_core.autograd import random_decompositions
 from compile_core.autograd.partition import partition
+from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.options import CompileOptions
@@ -54,6 +56,12 @@ def gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, _tokens(config.vocab_size)
 
 
+def gpt2_with_dropout() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(attn_implementation="eager"))
+    model.loss_type = "ForCausalLM"
+    return model, _tokens(model.config.vocab_size)
+
+
 def bert() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return transformers.BertForMaskedLM(config), _tokens(config.vocab_size)
@@ -73,6 +81,7 @@ def resnet50() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 MODELS: dict[str, Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]]] = {
     "gpt2": gpt2,
+    "gpt2_with_dropout": gpt2_with_dropout,
     "bert": bert,
     "resnet50": resnet50,
     "llama": llama,
@@ -112,7 +121,11 @@ def _measure_ours(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]
             for one in examples
         ]
     start = time.process_time()
-    joint = trace_joint(module, fakes, backend.decompositions("cpu", CompileOptions()))
+    decompositions = {
+        **backend.decompositions("cpu", CompileOptions()),
+        **random_decompositions.DECOMPOSITIONS,
+    }
+    joint = random_to_counters(trace_joint(module, fakes, decompositions))
     traced = time.process_time()
     parts = partition(joint)
     measured.trace_s.append(traced - start)
