@@ -41,7 +41,13 @@ aten = torch.ops.aten
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 # They ask about a tensor and compute nothing.
-_QUESTIONS = frozenset({torch.ops.prim.device.default})
+_QUESTIONS = frozenset(
+    {
+        torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.numel.default,
+        aten.storage_offset.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default,
+        aten.sym_storage_offset.default,
+    }
+)  # fmt: skip
 
 
 def record(
