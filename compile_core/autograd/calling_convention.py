@@ -8,11 +8,12 @@ is made as a view of that tensor when the graph has run, so that a later change 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -72,7 +73,7 @@ def find_calling_convention(
             raise Unsupported(
                 "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
             )
-    with preserved_modes(), fake_mode:
+    with preserved_modes(), fake_mode, kernels_of_sizes(fake_mode):
         with torch.enable_grad():
             inputs = [
                 _as_intermediate(example) if isinstance(example, torch.Tensor) else example
@@ -263,3 +264,8 @@ def failures_explained() -> Iterator[None]:
         raise Unsupported(
             "trace-failed", f"the captured graph does not run on fake tensors: {error}"
         ) from error
+
+
+def kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
+    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()

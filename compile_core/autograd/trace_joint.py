@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -33,6 +31,7 @@ from compile_core.autograd.calling_convention import (
     empty_like_spec,
     failures_explained,
     find_calling_convention,
+    kernels_of_sizes,
 )
 from compile_core.autograd.control_flow import ControlFlow
 from compile_core.autograd.kept_calls import KeptCalls, kept_calls
@@ -145,7 +144,7 @@ def _trace(
         preserve_node_meta(),
         _use_lazy_graph_module(True),
         fake_mode,
-        _kernels_of_sizes(fake_mode),
+        kernels_of_sizes(fake_mode),
         failures_explained(),
     ):
         traced = record(joint, (*leaves, *seeds), decompositions, fake_mode, operations)
@@ -210,11 +209,6 @@ def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tupl
         mode.shape_env.create_unbacked_symfloat() if isinstance(example, float) else example
         for example in examples
     ]
-
-
-def _kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
-    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()
 
 
 def _check_overlap(examples: Sequence[Any], mutated: Sequence[int]) -> None:

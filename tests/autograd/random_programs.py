@@ -136,6 +136,10 @@ class Program:
         graph.output(tuple(values[k] for k in self.returned))
         return torch.fx.GraphModule(root, graph)
 
+    def examples(self) -> list[torch.Tensor]:
+        """Inputs of the shape that the program was made for."""
+        return _inputs(_leaves(self.inputs), self.inputs)
+
     def __str__(self) -> str:
         return f"inputs (requires grad, no leaf): {self.inputs}\n{self.graph().code}"
 
@@ -217,10 +221,10 @@ def _refuse_order_dependence(changed: torch.Tensor, others: Sequence[torch.Tenso
         raise IndexError("the result depends on the order of elements")
 
 
-def _leaves(flags: Sequence[tuple[bool, bool]]) -> list[torch.Tensor]:
+def _leaves(flags: Sequence[tuple[bool, bool]], shape: tuple[int, int] = SHAPE) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [
-        torch.randn(SHAPE, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
         for requires_grad, _ in flags
     ]
 
@@ -240,9 +244,10 @@ class Outcome:
     error: str | None
 
 
-def _outcome(run: Callable[..., Any], program: Program) -> Outcome:
+def run_program(run: Callable[..., Any], program: Program, shape: tuple[int, int] = SHAPE) -> Outcome:
+    """Runs a program, or what it was compiled to, on inputs of a shape."""
     torch.manual_seed(3)
-    leaves = _leaves(program.inputs)
+    leaves = _leaves(program.inputs, shape)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     inputs = _inputs(leaves, program.inputs)
     results = list(run(*inputs))
@@ -272,13 +277,17 @@ def check(program: Program, backend: str = "aot_eager") -> str:
         AssertionError: compiled and plain run differ.
     """
     module = program.graph()
-    expected = _outcome(module, program)
-    examples = _inputs(_leaves(program.inputs), program.inputs)
+    expected = run_program(module, program)
+    examples = program.examples()
     try:
         compiled = compile_program(module, examples, backend=backend)
     except Unsupported as reason:
         return reason.reason_id if expected.error is None else "eager's backward raises"
-    actual = _outcome(compiled, program)
+    return compare(run_program(compiled, program), expected)
+
+
+def compare(actual: Outcome, expected: Outcome) -> str:
+    """As ``check``."""
     for one, other in zip(actual.tensors, expected.tensors, strict=True):
         assert_same(one, other, rtol=1e-10, atol=1e-10)
     assert actual.sharing == expected.sharing, f"memory is shared by {actual.sharing}, not {expected.sharing}"

@@ -37,7 +37,12 @@ class Attention(nn.Module):
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(2)
+        nn.ZeroPad2d((0, 1, 0, 1)),
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(2),
     )
 
 
