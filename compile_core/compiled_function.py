@@ -248,16 +248,17 @@ class CompiledFunction:
             return self._call_plain(*arguments)
         return entry.run(entry.compiled, inputs, *arguments)
 
-    def _run_again(self, failure: Exception, *arguments: Any) -> Any:
+    def _run_again(self, failures: list[Exception], *arguments: Any) -> Any:
         """The graph raised: plain Python raises the same at the user's line, after the effects that come before.
 
         Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
         the recomputation once it has all that it needs.
         """
         if saved_tensor_hooks_are_active():
-            raise failure
+            raise failures.pop()
+        shown = repr(failures.pop())
         result = self._call_plain(*arguments)
-        logger.warning("%s: the graph raised %r, which plain Python did not", self.name, failure)
+        logger.warning("%s: the graph raised %s, which plain Python did not", self.name, shown)
         return result
 
     def _make_entry_if_allowed(self, arguments: tuple[Any, ...]) -> Entry | None:

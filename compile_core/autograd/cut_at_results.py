@@ -80,8 +80,8 @@ def cut_at_results(module: GraphModule) -> list[Piece]:
         if node.op in ("call_function", "call_method"):
             _check_passable(node)
             # Items stay with the operation that has several results.
-            (source,) = node.all_input_nodes if node.target is operator.getitem else (None,)
-            place_of[node] = place_of.get(source, place) if _is_sequence(source) else place
+            whole: Any = node.args[0] if node.target is operator.getitem else None
+            place_of[node] = place_of.get(whole, place) if _is_sequence(whole) else place
             place += node in ends
     return [_piece(module, place_of, place, results) for place in sorted(set(place_of.values()))]
 

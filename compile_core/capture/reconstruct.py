@@ -292,7 +292,8 @@ class RunnerWriter(SourceWriter):
         """The whole runner; ``last_lines`` return or go on after the effects.
 
         Where the graph raises, no effect of the program has happened yet, not even those before the operation that
-        raised. If the graph itself has changed nothing either, the call is made again, as plain Python.
+        raised. If the graph itself has changed nothing either, the call is made again, as plain Python. The exception
+        is handed on in a list: in a variable of the frame that it went through, it would keep all values of it alive.
         """
         names = list(map(variable_of, arguments))
         lines = [*self.lines, *self._effects, *self.late, *last_lines]
@@ -303,7 +304,7 @@ class RunnerWriter(SourceWriter):
                 "try:",
                 *(f"    {line}" for line in self._call_graph()),
                 "except Exception as error:",
-                "    failed = error",
+                "    failed = [error]",
                 "else:",
                 *(f"    {line}" for line in lines),
                 f"return run_again({', '.join(['failed', *names])})",

@@ -102,7 +102,7 @@ class RunnerCode:
     """Generated Python that calls the graph, replays side effects and rebuilds what the frame returns.
 
     It defines ``run(graph, inputs, <the frame's arguments as l_name>)``; ``constants`` are its globals. Where the
-    graph raises it calls ``run_again(error, <the frame's arguments>)``, which who runs it provides.
+    graph raises it calls ``run_again([error], <the frame's arguments>)``, which who runs it provides.
     """
 
     text: str

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import compile_core
 from compile_core.backends.registry import RegionBackend, resolve_backend
@@ -126,6 +127,35 @@ def test_activations_go_with_their_results(backend):
             y.sum().backward()
         del hidden, y
         assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_recomputation_that_a_checkpoint_ends_keeps_nothing(backend):
+    compiled = compile_core.compile(deep, backend=backend, fullgraph=True)
+    x, w = leaf(3, 3), leaf(3, 3)
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def checkpointed(x, w):
+        hidden = x * 2
+        references.append(weakref.ref(hidden))
+        return compiled(hidden, w)
+
+    for _ in range(2):
+        checkpoint(checkpointed, x, w, use_reentrant=False).sum().backward()
+    assert len(references) == 4 and not any(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_that_raises_keeps_nothing(backend):
+    compiled = compile_core.compile(lambda x, places: (x * 2)[places].sum(), backend=backend)
+    x = leaf(3)
+    compiled(x, torch.tensor([0, 1]))
+    hidden = x * 2
+    reference = weakref.ref(hidden)
+    with pytest.raises(IndexError):
+        compiled(hidden, torch.tensor([0, 7]))
+    del hidden
+    assert reference() is None
 
 
 def test_double_backward_keeps_nothing_after_it():

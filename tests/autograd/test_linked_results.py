@@ -76,6 +76,17 @@ def one_after_another(compile):
     return by_states, x.grad, w.grad, place
 
 
+def parts_on_the_way(compile):
+    def program(x, w, places):
+        hidden = torch.tanh(x @ w)
+        first, second = hidden.split(2)
+        return hidden, first[places] * second[0], hidden[hidden.shape[0] - 1]
+
+    f, x, w = compile(program), leaf(4, 3), leaf(3, 3)
+    hidden, product, row = f(x, w, torch.tensor([1, 0, 1]))
+    return grad(product.sum() + row.sum(), [hidden, x, w])
+
+
 def changed_by_the_user(compile):
     f, x, w = compile(hidden_and_result), leaf(3, 3), leaf(3, 3)
     hidden, y = f(x, w)
@@ -111,6 +122,7 @@ SCENARIOS = {
         hook_that_changes,
         loss_and_scores,
         one_after_another,
+        parts_on_the_way,
         changed_by_the_user,
         without_gradients,
         buffers_changed_on_the_way,
