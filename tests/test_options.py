@@ -90,6 +90,19 @@ def test_a_backend_that_has_no_use_for_an_option_says_so(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("mode", list_mode_options())
+def test_every_mode_runs_everywhere(mode):
+    x = torch.linspace(-1, 1, 8)
+    assert torch.allclose(compile_core.compile(lambda x: (x * 2).relu(), mode=mode)(x), (x * 2).relu())
+
+
+def test_traces_are_written_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compile_core.compile(lambda x: x + 3, backend="aot_eager", options={"trace.enabled": True})(torch.ones(2))
+    folder = tmp_path / "gradsplit_trace" / f"pid_{os.getpid()}"
+    assert any("add.Tensor" in path.read_text() for path in folder.glob("graph_*.joint.txt"))
+
+
 def test_modes_of_torch():
     assert set(list_mode_options()) == set(torch._inductor.list_mode_options()) - {"lite"}
     assert list_mode_options("max-autotune") == {"max_autotune": True, "triton.cudagraphs": True}

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import Load, ProductNest, View
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering import scalar_triton
-from compile_core.lowering.codegen_triton import TritonWriter
+from compile_core.lowering.codegen_triton import TritonWriter, triton_source
 from compile_core.lowering.tiling_triton import GpuTiling
 
 _ROWS_OF_BLOCKS = 8
@@ -29,22 +28,8 @@ def generate_product(nest: ProductNest, buffers: Mapping[str, TensorSpec]) -> Ke
     """
     names = tuple(sorted(reads(nest) | writes(nest)))
     writer = _ProductWriter(nest, buffers, {name: index for index, name in enumerate(names)})
-    parameters = ", ".join(f"p{index}" for index in range(len(names)))
-    lines = [
-        "@triton.jit",
-        f"def {KERNEL_SYMBOL}({parameters}):",
-        *(f"    {line}" for line in writer.lines()),
-    ]
-    return KernelSource(
-        name=nest.name,
-        language="triton",
-        text="\n".join(lines),
-        buffers=names,
-        device=buffers[names[0]].device,
-        pointers=tuple(scalar_triton.pointer_type(buffers[name].dtype) for name in names),
-        grid=writer.grid(),
-        meta=(("num_warps", nest.tile.warps), ("num_stages", nest.tile.stages)),
-    )
+    meta = (("num_warps", nest.tile.warps), ("num_stages", nest.tile.stages))
+    return triton_source(nest.name, names, buffers, writer.lines(), writer.grid(), meta)
 
 
 class _ProductWriter(TritonWriter):

@@ -43,21 +43,31 @@ def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> Kernel
     """
     names = buffers_of(nest)
     writer = TritonWriter(simplify(nest), buffers, {name: index for index, name in enumerate(names)})
+    return triton_source(
+        nest.name, names, buffers, writer.lines(), writer.grid(), (("num_warps", writer.tiling.num_warps),)
+    )
+
+
+def triton_source(
+    name: str,
+    names: Sequence[str],
+    buffers: Mapping[str, TensorSpec],
+    lines: Sequence[str],
+    grid: tuple[int, int, int],
+    meta: tuple[tuple[str, int], ...],
+) -> KernelSource:
+    """The kernel that has these lines as its body, and these buffers as ``p0``, ``p1`` and so on."""
     parameters = ", ".join(f"p{index}" for index in range(len(names)))
-    lines = [
-        "@triton.jit",
-        f"def {KERNEL_SYMBOL}({parameters}):",
-        *(f"    {line}" for line in writer.lines()),
-    ]
+    text = ["@triton.jit", f"def {KERNEL_SYMBOL}({parameters}):", *(f"    {line}" for line in lines)]
     return KernelSource(
-        name=nest.name,
+        name=name,
         language="triton",
-        text="\n".join(lines),
-        buffers=names,
+        text="\n".join(text),
+        buffers=tuple(names),
         device=buffers[names[0]].device if names else torch.device("cuda"),
-        pointers=tuple(scalar_triton.pointer_type(buffers[name].dtype) for name in names),
-        grid=writer.grid(),
-        meta=(("num_warps", writer.tiling.num_warps),),
+        pointers=tuple(scalar_triton.pointer_type(buffers[buffer].dtype) for buffer in names),
+        grid=grid,
+        meta=meta,
     )
 
 
