@@ -16,7 +16,7 @@ from compile_core.lowering.build import build, generate, start_build
 from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.choose_products import choose_products
 from compile_core.lowering.decompositions import decomposition_table
-from compile_core.lowering.fuse import fuse
+from compile_core.lowering.fuse import fuse_and_explain
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
 from compile_core.lowering.pad_rows import pad_rows
@@ -42,7 +42,9 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     with timed("choose_gemm"):
         program = choose_gemm(program, gemm_speed(options.cache_folder))
     with timed("fuse"):
-        program = split_reductions(fuse(program))
+        program, refusals = fuse_and_explain(program)
+        program = split_reductions(program)
+    dump(f"{compute.name}.unfused", "\n".join(map(str, refusals)))
     if options.shape_padding:
         with timed("pad_rows"):
             program = pad_rows(program, torch.get_float32_matmul_precision() != "highest")

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from compile_core.ir.loops import LoopProgram, View
 from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.batch_nests import batch_nests
+from compile_core.lowering.build import generate
 from compile_core.lowering.extern_rules import fallback_calls
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
@@ -98,3 +100,17 @@ def test_gradients_go_scaled_into_their_destinations(world: int) -> None:
         for call in alphas
     )
     assert len(kernels(program)) <= 9 * LAYERS + 9
+
+
+def test_further_equal_blocks_need_no_further_kernels() -> None:
+    def texts(layers: int) -> set[str]:
+        torch.manual_seed(0)
+        tokens, targets = torch.randint(0, 67, (2, 4, 24))
+        found = set()
+        for part in cut(joint_graph(SmallGPT(layers=layers), tokens, targets)):
+            program = batch_nests(fuse(lower(compute_of(part))))
+            found |= {generate(step, program.buffers).text for step in kernels(program)}
+        return found
+
+    three = texts(3)
+    assert len(texts(4) | three) == len(three)

@@ -38,3 +38,10 @@ def test_compiled_regions_are_drawn(tmp_path: Path, backend: str, picture: str) 
         text.text or "" for text in ElementTree.parse(drawn[f"forward.{picture}.svg"]).iter(f"{SVG}text")
     ]
     assert any("mm" in label for label in labels)
+
+
+def test_what_was_not_fused_is_written_with_the_reason(tmp_path: Path) -> None:
+    x = torch.randn(8, 6)
+    compile_core.compile(lambda x: (x.sum(0), x.sum(1)), options={"trace_folder": tmp_path})(x)
+    (written,) = tmp_path.glob("*.unfused.txt")
+    assert "they reduce over different axes (192 bytes)" in written.read_text()
