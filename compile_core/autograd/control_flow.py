@@ -115,8 +115,6 @@ class ControlFlow:
         if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
             raise Unsupported("symbolic-branch", "a branch or a loop over tensors whose sizes are open")
         like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
-        if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
-            raise Unsupported("open-sizes-in-branch", "a branch or a loop's step takes tensors of open sizes")
         with outside_of_recording():
             with self._fake_mode:
                 examples = [empty_like_spec(spec).requires_grad_(tracked) for spec, tracked in like]

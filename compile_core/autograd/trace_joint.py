@@ -34,6 +34,7 @@ from compile_core.autograd.calling_convention import (
     kernels_of_sizes,
 )
 from compile_core.autograd.control_flow import ControlFlow
+from compile_core.autograd.custom_operators import functional_custom_operators
 from compile_core.autograd.kept_calls import KeptCalls, kept_calls
 from compile_core.autograd.number_recorder import NumberOperations, reads_numbers
 from compile_core.autograd.open_sizes import OpenSizes
@@ -82,6 +83,7 @@ def trace_joint(
         replacements = {
             higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
             **control_flow.replacements(), **noted_default_dtypes(),
+            **functional_custom_operators(module, calls, fake_mode),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations)

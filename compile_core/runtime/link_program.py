@@ -134,9 +134,9 @@ class _Writer:
         self.lines.append(f"{name}({', '.join(arguments)})")
 
     def _call_extern(self, call: ExternCall) -> None:
-        function = f"extern_{str(call.target).replace('.', '_').replace('::', '_')}"
         # Without the Python function that an operator is at first.
-        self.names[function] = getattr(call.target, "_op", call.target)
+        called = getattr(call.target, "_op", call.target)
+        function = self._named(f"extern_{str(call.target).replace('.', '_').replace('::', '_')}", called)
         arguments = [self._argument(argument) for argument in call.arguments]
         arguments += [f"{name}={self._argument(value)}" for name, value in call.keywords.items()]
         arguments += [f"{name}={self._view(view)}" for name, view in call.out.items()]
@@ -164,7 +164,11 @@ class _Writer:
     def _constant(self, value: Any) -> str:
         """A name for a value that has no literal, such as a dtype or an infinity."""
         readable = "".join(letter if letter.isalnum() else "_" for letter in str(value))
-        name = wanted = f"constant_{readable}"
+        return self._named(f"constant_{readable}", value)
+
+    def _named(self, wanted: str, value: Any) -> str:
+        """``wanted`` as the name of a value, or the next like it that stands for nothing else."""
+        name = wanted
         count = 0
         while self.names.setdefault(name, value) is not value and self.names[name] != value:
             count += 1

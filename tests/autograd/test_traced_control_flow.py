@@ -139,8 +139,16 @@ def one_branch_without_gradients(cond):
     return lambda flag, x, w: cond(flag, lambda a: a @ w, lambda a: a * 2, (x.detach(),)) * x.sum()
 
 
+def one_after_the_other(cond):
+    def program(flag, x, w):
+        y = cond(flag, lambda a: a.sin(), lambda a: a * 2, (x,))
+        return cond(~flag, lambda a: a @ w, lambda a: a - 3, (y,))
+
+    return program
+
+
 CONDITIONALS = [
-    both_read, one_branch_without_gradients, closed_over, several_results, nested, in_a_checkpoint,
+    one_after_the_other, both_read, one_branch_without_gradients, closed_over, several_results, nested, in_a_checkpoint,
     checkpoint_in_a_branch, under_autocast, under_no_grad, results_that_are_inputs, numbers_become_floats,
 ]  # fmt: skip
 

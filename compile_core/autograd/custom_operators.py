@@ -1,0 +1,108 @@
+"""Operators that users registered and that change their arguments, in a joint trace.
+
+Functionalization knows torch's own operators. A user's operator that writes to tensors becomes a kept call that works
+on copies of these and returns them beside its results; the trace then changes the tensors by what the call returns.
+
+Limits, each an ``Unsupported``: an operator under autograd, whose rules for gradients speak of tensors that change; one
+that returns anything but new tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from compile_core.autograd.calling_convention import empty_like_spec
+from compile_core.autograd.kept_calls import KeptCalls
+from compile_core.autograd.record_operators import outside_of_recording
+from compile_core.errors import Unsupported
+from compile_core.ir.kept_calls import KeptCall
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+def functional_custom_operators(
+    module: GraphModule, calls: KeptCalls, fake_mode: FakeTensorMode
+) -> Mapping[Any, Callable[..., Any]]:
+    """What is run in the place of those of them that the program calls."""
+    targets = {
+        node.target
+        for graph in (inner.graph for inner in module.modules() if isinstance(inner, GraphModule))
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload)
+    }
+    return {
+        target: _Functional(target, calls, fake_mode).call
+        for target in targets
+        if target._schema.is_mutable and target.namespace not in ("aten", "prims", "prim")
+    }
+
+
+class _Functional:
+    """Calls ``operator`` as a function without side effects, and has the side effects itself."""
+
+    def __init__(self, operator: OpOverload, calls: KeptCalls, fake_mode: FakeTensorMode) -> None:
+        self._operator = operator
+        self._calls = calls
+        self._fake_mode = fake_mode
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        values, structure = pytree.tree_flatten((args, kwargs))
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        tensors: list[torch.Tensor] = [values[place] for place in places]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._operator(*args, **kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise Unsupported(
+                "custom-operator-gradient", f"{self._operator} changes its arguments and is differentiated"
+            )
+        written = self._written(args, kwargs, tensors)
+
+        def run(*given: torch.Tensor) -> list[torch.Tensor]:
+            passed = [tensor.clone() if k in written else tensor for k, tensor in enumerate(given)]
+            filled = list(values)
+            for place, tensor in zip(places, passed, strict=True):
+                filled[place] = tensor
+            positional, named = pytree.tree_unflatten(filled, structure)
+            results = self._operator(*positional, **named)
+            return [*_tensors(results), *(passed[k] for k in written)]
+
+        like = [TensorSpec.of(tensor) for tensor in tensors]
+        with outside_of_recording(), self._fake_mode:
+            examples = run(*map(empty_like_spec, like))
+        kept = KeptCall(self._operator.__name__, run, [TensorSpec.of(example) for example in examples])
+        outputs = self._calls.call(kept, tensors)
+        for k, new in zip(written, outputs[len(outputs) - len(written) :], strict=True):
+            tensors[k].copy_(new)
+        results = outputs[: len(outputs) - len(written)]
+        returns = len(self._operator._schema.returns)
+        return None if returns == 0 else results[0] if returns == 1 else tuple(results)
+
+    def _written(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """Positions of the tensors that the schema says are changed."""
+        changed: set[int] = set()
+        schema = self._operator._schema
+        if any(value.alias_info is not None for value in schema.returns):
+            raise Unsupported("custom-operator-result", f"{self._operator} returns what it was given")
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            changed |= {id(leaf) for leaf in pytree.tree_leaves(value)}
+        return [k for k, tensor in enumerate(tensors) if id(tensor) in changed]
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    found = [] if results is None else [results] if isinstance(results, torch.Tensor) else list(results)
+    if not all(isinstance(result, torch.Tensor) for result in found):
+        raise Unsupported(
+            "custom-operator-result", "a custom operator that changes tensors returns more than tensors"
+        )
+    return found
