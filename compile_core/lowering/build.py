@@ -64,9 +64,7 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
         nest, bases = rebased(step)
         source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
-        return (
-            replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers)) if bases else source
-        )
+        return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     named = ", ".join(sorted(map(str, devices)))
     raise Unsupported(
         "kernel-devices",

@@ -51,7 +51,10 @@ def run(
     sources = [generate(nest, buffers) for nest in nests]
     functions = build(sources, folder)
     for source in sources:
-        functions[source.name](*(storages[name].data_ptr() for name in source.buffers))
+        places = [
+            storages[name].view(-1)[base:] for name, base in zip(source.buffers, source.bases, strict=True)
+        ]
+        functions[source.name](*(place.data_ptr() for place in places))
 
 
 def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
