@@ -5,7 +5,7 @@ runs in the end are torch's own kernels. The gradient of a ``torch.cond`` is a k
 the branches read, and runs the chosen one again before its backward, as torch does.
 
 Limits, each an ``Unsupported``: bodies that draw random numbers, which the second run would draw anew; bodies that
-change a tensor in place; bodies that take tensors whose sizes are open.
+change a tensor in place; expanded results of open sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compile_core.autograd.record_operators import outside_of_recording
 from compile_core.autograd.replace_calls import copy_module
 from compile_core.errors import Unsupported
 from compile_core.ir import control_flow
-from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.graphs import JointGraph, PartitionedGraph, resolve_spec
 from compile_core.ir.kept_calls import KeptCall, in_layout
 from compile_core.ir.random_operators import is_random
 from compile_core.ir.regions import graph_inputs, graph_results
@@ -112,8 +112,6 @@ class ControlFlow:
             raise Unsupported(
                 "default-dtype", "a branch or a loop under a default dtype that the program sets"
             )
-        if any(tensor._has_symbolic_sizes_strides for tensor in tensors):
-            raise Unsupported("symbolic-branch", "a branch or a loop over tensors whose sizes are open")
         like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
         with outside_of_recording():
             with self._fake_mode:
@@ -124,7 +122,10 @@ class ControlFlow:
             raise Unsupported("mutation-in-branch", "a branch or a loop's step changes a tensor in place")
         if any(is_random(node) for node in joint.module.graph.nodes):
             raise Unsupported("random-in-branch", "a branch or a loop's step draws random numbers")
-        return _Body(partition(joint))
+        traced = _Body(partition(joint))
+        if any(spec.is_open and not spec.is_dense for spec in traced.results):
+            raise Unsupported("symbolic-branch", "a branch or a loop makes an expanded tensor of open sizes")
+        return traced
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,12 @@ class _Body:
         saved = {node.name: tensor for node, tensor in zip(inputs, tensors, strict=True)}
         computed = [name for name in graph.saved if name not in saved]
         saved |= zip(computed, outputs[graph.num_outputs :], strict=True)
+        sizes = outputs[graph.num_outputs - signature.open_sizes : graph.num_outputs]
         tangents = dict(
             zip(filter(lambda k: takes_gradients(outputs[k]), self._positions), arriving, strict=True)
         )
         specified = [
-            in_layout(tangents[position], spec)
+            in_layout(tangents[position], resolve_spec(spec, sizes))
             for position, spec in zip(signature.tangents, signature.tangent_specs, strict=True)
         ]
         found = graph.backward(*(saved[name] for name in graph.saved), *specified)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compile_core.ir.numbers import value_at_compilation
 from compile_core.ir.tensor_spec import TensorSpec
 
 # While a graph is traced its kept calls are calls of this operator, with a number for each.
@@ -58,7 +59,11 @@ class KeptCall:
 
 
 def in_layout(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor itself if it has the layout, else a copy that has."""
+    """The tensor itself if it has the layout, else a copy that has; where sizes are open, dense in the order of dims."""
+    if spec.is_open:
+        outermost_first = sorted(range(value.dim()), key=lambda dim: -value_at_compilation(spec.stride[dim]))
+        rows = value.permute(outermost_first).contiguous()
+        return rows.permute([outermost_first.index(dim) for dim in range(value.dim())])
     if TensorSpec.of(value) == spec:
         return value
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(value)

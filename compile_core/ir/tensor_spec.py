@@ -34,6 +34,11 @@ class TensorSpec:
         return TensorSpec(tuple(shape), contiguous_strides(shape), dtype, device)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a size or stride is a SymInt."""
+        return any(isinstance(number, torch.SymInt) for number in (*self.shape, *self.stride))
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -66,8 +71,7 @@ class TensorSpec:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         # A look at open strides would make conditions on the sizes.
-        is_open = any(isinstance(number, torch.SymInt) for number in (*self.shape, *self.stride))
-        layout = "" if is_open or self.is_contiguous else f" strides {list(self.stride)}"
+        layout = "" if self.is_open or self.is_contiguous else f" strides {list(self.stride)}"
         return f"{dtype}{list(self.shape)}{layout} {self.device}"
 
 

@@ -184,3 +184,27 @@ def test_sizes_are_saved_as_integers() -> None:
     # The input itself is not saved for its sizes.
     primals = {node.name for node in graph.forward.graph.find_nodes(op="placeholder")}
     assert not primals & set(graph.saved)
+
+
+def branches(x: torch.Tensor, y: torch.Tensor) -> Any:
+    rows = x.shape[0]
+    chosen = torch.cond(
+        x.sum() > 0, lambda a, b: (a.t() @ b / a.shape[0], a[1:] * 3), lambda a, b: (b.t() @ a, a[1:] * 2), (x, y)
+    )
+    return (*chosen, chosen[1].sum(0) * rows)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_branches_that_data_decide(backend: str) -> None:
+    watch = Stopwatch()
+    compiled = compile_core.compile(branches, backend=backend, dynamic=True, fullgraph=True)
+    for rows in ROWS[:3] if backend == "aot_eager" else ROWS[:2]:
+        for sign in (1, -1):
+            inputs = [(tensor.detach().abs() * sign).requires_grad_() for tensor in leaves(rows)]
+            ours = copies(inputs)
+            for run, given in ((branches, inputs), (compiled, ours)):
+                backward(run(*given))
+            for one, other in zip(ours, inputs, strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    assert stages(watch)[1] == 1
+    assert hasattr(compiled.entries[0].compiled, "partitioned")
