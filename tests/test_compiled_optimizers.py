@@ -25,9 +25,11 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 STEPS = 6
 
 
-def train(make: Callable[[Any], optim.Optimizer], backend: str | None) -> list[torch.Tensor]:
+def train(
+    make: Callable[[Any], optim.Optimizer], backend: str | None, device: str = "cpu"
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Linear(4, 2).double()
+    model = nn.Linear(4, 2).double().to(device)
     optimizer = make(model.parameters())
     schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
@@ -37,7 +39,7 @@ def train(make: Callable[[Any], optim.Optimizer], backend: str | None) -> list[t
     call = step if backend is None else compile_core.compile(step, backend=backend, fullgraph=True)
     for index in range(STEPS):
         optimizer.zero_grad()
-        model(torch.full((3, 4), index / 3, dtype=torch.float64)).square().mean().backward()
+        model(torch.full((3, 4), index / 3, dtype=torch.float64, device=device)).square().mean().backward()
         call()
         schedule.step()
     return [
@@ -49,9 +51,20 @@ def train(make: Callable[[Any], optim.Optimizer], backend: str | None) -> list[t
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_step(name: str, backend: str, caplog: pytest.LogCaptureFixture) -> None:
-    expected = train(OPTIMIZERS[name], None)
+    check_step(name, backend, "cpu", caplog)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_on_a_gpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The step counts stay on the CPU."""
+    check_step(name, "triton", "cuda", caplog)
+
+
+def check_step(name: str, backend: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = train(OPTIMIZERS[name], None, device)
     watch = Stopwatch()
-    found = train(OPTIMIZERS[name], backend)
+    found = train(OPTIMIZERS[name], backend, device)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     # The first step makes the state; the second finds it, and a learning rate that differs.

@@ -59,7 +59,7 @@ class KeptCall:
 
 
 def in_layout(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor itself if it has the layout, else a copy that has; where sizes are open, dense in the order of dims."""
+    """The tensor itself if it has the layout, else a copy that has; of open sizes, dense in its order of dims."""
     if spec.is_open:
         outermost_first = sorted(range(value.dim()), key=lambda dim: -value_at_compilation(spec.stride[dim]))
         rows = value.permute(outermost_first).contiguous()

@@ -189,7 +189,10 @@ def test_sizes_are_saved_as_integers() -> None:
 def branches(x: torch.Tensor, y: torch.Tensor) -> Any:
     rows = x.shape[0]
     chosen = torch.cond(
-        x.sum() > 0, lambda a, b: (a.t() @ b / a.shape[0], a[1:] * 3), lambda a, b: (b.t() @ a, a[1:] * 2), (x, y)
+        x.sum() > 0,
+        lambda a, b: (a.t() @ b / a.shape[0], a[1:] * 3),
+        lambda a, b: (b.t() @ a, a[1:] * 2),
+        (x, y),
     )
     return (*chosen, chosen[1].sum(0) * rows)
 
