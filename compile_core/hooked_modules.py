@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.modules import GLOBAL_HOOK_TABLES, HOOK_TABLES
+from compile_core.capture.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.plain_frames import PlainFrames
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a call of the module is more than its ``forward``."""
-    entries = module.__dict__
-    return any(GLOBAL_HOOK_TABLES) or any(entries.get(table) for table in HOOK_TABLES)
+    """Whether a call of the module is more than its ``forward``. Asked at each call, so it loops over nothing."""
+    of_module = module.__dict__.get
+    return bool(
+        of_module("_forward_hooks")
+        or of_module("_forward_pre_hooks")
+        or of_module("_backward_hooks")
+        or of_module("_backward_pre_hooks")
+        or any(GLOBAL_HOOK_TABLES)
+    )
 
 
 class HookedCalls:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from compile_core.hooked_modules import has_hooks
+
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
 
@@ -35,6 +37,7 @@ def reason_for_reducer(ddp: DistributedDataParallel, parameters: Iterable[torch.
             bool(ddp._backward_hooks or ddp._backward_pre_hooks),
             "backward hooks are registered on the DDP module",
         ),
+        (has_hooks(ddp.module), "hooks are registered on the wrapped module"),
     )
     for found, reason in checks:
         if found:

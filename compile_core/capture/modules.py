@@ -14,7 +14,7 @@ from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
     getattr(module_registry, name)
@@ -136,13 +136,13 @@ class ModuleValue(InstanceValue):
         if any(GLOBAL_HOOK_TABLES):
             return True
         if self.real is None:
-            tables = [self.own_attribute(state, table) for table in HOOK_TABLES]
+            tables = [self.own_attribute(state, table) for table in _HOOK_TABLES]
             return any(table is not None and table.truth(state) for table in tables)
-        if any(self.real_dict().get(table) for table in HOOK_TABLES):
+        if any(self.real_dict().get(table) for table in _HOOK_TABLES):
             return True
         place = self.dict_source()
         if place is not None:
-            state.guards.all_false(place, HOOK_TABLES, f"{self.source} has no hooks")
+            state.guards.all_false(place, _HOOK_TABLES, f"{self.source} has no hooks")
         return False
 
     def _call_with_hooks(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:

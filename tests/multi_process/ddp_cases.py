@@ -270,6 +270,15 @@ def comm_hook_keeps_the_reducer() -> None:
 
 
 @case
+def hooks_of_the_wrapped_module_keep_the_reducer() -> None:
+    stock, compiled = pair()
+    for model in (stock, compiled):
+        model.module.register_forward_hook(lambda module, args, result: result * 2)
+    train((stock, compiled))
+    assert "wrapped module" in inspect_ddp(compiled).reason_for_reducer
+
+
+@case
 def find_unused_parameters_keeps_the_reducer() -> None:
     class Partial(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
