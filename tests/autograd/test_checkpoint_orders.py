@@ -180,14 +180,13 @@ def no_grad_inside(x, w):
     return checkpointed(body, x) @ w
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("program", "in_backward"),
     [(several_results, 2), (switches, 3), (views_leave, 3), (no_grad_inside, 5)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_products_are_computed_again(program, in_backward, backend):
-    graph = compiled_parts(program, lambda: (leaf(4, 4), leaf(4, 4)), backend)
+def test_products_are_computed_again(program, in_backward):
+    graph = compiled_parts(program, lambda: (leaf(4, 4), leaf(4, 4)))
     assert operators(graph)[aten.mm.default] == in_backward
 
 
@@ -237,7 +236,6 @@ MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAV
 MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("context_fn", "again"),
     [
@@ -254,8 +252,8 @@ MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPo
         (functools.partial(create_selective_checkpoint_contexts, []), 2),
     ],
 )
-def test_products_computed_again_under_a_policy(context_fn, again, backend):
-    graph = selected(context_fn, backend=backend)
+def test_products_computed_again_under_a_policy(context_fn, again):
+    graph = selected(context_fn)
     assert operators(graph)[aten.mm.default] == 4 + again
 
 
