@@ -133,10 +133,10 @@ class CompileOptions:
         ),
     )
     shape_padding: bool = field(
-        default=False,
+        default=True,
         metadata=_flag(
             "on GPUs, align the rows of matrices inside a program whose number of columns is odd, as of a vocabulary "
-            "of 50257, for the products that read them"
+            "of 50257, for the products that write and read them"
         ),
     )
     trace_folder: Path | None = field(

@@ -1,9 +1,10 @@
 """Pads the rows of matrices that a program keeps to itself, so that matrix products read them 16 bytes at a time.
 
-GPT-2 has a vocabulary of 50257: no row of the gradient of its logits begins at an aligned address, and the two products
-that read it run at half their speed. Where the program itself allocates such a matrix, its rows are laid out with a few
-unused elements behind each. Nothing is copied; nests write and read the matrix with other strides. A matrix that comes
-from outside or goes there keeps its layout.
+GPT-2 has a vocabulary of 50257: no row of its logits begins at an aligned address, nor of their gradient, and the three
+products that write and read them run at a fraction of their speed. Where the program itself allocates such a matrix,
+its rows are laid out with a few unused elements behind each; nests write and read the matrix with other strides. A
+matrix that goes outside keeps its layout: a product writes it with padded rows, and a nest copies it, which costs far
+less.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out)
 _ALIGNED_BYTES = 16
 _LEAST_COLUMNS, _LEAST_ELEMENTS = 64, 1 << 16
+# From this inner side on a product gains more than the copy of its result costs.
+_LEAST_INNER = 256
 
 
 class _NotRows(Exception):
@@ -66,6 +69,7 @@ def pad_rows(program: LoopProgram, with_float32: bool) -> LoopProgram:
     Args:
         with_float32: pad float32 too, which tensor cores multiply in the format TF32 only.
     """
+    program = _with_copies(program, with_float32)
     outside = {*program.inputs, *program.destinations, *program.constants}
     outside |= {view.buffer for view in program.outputs if view is not None}
     for name in _operands(program):
@@ -76,6 +80,40 @@ def pad_rows(program: LoopProgram, with_float32: bool) -> LoopProgram:
             except _NotRows:
                 continue
     return program
+
+
+def _with_copies(program: LoopProgram, with_float32: bool) -> LoopProgram:
+    """The program in which large products write to matrices of its own, not straight to the outside."""
+    returned = {view.buffer for view in program.outputs if view is not None} | set(program.destinations)
+    buffers = dict(program.buffers)
+    steps: list[Step] = []
+    for step in program.steps:
+        out = _large_product(step)
+        spec = None if out is None else replace(buffers[out.buffer], shape=out.shape, stride=out.stride)
+        if out is None or spec is None or out.buffer not in returned or not _is_worth_it(spec, with_float32):
+            steps.append(step)
+            continue
+        assert isinstance(step, ExternCall)
+        own = View(f"{out.buffer}_rows_{len(steps)}", out.shape, out.stride)
+        buffers[own.buffer] = spec
+        # Under beta=0 the result itself stands where something to add would.
+        arguments = tuple(own if argument == out else argument for argument in step.arguments)
+        steps.append(replace(step, arguments=arguments, out={"out": own}))
+        load = Load(Access(own.buffer, own.stride), torch.float32)
+        store = Store(Access(out.buffer, out.stride, out.offset), 0)
+        steps.append(LoopNest(f"{own.buffer}_copied", out.shape, 0, (load, store), step.origins))
+    return replace(program, buffers=buffers, steps=tuple(steps))
+
+
+def _large_product(step: Step) -> View | None:
+    """Where a step puts the product of two matrices, if that costs more than to copy it and the step does not add to
+    what lies there."""
+    if not isinstance(step, ExternCall) or step.target not in (aten.mm.out, aten.addmm.out):
+        return None
+    out = step.out["out"]
+    adds = step.target is aten.addmm.out and step.keywords.get("beta", 1) != 0
+    reads_result = adds and step.arguments[0].buffer == out.buffer
+    return None if reads_result or step.arguments[-1].shape[0] < _LEAST_INNER else out
 
 
 def _operands(program: LoopProgram) -> list[str]:

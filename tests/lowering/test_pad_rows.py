@@ -16,7 +16,7 @@ from compile_core.lowering.lower import lower
 from compile_core.lowering.pad_rows import pad_rows
 from compile_core.lowering.tiling_split import split_reductions
 from tests.lowering.loop_evaluator import evaluate
-from tests.lowering.lowering_harness import compare, compute_of, trace
+from tests.lowering.lowering_harness import calls, compare, compute_of, trace
 from tests.lowering.product_programs import on
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -79,6 +79,31 @@ def _aligned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def _flat_too(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     scores = torch.exp(x)
     return scores @ w, scores.view(-1).view(101, 700).cumsum(1)
+
+
+def test_a_product_that_goes_outside_is_copied_there() -> None:
+    def function(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = (h @ w.t()).view(8, 100, 99)
+        return scores, torch.logsumexp(scores, 2)
+
+    after, names = padded(function, _matrix(800, 256), _matrix(99, 256))
+    assert not names, "what goes outside keeps its layout"
+    own = [spec for name, spec in after.buffers.items() if "_rows_" in name]
+    assert [spec.stride for spec in own] == [(100, 1)]
+
+
+def test_a_scaled_product_that_goes_outside() -> None:
+    def function(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (h @ w) * 0.25
+
+    after, _ = padded(function, _matrix(800, 256), _matrix(256, 99))
+    (call,) = calls(after)
+    assert call.keywords == {"beta": 0, "alpha": 0.25} and "_rows_" in call.out["out"].buffer
+
+
+def test_a_small_product_is_not_worth_a_copy() -> None:
+    after, _ = padded(lambda h, w: h @ w.t(), _matrix(800, 32), _matrix(99, 32))
+    assert not any("_rows_" in name for name in after.buffers)
 
 
 @pytest.mark.parametrize("function", [_outside, _aligned, _flat_too])
