@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import compile_core
 from tests.autograd.test_random_to_counters import DISTRIBUTIONS
@@ -84,14 +85,18 @@ def test_fallback_is_eagers(backend):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("options", [{}, FALLBACK])
-def test_attention_with_dropout_keeps_its_kernel(options):
+def test_attention_with_dropout_keeps_its_kernel(options, wrapped):
     """Forward and backward of torch's attention agree on the mask; linear in the values, its gradient tells."""
     q, k = (torch.randn(2, 2, 32, 16, device=DEVICE) for _ in range(2))
     v = torch.eye(32, 16, device=DEVICE).expand(2, 2, 32, 16).clone().requires_grad_()
 
-    def program(q, k, v):
+    def attention(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    def program(q, k, v):
+        return checkpoint(attention, q, k, v, use_reentrant=False) if wrapped else attention(q, k, v)
 
     run = compile_core.compile(program, fullgraph=True, options=options)
     y = run(q, k, v)

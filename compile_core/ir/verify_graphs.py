@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.errors import InternalError
+from compile_core.ir.counter_random import COUNTER_OPERATORS, SEED_STRIDE
 from compile_core.ir.graphs import GraphSignature, JointGraph, OpenSize, PartitionedGraph
 from compile_core.ir.numbers import is_number
 from compile_core.ir.regions import graph_inputs, graph_results
@@ -30,6 +31,7 @@ def verify_joint(joint: JointGraph) -> None:
         _broken("joint graph", "the open sizes are the last of its outputs")
     if len(joint.tangents) != len(joint.signature.tangents):
         _broken("joint graph", f"{len(joint.tangents)} tangents for {len(joint.signature.tangents)} results")
+    _verify_seeds(joint.module)
 
 
 def verify_partition(joint: JointGraph, graph: PartitionedGraph) -> None:
@@ -91,6 +93,19 @@ def _verify_compute(step: Compute, known: set[str]) -> None:
     for name in step.destinations:
         if name not in step.outputs:
             _broken(f"{step.name}: destination of {name}", "what is stored is a result")
+
+
+def _verify_seeds(module: GraphModule) -> None:
+    taken: set[tuple[Node, int]] = set()
+    for node in module.graph.nodes:
+        if node.target in COUNTER_OPERATORS:
+            seeds, slot = node.args[:2]
+            rows = seeds.meta["val"]
+            if rows.dtype != torch.int64 or rows.shape[1:] != (SEED_STRIDE,) or not 0 <= slot < rows.shape[0]:
+                _broken(f"joint graph: {node.name}", f"slot {slot} is no row of seeds")
+            if (seeds, slot) in taken:
+                _broken(f"joint graph: {node.name}", "a seed serves one random operator")
+            taken.add((seeds, slot))
 
 
 def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> None:

@@ -13,6 +13,7 @@ from compile_core.autograd import random_decompositions
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
+from compile_core.errors import InternalError
 from compile_core.ir.counter_random import COUNTER_OPERATORS
 from compile_core.ir.random_operators import is_random
 from compile_core.ir.verify_graphs import verify_joint, verify_partition
@@ -156,6 +157,15 @@ def test_dropout_of_nan_and_infinity_is_nan_as_in_torch():
     x = torch.tensor([float("nan"), float("inf")]).repeat(50)
     (found,) = parts_of(lambda x: F.dropout(x, 0.5), x).forward(x)
     assert found[::2].isnan().all() and found[1::2].isnan().any() and found[1::2].isinf().any()
+
+
+def test_a_seed_serves_one_operator():
+    joint = joint_with_counters(lambda x: torch.rand(3) + torch.rand(3), torch.ones(3))
+    second = [node for node in joint.module.graph.nodes if node.target in COUNTER_OPERATORS][1]
+    for slot, rule in ((0, "serves one random operator"), (2, "no row of seeds")):
+        second.args = (second.args[0], slot, *second.args[2:])
+        with pytest.raises(InternalError, match=rule):
+            verify_joint(joint)
 
 
 # What keeps torch's kernel.
