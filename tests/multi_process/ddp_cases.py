@@ -224,6 +224,19 @@ def sizes_that_differ_between_steps() -> None:
 
 
 @case
+def one_program_of_open_sizes_fills_several_buckets() -> None:
+    stock, compiled = pair(backend="aot_eager", bucket_cap_mb=0.007)
+    for step, rows in enumerate((6, 4, 5, 3)):
+        for model in (stock, compiled):
+            model.zero_grad()
+            model(data(step, rows)).square().mean().backward()
+        check_gradients(stock, compiled)
+    runner = inspect_ddp(compiled)
+    assert is_in_graph(compiled) and len(runner.plan.buckets) > 1
+    assert len(runner.graphs) == 2
+
+
+@case
 def parameter_used_outside_the_module_too() -> None:
     stock, compiled = pair()
     for step in range(2):
