@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import compile_core
 from compile_core.ir.loops import LoopProgram
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.fuse import fuse
@@ -115,3 +117,28 @@ def test_float32_without_tensor_cores() -> None:
     x, w = _matrix(700, 101), _matrix(101, 8)
     assert not padded(lambda x, w: torch.exp(x) @ w, x, w, with_float32=False)[1]
     assert padded(lambda x, w: torch.exp(x) @ w, x.half(), w.half(), with_float32=False)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_head_over_an_odd_vocabulary_on_a_gpu(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Loss, scores and gradients against float64, and the paddings in what was compiled."""
+    hidden = torch.randn(4, 200, 256, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(1003, 256, device="cuda", dtype=dtype) / 16).requires_grad_()
+    target = torch.randint(0, 1003, (4, 200), device="cuda")
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.nn.functional.linear(hidden, weight)
+        return torch.nn.functional.cross_entropy(scores.float().flatten(0, 1), target.flatten()), scores
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    scores = torch.nn.functional.linear(*exact)
+    torch.nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten()).backward()
+    loss, found = compile_core.compile(head, options={"trace_folder": tmp_path})(hidden, weight)
+    loss.backward()
+    assert found.is_contiguous()
+    for one, other in ((found, scores), (hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):
+        assert one is not None and other is not None
+        assert (one.double() - other).norm() <= 1e-2 * other.norm()
+    texts = {path.name.split(".", 1)[1]: path.read_text() for path in tmp_path.glob("*.loops.txt")}
+    assert "@(1008,1)" in texts["forward.loops.txt"] and "@(1008,1)" in texts["backward.loops.txt"]
