@@ -26,7 +26,7 @@ from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.graphs import PartitionedGraph, replaced_inputs
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import whole_schedule
 from compile_core.ir.schedule import Schedule
@@ -189,7 +189,11 @@ def compile_stages(
 
     def compile_programs(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
         """Stages 4 to 8."""
-        finish_forward = _start_regions(whole_schedule("forward", graph.forward), backend, options, dump)
+        # What a CUDA graph runs to record it would change the inputs more than once.
+        in_place = graph.backward is None and not options.cuda_graphs
+        replaced = replaced_inputs(graph.signature) if in_place else {}
+        schedule = whole_schedule("forward", graph.forward, replaced)
+        finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:
             schedule, communicator = _plan_backward(graph, inputs, planner)

@@ -54,7 +54,7 @@ class BoundGraph:
         if signature.mutated:
             with torch.no_grad():
                 for positions, updates in self.replays:
-                    foreach_copy([primals[k] for k in positions], [outputs[k] for k in updates])
+                    _replay([primals[k] for k in positions], [outputs[k] for k in updates])
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
@@ -123,6 +123,19 @@ def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int,
         (tuple(position for position, _ in group), tuple(output for _, output in group))
         for group in groups.values()
     )
+
+
+def _replay(changed: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Gives tensors their new values. Where the program has stored one there already, autograd is told only."""
+    stored = [tensor for tensor, value in zip(changed, values, strict=True) if value is tensor]
+    if not stored:
+        foreach_copy(changed, values)
+        return
+    # What is made in inference mode has no versions.
+    torch.autograd.graph.increment_version([tensor for tensor in stored if not tensor.is_inference()])
+    pairs = [(tensor, value) for tensor, value in zip(changed, values, strict=True) if value is not tensor]
+    if pairs:
+        foreach_copy([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 def _make_alias(

@@ -19,6 +19,7 @@ from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse_and_explain
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
+from compile_core.lowering.overwrite_inputs import overwrite_inputs
 from compile_core.lowering.pad_rows import pad_rows
 from compile_core.lowering.tiling_split import split_reductions
 from compile_core.observe.diagram import draw_program
@@ -54,7 +55,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
                 program, options.cache_folder, options.epilogue_fusion, lambda part: _link(part, options)
             )
     with timed("fuse"):
-        program = batch_nests(program)
+        program = batch_nests(overwrite_inputs(program, compute))
     if options.verify:
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))

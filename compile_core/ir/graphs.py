@@ -89,6 +89,26 @@ class GraphSignature:
     open_sizes: int = 0
 
 
+def replaced_inputs(signature: GraphSignature) -> dict[int, int]:
+    """Of the graph's outputs those that are new values of inputs and nothing else, with the inputs' positions.
+
+    Not so where gradients flow through the change, which needs to be an operation of its own then.
+    """
+    needed = {
+        result if isinstance(result, int) else result.position
+        for result in signature.results
+        if isinstance(result, int) or not result.of_input
+    }
+    outputs = [mutation.output for mutation in signature.mutated]
+    return {
+        mutation.output: mutation.input
+        for mutation in signature.mutated
+        if not mutation.differentiable
+        and mutation.output not in needed
+        and outputs.count(mutation.output) == 1
+    }
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """Forward and backward in one functional graph.

@@ -272,13 +272,14 @@ class LoopProgram:
     """A straight-line program over named buffers.
 
     Attributes:
-        inputs: buffers that the caller passes, in order; never written, except ``destinations``.
+        inputs: buffers that the caller passes, in order; written only if they are among ``overwritten``.
         destinations: buffers that the caller passes after the inputs and that the program writes fully.
         buffers: every buffer's spec, inputs, destinations, constants and temporaries.
         constants: names of buffers with data known at compile time.
         steps: in execution order. A temporary is allocated before the first step that writes it, freed after its last
             use; that is the linker's work.
         outputs: what the caller receives, in order: views of buffers, or ``None``.
+        overwritten: inputs that hold a new value in the end, which is the output.
     """
 
     name: str
@@ -288,3 +289,4 @@ class LoopProgram:
     constants: Mapping[str, torch.Tensor]
     steps: tuple[Step, ...]
     outputs: tuple[View | None, ...]
+    overwritten: tuple[str, ...] = ()

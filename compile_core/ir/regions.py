@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -73,14 +74,27 @@ def build_region(
     )
 
 
-def whole_schedule(name: str, module: GraphModule) -> Schedule:
-    """The schedule of one process: the whole graph is one region."""
+def whole_schedule(name: str, module: GraphModule, replaced: Mapping[int, int] | None = None) -> Schedule:
+    """The schedule of one process: the whole graph is one region.
+
+    Args:
+        replaced: see ``Compute.replaced``, by position of the result -> position of the input.
+    """
     results = graph_results(module)
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     computed = list(dict.fromkeys(node for node in results if node is not None and node.op != "placeholder"))
+    inputs = tuple(node.name for node in graph_inputs(module))
+    region = build_region(name, module, nodes, computed)
+    updates = {
+        node.name: inputs[given]
+        for position, given in (replaced or {}).items()
+        if (node := results[position]) in computed
+        and results.count(node) == 1
+        and inputs[given] in region.inputs
+    }
     return Schedule(
         name=name,
-        inputs=tuple(node.name for node in graph_inputs(module)),
-        steps=(build_region(name, module, nodes, computed),),
+        inputs=inputs,
+        steps=(replace(region, replaced=updates),),
         outputs=tuple(None if node is None else node.name for node in results),
     )

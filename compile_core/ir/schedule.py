@@ -24,6 +24,8 @@ class Compute:
         outputs: names under which its results are known from then on, unique in the schedule.
         destinations: which results must be stored into a persistent buffer of the caller, by result name -> destination
             name. The buffer has the result's shape and dtype and is contiguous.
+        replaced: results that are new values of inputs, which nothing else needs, by result name -> input name. The
+            region may store such a result in the input's memory, and then returns the input as the result.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     destinations: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def verify_program(program: LoopProgram) -> None:
                 _check_view(view, program.buffers, label)
             missing = reads(step) - known - empty - {view.buffer for view in step.out.values()}
         _rule(not missing, label, f"reads {sorted(missing)} before anything wrote it")
-        forbidden = (writes(step) - mutated(step)) & (set(program.inputs) | set(program.constants))
+        given = (set(program.inputs) | set(program.constants)) - set(program.overwritten)
+        forbidden = (writes(step) - mutated(step)) & given
         _rule(not forbidden, label, f"writes the input or constant {sorted(forbidden)}")
         unknown = writes(step) - set(program.buffers)
         _rule(not unknown, label, f"writes {sorted(unknown)}, which have no spec")

@@ -1,0 +1,166 @@
+"""Inputs that a compiled function changes: the kernels store into them where that is safe, and never else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compile_core
+from compile_core.backends import triton as default_backend
+from compile_core.ir.loops import LoopProgram
+
+
+def adds(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
+def overwrites(x: Tensor, y: Tensor) -> None:
+    x.copy_(y.exp())
+
+
+def swaps(x: Tensor, y: Tensor) -> None:
+    x_before = x.clone()
+    x.copy_(y)
+    y.copy_(x_before)
+
+
+def returns_what_it_stores(x: Tensor, y: Tensor) -> Tensor:
+    total = x + y
+    x.copy_(total)
+    return total
+
+
+def returns_the_old_value(x: Tensor, y: Tensor) -> Tensor:
+    before = x * 1
+    x.add_(y)
+    return before
+
+
+def returns_the_input(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    return x
+
+
+def adds_its_transpose(x: Tensor, y: Tensor) -> None:
+    x.copy_(x + x.t())
+
+
+def shifts(x: Tensor, y: Tensor) -> None:
+    x[1:] = x[:-1] + y[1:]
+
+
+def multiplies_the_old_value_later(x: Tensor, y: Tensor) -> Tensor:
+    product = torch.mm(x, y)
+    x.add_(1)
+    return torch.mm(product, x)
+
+
+def subtracts_the_mean(x: Tensor, y: Tensor) -> None:
+    x.sub_(x.mean())
+
+
+def normalizes_rows(x: Tensor, y: Tensor) -> None:
+    x.copy_(torch.softmax(x, 1))
+
+
+def changes_a_part(x: Tensor, y: Tensor) -> None:
+    x[:, 0].zero_()
+
+
+def changes_twice(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+    y.add_(x)
+    x.mul_(y)
+
+
+STORED_IN_PLACE: dict[Callable[..., Any], int] = {
+    adds: 1,
+    overwrites: 1,
+    swaps: 1,  # the one that is not read any more
+    returns_what_it_stores: 1,  # the result is a copy
+    returns_the_old_value: 1,
+    returns_the_input: 1,
+    adds_its_transpose: 0,
+    shifts: 0,
+    multiplies_the_old_value_later: 0,
+    subtracts_the_mean: 0,
+    normalizes_rows: 0,
+    changes_a_part: 1,
+    changes_twice: 2,
+}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[LoopProgram]:
+    linked: list[LoopProgram] = []
+    original = default_backend.link_program
+
+    def noting(program: LoopProgram, *others: Any) -> Any:
+        linked.append(program)
+        return original(program, *others)
+
+    monkeypatch.setattr(default_backend, "link_program", noting)
+    return linked
+
+
+@pytest.mark.parametrize("function", STORED_IN_PLACE, ids=lambda function: function.__name__)
+def test_inputs_end_up_as_in_eager(function: Callable[..., Any], programs: list[LoopProgram]) -> None:
+    compiled = compile_core.compile(function, fullgraph=True)
+    for _ in range(2):
+        plain = torch.randn(6, 6), torch.randn(6, 6)
+        ours = [tensor.clone() for tensor in plain]
+        memory = [tensor.data_ptr() for tensor in ours]
+        versions = [tensor._version for tensor in ours]
+        expected, actual = function(*plain), compiled(*ours)
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            torch.testing.assert_close(actual, expected)
+        for k in range(2):
+            torch.testing.assert_close(ours[k], plain[k])
+            assert ours[k].data_ptr() == memory[k]
+            assert (ours[k]._version > versions[k]) == (plain[k]._version > 0)
+    assert sum(len(program.overwritten) for program in programs) == STORED_IN_PLACE[function]
+
+
+def test_a_saved_tensor_that_is_changed_is_noticed(programs: list[LoopProgram]) -> None:
+    weight = torch.randn(3, requires_grad=True)
+    x = torch.randn(3)
+    result = (weight * x).sum()
+    compile_core.compile(adds)(x, torch.ones(3))
+    assert programs[0].overwritten
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_a_call_that_fails_changes_nothing() -> None:
+    def step(x: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        x.add_(1)
+        return torch.nn.functional.embedding(index, table) * x
+
+    x, table = torch.zeros(3), torch.randn(4, 3)
+    compiled = compile_core.compile(step)
+    compiled(x, table, torch.tensor([1]))
+    with pytest.raises(IndexError):
+        compiled(x, table, torch.tensor([9]))
+    assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(3)
+        compile_core.compile(adds)(x, torch.ones(3))
+        assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_views_and_leaves() -> None:
+    base = torch.zeros(4, 3)
+    leaf = torch.zeros(3, requires_grad=True)
+    compiled = compile_core.compile(adds)
+    with torch.no_grad():
+        compiled(base[1], torch.ones(3))
+        compiled(leaf, torch.ones(3))
+    assert base.sum() == 3 and leaf.sum() == 3
