@@ -73,7 +73,8 @@ class GraphOfManySizes:
         self._compiled: OrderedDict[tuple[Any, ...], Programs] = OrderedDict()
         examples = [node.meta["val"] for node in graph_inputs(partitioned.forward)]
         self._places = symbol_places(examples)
-        self._floats = [k for k, example in enumerate(examples) if isinstance(example, torch.SymFloat)]
+        self._floats = {k for k, example in enumerate(examples) if isinstance(example, torch.SymFloat)}
+        self._integers = {k for k, example in enumerate(examples) if isinstance(example, torch.SymInt)}
         self._lock = threading.RLock()
         self._limit_reported = False
 
@@ -86,12 +87,7 @@ class GraphOfManySizes:
         compiled = self.compiled_for(inputs)
         if compiled is None:
             return self._fallback(*inputs)
-        if not self._floats:
-            return compiled(*inputs)
-        passed = list(inputs)
-        for position in self._floats:
-            passed[position] = torch.scalar_tensor(inputs[position], dtype=torch.float64)
-        return compiled(*passed)
+        return compiled(*self._passed(inputs))
 
     def compiled_for(self, inputs: Sequence[Any]) -> Programs | None:
         """What is compiled for the sizes of these inputs; None where torch's own kernels must run them."""
@@ -107,9 +103,20 @@ class GraphOfManySizes:
                     return None
                 self._compiled.popitem(last=False)
             with normal_tensors():
-                found = self._compile_programs(bind_sizes(self.partitioned, inputs), inputs)
+                bound = bind_sizes(self.partitioned, inputs)
+                found = self._compile_programs(bound, self._passed(inputs))
             self._compiled[sizes] = found
             return found
+
+    def _passed(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What programs get: no integers, which they have built in, and tensors for floats."""
+        if not self._floats and not self._integers:
+            return inputs
+        return [
+            torch.scalar_tensor(given, dtype=torch.float64) if position in self._floats else given
+            for position, given in enumerate(inputs)
+            if position not in self._integers
+        ]
 
     def _report_limit(self) -> None:
         if not self._limit_reported:
@@ -131,7 +138,7 @@ def has_numbers(graph: PartitionedGraph) -> bool:
 def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGraph:
     """The graph for the sizes of these inputs.
 
-    It takes the same inputs; the integers among them are not read.
+    It takes the same inputs without the integers among them.
 
     Raises:
         Unsupported: a size depends on what no input tells.
@@ -145,11 +152,12 @@ def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGra
         for node, given in zip(graph_inputs(graph.forward), inputs, strict=True)
         if isinstance(node.meta["val"], torch.SymInt)
     }
-    forward, numbers = binding.of_module(graph.forward, numbers, keep_inputs=True)
+    kept = [k for k, node in enumerate(graph_inputs(graph.forward)) if node.name not in numbers]
+    forward, numbers = binding.of_module(graph.forward, numbers)
     backward = None
     if graph.backward is not None:
         saved_numbers = {name: numbers[name] for name in graph.saved if name in numbers}
-        backward, _ = binding.of_module(graph.backward, saved_numbers, keep_inputs=False)
+        backward, _ = binding.of_module(graph.backward, saved_numbers)
     saved = tuple(name for name in graph.saved if name not in numbers)
     results = graph_results(graph.forward)
     ends = graph.num_outputs - graph.signature.open_sizes
@@ -161,7 +169,7 @@ def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGra
         num_outputs=ends,
         saved=saved,
         saved_bytes=_saved_bytes(forward, [name for name in saved if name not in primals]),
-        signature=_bind_signature(graph.signature, sizes),
+        signature=_bind_signature(graph.signature, sizes, {old: new for new, old in enumerate(kept)}),
     )
 
 
@@ -173,13 +181,12 @@ class _Binding:
         self._known: dict[sympy.Expr, int] = {}
 
     def of_module(
-        self, module: GraphModule, numbers: Mapping[str, Any], *, keep_inputs: bool
+        self, module: GraphModule, numbers: Mapping[str, Any]
     ) -> tuple[GraphModule, dict[str, Any]]:
         """The module with constants for its numbers, and these by the names of their nodes.
 
         Args:
-            numbers: those that it takes, by name of the placeholder.
-            keep_inputs: it goes on taking them, unread.
+            numbers: those that it takes no longer, by name of the placeholder.
         """
         graph = Graph()
         made: dict[Node, Any] = {}
@@ -187,8 +194,6 @@ class _Binding:
         for node in module.graph.nodes:
             if is_number(node) and self._is_bound(node, made, known):
                 known[node.name] = made[node] = self._of_number(node, made, known)
-                if node.op == "placeholder" and keep_inputs:
-                    graph.node_copy(node).meta["val"] = known[node.name]
                 continue
             if node.op == "output":
                 results = [result for result in node.args[0] if result is None or result.name not in known]
@@ -248,9 +253,17 @@ def _saved_bytes(forward: GraphModule, computed: Sequence[str]) -> int:
     return sum(value.numel() * value.dtype.itemsize for value in values if isinstance(value, torch.Tensor))
 
 
-def _bind_signature(signature: GraphSignature, sizes: Sequence[int]) -> GraphSignature:
+def _bind_signature(
+    signature: GraphSignature, sizes: Sequence[int], positions: Mapping[int, int]
+) -> GraphSignature:
+    """The signature without open sizes; ``positions`` has the new ones of the inputs that are left."""
+
     def of_result(result: int | ResultAlias) -> int | ResultAlias:
-        if isinstance(result, int) or result.view is None:
+        if isinstance(result, int):
+            return result
+        if result.of_input:
+            result = replace(result, position=positions[result.position])
+        if result.view is None:
             return result
         size, stride, offset = result.view
         view = (resolve_sizes(size, sizes), resolve_sizes(stride, sizes), *resolve_sizes([offset], sizes))
@@ -259,6 +272,8 @@ def _bind_signature(signature: GraphSignature, sizes: Sequence[int]) -> GraphSig
     return replace(
         signature,
         results=tuple(map(of_result, signature.results)),
+        mutated=tuple(replace(change, input=positions[change.input]) for change in signature.mutated),
+        gradient_inputs=tuple(positions[position] for position in signature.gradient_inputs),
         tangent_specs=tuple(resolve_spec(spec, sizes) for spec in signature.tangent_specs),
         open_sizes=0,
     )

@@ -27,8 +27,9 @@ from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.graphs import PartitionedGraph, replaced_inputs
+from compile_core.ir.numbers import is_number
 from compile_core.ir.print_graph import print_graph, print_schedule
-from compile_core.ir.regions import whole_schedule
+from compile_core.ir.regions import graph_inputs, whole_schedule
 from compile_core.ir.schedule import Schedule
 from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from compile_core.observe.dump import StageDump
@@ -206,6 +207,10 @@ def compile_stages(
     # What a CUDA graph recorded has its sizes for good.
     if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):
         return compile_programs(graph, inputs)
+    if again is not None and any(is_number(node) for node in graph_inputs(graph.forward)):
+        raise Unsupported(
+            "double-backward", "gradients of a graph that takes numbers are to be differentiated"
+        )
 
     def compile_static(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
         return compile_programs(numbers_to_tensors(graph), inputs)

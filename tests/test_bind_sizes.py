@@ -102,3 +102,21 @@ def test_a_backend_that_asks_for_a_size_gets_a_guard() -> None:
     for rows, columns in ((3, 4), (5, 4), (5, 6), (7, 6)):
         assert torch.equal(made(torch.ones(rows, columns)), torch.full((rows, columns), float(columns)))
     assert len(made.entries) == 2
+
+
+def test_programs_do_not_take_integers() -> None:
+    def changed(n: int, x: torch.Tensor, y: torch.Tensor) -> Any:
+        y.mul_(n)
+        return x * n, y[1:]
+
+    compiled = compile_core.compile(changed, dynamic=True, fullgraph=True)
+    for n, rows in ((3, 4), (5, 4), (5, 7)):
+        x, y = torch.randn(rows, requires_grad=True), torch.randn(rows)
+        kept = y.clone()
+        result, view = compiled(n, x, y)
+        torch.testing.assert_close((y, view), (kept * n, y[1:]))
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        assert torch.equal(gradient, torch.full((rows,), float(n)))
+        assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    for program in compiled.entries[0].compiled.programs:
+        assert len(program.forward.schedule.inputs) == 2
