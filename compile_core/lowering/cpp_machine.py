@@ -57,10 +57,12 @@ def kernel_flags() -> tuple[str, ...]:
 
 @cache
 def openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime in this process, or ``None`` for the compiler's own."""
+    """The file of the OpenMP runtime of torch in this process, or ``None`` for the compiler's own."""
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    found = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[^/\n]*)$", mapped, re.MULTILINE)
-    return found.group(1) if found else None
+    found = re.findall(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[^/\n]*)$", mapped, re.MULTILINE)
+    # Other packages may have brought runtimes of their own.
+    of_torch = [path for path in found if path.startswith(str(Path(torch.__file__).parent))]
+    return next(iter([*of_torch, *found]), None)

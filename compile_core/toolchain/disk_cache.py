@@ -92,7 +92,7 @@ class DiskCache:
         """The folder of an entry if there is a sound one; it stays in place as long as the context lasts."""
         place = self._entries / key
         with ExitStack() as stack:
-            if place.exists():
+            if os.path.exists(place):  # unlike Path.exists, also where it may not be looked for
                 with suppress(OSError):  # a cache that may only be read is still a cache
                     stack.enter_context(self._locked(key, fcntl.LOCK_SH))
                 if _is_sound(place):

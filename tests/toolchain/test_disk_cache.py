@@ -229,7 +229,7 @@ def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.rglob("*")):
         folder.chmod(0o555 if folder.is_dir() else 0o444)
     for parent in tmp_path.parents:
-        if parent.name.startswith("pytest-"):
+        if parent.name.startswith(("pytest-", "popen-")):
             parent.chmod(0o755)
     other = [content_key("other"), content_key("third")]
     process = start(script, tmp_path, KEY, *other)
@@ -238,6 +238,28 @@ def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert [line for line in output if "not kept" not in line] == ["kept", "built", "built", "kept"]
     assert sum("not kept" in line for line in output) == 1
+
+
+def test_a_folder_that_may_not_be_entered_is_done_without(tmp_path: Path) -> None:
+    script = """
+        import os
+        if os.geteuid() == 0:
+            os.setgid(65534); os.setuid(65534)
+        def fill(folder):
+            (folder / "result").write_text("built")
+        cache = DiskCache(Path(sys.argv[1]))
+        with cache.find(sys.argv[2]) as folder:
+            assert folder is None
+        with cache.entry(sys.argv[2], fill) as folder:
+            print((folder / "result").read_text())
+    """
+    closed = tmp_path / "closed"
+    read(DiskCache(closed), KEY, "kept")
+    closed.chmod(0o000)
+    process = start(script, closed, KEY)
+    output = process.communicate(timeout=60)[0]
+    closed.chmod(0o755)
+    assert (process.returncode, output) == (0, "built\n")
 
 
 def test_a_lock_that_never_becomes_free_does_not_stop_a_build(
