@@ -8,53 +8,75 @@ a GPU is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from compile_core.ir.loops import Load, LoopNest, LoopProgram, Step, Store
+from compile_core.ir.loops import Load, LoopNest, LoopProgram, Step, Store, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.step_effects import reads, writes
 
 
 def overwrite_inputs(program: LoopProgram, compute: Compute) -> LoopProgram:
     """The program that stores what ``compute.replaced`` allows into its inputs, and returns them as these results."""
+    if not compute.replaced:
+        return program
+    results = {name: position for position, name in enumerate(compute.outputs)}
+    inputs = dict(zip(compute.inputs, program.inputs, strict=True))
+    returned = Counter(view.buffer for view in program.outputs if view is not None)
+    uses = _Uses(program.steps)
+    stored: dict[str, str] = {}
     for result, given in compute.replaced.items():
-        position, old = compute.outputs.index(result), program.inputs[compute.inputs.index(given)]
-        new = _stored_whole(program, position, old)
-        if new is not None and _is_safe(program.steps, new, old):
-            program = _with_store(program, position, new, old)
-    return program
+        view, old = program.outputs[results[result]], inputs[given]
+        if view is None or returned[view.buffer] != 1 or returned[old] or not _fits(program, view, old):
+            continue
+        if uses.may_store(view.buffer, old):
+            stored[view.buffer] = old
+    return _with_stores(program, stored) if stored else program
 
 
-def _stored_whole(program: LoopProgram, position: int, old: str) -> str | None:
-    """The buffer of a result, if it is laid out as the input ``old`` and no other result lies in either."""
-    view = program.outputs[position]
-    if view is None or view.buffer in (*program.inputs, *program.destinations, *program.constants):
-        return None
+def _fits(program: LoopProgram, view: View, old: str) -> bool:
+    """Whether a result is all of a buffer that is laid out as the input ``old``."""
+    if view.buffer in (*program.destinations, *program.constants):
+        return False
     spec, given = program.buffers[view.buffer], program.buffers[old]
     is_whole = view.offset == 0 and (tuple(view.shape), tuple(view.stride)) == (spec.shape, spec.stride)
-    others = [other.buffer for other in program.outputs if other is not None]
-    is_alone = others.count(view.buffer) == 1 and old not in others
-    fits = spec == given and given.is_dense and given.device.type == "cpu"
-    return view.buffer if is_whole and is_alone and fits else None
+    return is_whole and spec == given and given.is_dense and given.device.type == "cpu"
 
 
-def _is_safe(steps: Sequence[Step], new: str, old: str) -> bool:
-    writers = [number for number, step in enumerate(steps) if new in writes(step)]
-    if len(writers) != 1 or any(old in writes(step) for step in steps):
-        return False
-    (number,) = writers
-    nest = steps[number]
-    if not isinstance(nest, LoopNest) or nest.reduced_axes or not all(map(_cannot_fail, steps[number:])):
-        return False
-    if any(old in reads(step) for step in steps[number + 1 :]):
-        return False
-    stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
-    if len(stores) != 1 or stores[0][1].mask is not None:
-        return False
-    place, store = stores[0]
-    loads = [(n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old]
-    return all(n < place and access == replace(store.access, buffer=old) for n, access in loads)
+class _Uses:
+    """Which steps write and read each buffer, and from where on no step can fail."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.writers: dict[str, list[int]] = {}
+        self.last_reader: dict[str, int] = {}
+        for number, step in enumerate(steps):
+            for name in writes(step):
+                self.writers.setdefault(name, []).append(number)
+            self.last_reader.update(dict.fromkeys(reads(step), number))
+        self.safe_from = len(steps)
+        while self.safe_from and _cannot_fail(steps[self.safe_from - 1]):
+            self.safe_from -= 1
+
+    def may_store(self, new: str, old: str) -> bool:
+        """Whether the value of ``new`` may be computed into the memory of ``old``."""
+        if len(self.writers.get(new, ())) != 1 or old in self.writers:
+            return False
+        (number,) = self.writers[new]
+        nest = self.steps[number]
+        if not isinstance(nest, LoopNest) or nest.reduced_axes or number < self.safe_from:
+            return False
+        if self.last_reader.get(old, number) > number:
+            return False
+        stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
+        if len(stores) != 1 or stores[0][1].mask is not None:
+            return False
+        place, store = stores[0]
+        loads = [
+            (n, s.access) for n, s in enumerate(nest.body) if isinstance(s, Load) and s.access.buffer == old
+        ]
+        return all(n < place and access == replace(store.access, buffer=old) for n, access in loads)
 
 
 def _cannot_fail(step: Step) -> bool:
@@ -63,26 +85,23 @@ def _cannot_fail(step: Step) -> bool:
     )
 
 
-def _with_store(program: LoopProgram, position: int, new: str, old: str) -> LoopProgram:
-    outputs = list(program.outputs)
-    view = outputs[position]
-    assert view is not None
-    outputs[position] = replace(view, buffer=old)
+def _with_stores(program: LoopProgram, stored: Mapping[str, str]) -> LoopProgram:
     return replace(
         program,
-        steps=tuple(
-            _renamed(step, new, old) if isinstance(step, LoopNest) else step for step in program.steps
+        steps=tuple(_renamed(step, stored) if isinstance(step, LoopNest) else step for step in program.steps),
+        outputs=tuple(
+            view if view is None else replace(view, buffer=stored.get(view.buffer, view.buffer))
+            for view in program.outputs
         ),
-        outputs=tuple(outputs),
-        buffers={name: spec for name, spec in program.buffers.items() if name != new},
-        overwritten=(*program.overwritten, old),
+        buffers={name: spec for name, spec in program.buffers.items() if name not in stored},
+        overwritten=tuple(stored.values()),
     )
 
 
-def _renamed(nest: LoopNest, new: str, old: str) -> LoopNest:
+def _renamed(nest: LoopNest, stored: Mapping[str, str]) -> LoopNest:
     body = [
-        replace(s, access=replace(s.access, buffer=old))
-        if isinstance(s, Load | Store) and s.access.buffer == new
+        replace(s, access=replace(s.access, buffer=stored.get(s.access.buffer, s.access.buffer)))
+        if isinstance(s, Load | Store)
         else s
         for s in nest.body
     ]
