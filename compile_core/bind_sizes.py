@@ -31,6 +31,7 @@ from compile_core.ir.graphs import (
     resolve_sizes,
     resolve_spec,
 )
+from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import expression_of, has_backed_symbols, is_number, symbol_places
 from compile_core.ir.regions import graph_inputs, graph_results
 
@@ -202,7 +203,7 @@ class _Binding:
             made[node] = graph.node_copy(node, made.__getitem__)
             if "val" in node.meta:
                 made[node].meta["val"] = self._of_value(node.meta["val"])
-        return GraphModule(module, graph), known
+        return lazy_module(module, graph), known
 
     def _is_bound(self, node: Node, made: Mapping[Node, Any], known: Mapping[str, Any]) -> bool:
         """Whether sizes tell a number; else floats do that come with each run, or a tensor's data."""

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compile_core.errors import Unsupported
+from compile_core.ir.lazy_modules import lazy_module
 
 
 @dataclass(frozen=True)
@@ -144,4 +145,4 @@ def _piece(module: GraphModule, place_of: Mapping[Node, int], place: int, result
         if node in own or (node.op == "get_attr" and node in sources):
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return Piece(GraphModule(module, graph), _names(inputs), _names(outputs))
+    return Piece(lazy_module(module, graph), _names(inputs), _names(outputs))

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from compile_core.autograd.min_cut import ancestors
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 from compile_core.ir.tensor_spec import TensorSpec
@@ -92,7 +93,7 @@ class _Rewriting:
         for node in nodes:
             if node not in self._made:
                 self._emit(node)
-        return GraphModule(self._module, self._graph), {
+        return lazy_module(self._module, self._graph), {
             node.name: device for node, device in self._devices.items()
         }
 

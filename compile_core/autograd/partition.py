@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from compile_core.autograd.backward_marks import is_of_backward
 from compile_core.autograd.memory_budget import choose_within_budget
@@ -15,6 +14,7 @@ from compile_core.autograd.recompute_orders import find_orders
 from compile_core.autograd.separate_results import memory_of
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph, PartitionedGraph
+from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 
@@ -134,8 +134,7 @@ def _extract(
             _emit(node, graph, copies)
     graph.output(tuple(None if node is None else copies[node] for node in results))
     graph.lint()
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(module, graph)
+    return lazy_module(module, graph)
 
 
 def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from compile_core.autograd import functional_batch_norm, random_order
 from compile_core.autograd.number_recorder import NumberOperations, NumberRecorder
+from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
 
 # torch exports these without declaring them.
@@ -139,7 +140,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         self._graph.output(tuple(self._argument(result) for result in results))
-        return fx.GraphModule(self._root, self._graph, "joint")
+        return lazy_module(self._root, self._graph, "joint")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
@@ -140,11 +139,9 @@ def _trace(
         specs = [dense_spec(spec) for spec in specs] if trainable else []
         seeds = [empty_like_spec(spec) for spec in specs]
         leaves = [as_leaf(example) if isinstance(example, torch.Tensor) else example for example in examples]
-    # Nobody runs the joint graph, so its Python text is only made if somebody asks for it.
     with (
         preserved_modes(),
         preserve_node_meta(),
-        _use_lazy_graph_module(True),
         fake_mode,
         kernels_of_sizes(fake_mode),
         failures_explained(),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.schedule import Compute, Schedule
 
 
@@ -67,7 +68,7 @@ def build_region(
     graph.output(tuple(returned))
     return Compute(
         name=name,
-        module=GraphModule(module, graph),
+        module=lazy_module(module, graph),
         inputs=tuple(node.name for node in read),
         outputs=(*(node.name for node in results), *stored_names.values()),
         destinations={stored_names[destination]: destination for destination in destinations},
