@@ -158,9 +158,8 @@ class OperatorRecorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            func = (
-                aten.lift_fresh_copy.default
-            )  # a constant of the graph must not be changed by whom it is lifted for
+            # Whoever lifts a constant may change the result, but must not change the constant of the graph.
+            func = aten.lift_fresh_copy.default
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
