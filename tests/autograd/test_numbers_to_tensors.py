@@ -31,7 +31,7 @@ FUNCTIONS: list[Callable[[torch.Tensor, float], Any]] = [
     lambda x, a: torch.where(x > 0, x, a),
     lambda x, a: torch.full((3,), a) + torch.full_like(x, a).sum(),
     lambda x, a: x.addcmul(x, x, value=a) + x.mul(a * 2 + 1),
-    lambda x, a: x.clamp(min=a),
+    lambda x, a: x.clamp_min(a),  # of clamp(min=nan) torch 2.11 makes something else than 2.13
     lambda x, a: (x[0, 0] * a, (x > 0) * a),
 ]
 
