@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 
-from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 
 def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
@@ -21,7 +21,7 @@ def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tenso
         and not gradient.is_neg()
     ):
         return gradient
-    expected = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    expected = spec.empty()
     return expected.zero_() if gradient is None else expected.copy_(gradient)
 
 
@@ -36,9 +36,7 @@ def batched_as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> tor
     """The same where they are batched: each gradient of the batch gets the layout, which is dense."""
     if gradient is None:
         return as_specified(None, spec)
-    outermost_first = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
-    rows = gradient.resolve_conj().resolve_neg().permute(outermost_first).contiguous()
-    return rows.permute([outermost_first.index(dim) for dim in range(len(spec.shape))])
+    return in_memory_order(gradient.resolve_conj().resolve_neg(), spec)
 
 
 def _has_layout(tensor: torch.Tensor, spec: TensorSpec) -> bool:

@@ -230,7 +230,7 @@ def _leads_by_views(tensor: torch.Tensor, origin: torch.Tensor) -> bool:
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:
     """A fresh fake leaf: the trace must not grow the autograd graph of the capture's own fake tensors."""
-    return empty_like_spec(TensorSpec.of(example)).requires_grad_(example.requires_grad)
+    return TensorSpec.of(example).empty().requires_grad_(example.requires_grad)
 
 
 def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
@@ -242,10 +242,6 @@ def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
 def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
     layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
     return (*layout, tensor.untyped_storage()._cdata)
-
-
-def empty_like_spec(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 def dense_spec(spec: TensorSpec) -> TensorSpec:

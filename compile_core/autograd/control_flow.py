@@ -20,7 +20,7 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from compile_core.autograd.calling_convention import dense_spec, empty_like_spec
+from compile_core.autograd.calling_convention import dense_spec
 from compile_core.autograd.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
 from compile_core.autograd.partition import partition
 from compile_core.autograd.record_operators import outside_of_recording
@@ -115,7 +115,7 @@ class ControlFlow:
         like = [(TensorSpec.of(tensor), tensor.requires_grad) for tensor in tensors]
         with outside_of_recording():
             with self._fake_mode:
-                examples = [empty_like_spec(spec).requires_grad_(tracked) for spec, tracked in like]
+                examples = [spec.empty().requires_grad_(tracked) for spec, tracked in like]
                 apart = _with_separate_results(body, examples)
             joint = self._trace_body(apart, examples)
         if joint.signature.mutated:

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from compile_core.autograd.calling_convention import empty_like_spec
 from compile_core.autograd.kept_calls import KeptCalls
 from compile_core.autograd.record_operators import outside_of_recording
 from compile_core.errors import Unsupported
@@ -74,7 +73,7 @@ class _Functional:
 
         like = [TensorSpec.of(tensor) for tensor in tensors]
         with outside_of_recording(), self._fake_mode:
-            examples = run(*map(empty_like_spec, like))
+            examples = run(*(spec.empty() for spec in like))
         kept = KeptCall(self._operator.__name__, run, [TensorSpec.of(example) for example in examples])
         outputs = self._calls.call(kept, tensors)
         for k, new in zip(written, outputs[len(outputs) - len(written) :], strict=True):

@@ -24,8 +24,7 @@ def memory_order(like: torch.Tensor) -> tuple[list[int], list[int]] | None:
     spec = TensorSpec.of(like)
     if spec.is_contiguous or not spec.is_dense:
         return None
-    order = sorted(range(like.dim()), key=lambda dim: (-spec.stride[dim], dim))
-    return order, [order.index(dim) for dim in range(like.dim())]
+    return spec.memory_order
 
 
 def _bernoulli(like: torch.Tensor, p: float, *, generator: Any = None) -> Any:

@@ -49,8 +49,7 @@ def _layout(spec: TensorSpec) -> list[int]:
 
 def _copied(value: Node, spec: TensorSpec) -> Node:
     """A copy with the strides of ``spec``: row-major in the order of its memory."""
-    order = sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
-    back = [order.index(dim) for dim in range(len(order))]
+    order, back = spec.memory_order
     copy = _call(value.graph, aten.permute.default, value, order)
     copy = _call(value.graph, aten.clone.default, copy, memory_format=torch.contiguous_format)
     return _call(value.graph, aten.permute.default, copy, back)

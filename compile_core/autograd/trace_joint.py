@@ -27,7 +27,6 @@ from compile_core.autograd.backward_marks import marked_as_backward
 from compile_core.autograd.calling_convention import (
     as_leaf,
     dense_spec,
-    empty_like_spec,
     failures_explained,
     find_calling_convention,
     kernels_of_sizes,
@@ -137,7 +136,7 @@ def _trace(
         specs = [convention.specs[position] for position in tangents]
         specs += [TensorSpec.of(examples[position]) for position in rebound]
         specs = [dense_spec(spec) for spec in specs] if trainable else []
-        seeds = [empty_like_spec(spec) for spec in specs]
+        seeds = [spec.empty() for spec in specs]
         leaves = [as_leaf(example) if isinstance(example, torch.Tensor) else example for example in examples]
     with (
         preserved_modes(),

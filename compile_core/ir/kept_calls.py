@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.numbers import value_at_compilation
-from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 # While a graph is traced its kept calls are calls of this operator, with a number for each.
 _library = torch.library.Library("gradsplit", "DEF")
@@ -49,10 +48,7 @@ class KeptCall:
 
     def example(self) -> list[torch.Tensor]:
         """Tensors like the results."""
-        return [
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-            for spec in self.results
-        ]
+        return [spec.empty() for spec in self.results]
 
     def __str__(self) -> str:
         return self.__name__
@@ -61,9 +57,7 @@ class KeptCall:
 def in_layout(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The tensor itself if it has the layout, else a copy that has; of open sizes, dense in its order of dims."""
     if spec.is_open:
-        outermost_first = sorted(range(value.dim()), key=lambda dim: -value_at_compilation(spec.stride[dim]))
-        rows = value.permute(outermost_first).contiguous()
-        return rows.permute([outermost_first.index(dim) for dim in range(value.dim())])
+        return in_memory_order(value, spec)
     if TensorSpec.of(value) == spec:
         return value
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(value)
+    return spec.empty().copy_(value)

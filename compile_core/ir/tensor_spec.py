@@ -68,11 +68,27 @@ class TensorSpec:
             expected *= size
         return True
 
+    @property
+    def memory_order(self) -> tuple[list[int], list[int]]:
+        """The dims as they lie in memory, outermost first, and the permutation back from that order."""
+        order = sorted(range(len(self.shape)), key=lambda dim: -value_at_compilation(self.stride[dim]))
+        return order, [order.index(dim) for dim in range(len(order))]
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this spec with whatever its memory holds."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         # A look at open strides would make conditions on the sizes.
         layout = "" if self.is_open or self.is_contiguous else f" strides {list(self.stride)}"
         return f"{dtype}{list(self.shape)}{layout} {self.device}"
+
+
+def in_memory_order(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The values in a dense tensor whose dims lie in memory in the order of ``spec``; the tensor itself if it does."""
+    order, back = spec.memory_order
+    return value.permute(order).contiguous().permute(back)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

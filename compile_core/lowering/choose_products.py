@@ -162,7 +162,7 @@ def _seconds(steps: Sequence[Step], program: LoopProgram, run_steps: RunSteps) -
 
 
 def _made_up(spec: TensorSpec) -> torch.Tensor:
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    tensor = spec.empty()
     if spec.dtype.is_floating_point:
         with torch.random.fork_rng([spec.device]):
             return tensor.normal_()
