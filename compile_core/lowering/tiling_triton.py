@@ -101,18 +101,24 @@ def _live_values(nest: LoopNest) -> int:
 
 
 def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
-    """Whether what a nest loads most of lies contiguous along its last parallel axis, not the last reduced
-    one."""
+    """Whether what a nest touches lies contiguous along its last parallel axis as much as along the last reduced one.
+
+    Accesses weigh by the elements they touch: a row's statistics that a column sum reads move along the reduced axis
+    alone and are nothing beside the matrix. A nest that reads along one axis and writes along the other needs a tile
+    with both sides too.
+    """
     parallel = parallel_axes(nest)
     if not parallel:
         return False
     reduced = len(nest.extents) - 1
-    votes = 0
+    along_parallel = along_reduced = 0
     for statement in nest.body:
         if isinstance(statement, Load | Store) and statement.access.strides[reduced]:
-            votes += abs(statement.access.strides[parallel - 1]) == 1
-            votes -= abs(statement.access.strides[reduced]) == 1
-    return votes > 0
+            strides = statement.access.strides
+            elements = prod(extent for extent, stride in zip(nest.extents, strides, strict=True) if stride)
+            along_parallel += elements * (abs(strides[parallel - 1]) == 1)
+            along_reduced += elements * (abs(strides[reduced]) == 1)
+    return along_parallel >= along_reduced and along_parallel > 0
 
 
 def _transposed_side(nest: LoopNest) -> int | None:

@@ -153,6 +153,33 @@ def column_sums(rows: int = 33, columns: int = 20, dtype: torch.dtype = F32) -> 
     return b.nest("column_sums"), b.buffers
 
 
+def norm_weight_gradients(rows: int = 70, columns: int = 40) -> Case:
+    """The column sums of a layer norm's backward, which read statistics of rows, too."""
+    b = NestBuilder((columns, rows), 1)
+    b.buffer("dy", (rows, columns), torch.bfloat16)
+    b.buffer("x", (rows, columns))
+    for name, size in (("mean", rows), ("rstd", rows), ("dweight", columns), ("dbias", columns)):
+        b.buffer(name, (size,))
+    dy = b.load("dy", (1, 0))
+    centred = b.apply("sub", b.load("x", (1, 0)), b.load("mean", (1,)))
+    xhat = b.apply("mul", centred, b.load("rstd", (1,)))
+    b.store("dweight", (0,), b.reduce("sum", b.apply("mul", dy, xhat)))
+    b.store("dbias", (0,), b.reduce("sum", dy))
+    return b.nest("norm_weight_gradients"), b.buffers
+
+
+def transposed_sums(rows: int = 70, columns: int = 40) -> Case:
+    """Column sums of a matrix that lies in columns, and is written in rows."""
+    b = NestBuilder((columns, rows), 1)
+    b.buffer("x", (columns, rows))
+    b.buffer("y", (rows, columns), torch.bfloat16)
+    b.buffer("sums", (columns,))
+    x = b.load("x", (0, 1))
+    b.store("y", (1, 0), x)
+    b.store("sums", (0,), b.reduce("sum", x))
+    return b.nest("transposed_sums"), b.buffers
+
+
 def total(shape: tuple[int, ...] = (9, 31), operation: str = "sum", dtype: torch.dtype = F32) -> Case:
     axes = tuple(range(len(shape)))
     b = NestBuilder(shape, len(shape))
@@ -413,6 +440,9 @@ HAND_WRITTEN = {
     "column_sums_many_rows": column_sums(5000, 70),
     "column_sums_wide": column_sums(40, 1500),
     "column_sums_f64": column_sums(dtype=F64),
+    "norm_weight_gradients": norm_weight_gradients(),
+    "transposed_sums": transposed_sums(),
+    "transposed_sums_many_rows": transposed_sums(5000, 70),
     "total": total(),
     "total_large": total((600, 700)),
     "total_max": total((600, 701), "max"),

@@ -25,10 +25,12 @@ from tests.lowering.codegen_nests import (
     NestBuilder,
     column_sums,
     layer_norm,
+    norm_weight_gradients,
     residual_add,
     softmax,
     total,
     transpose,
+    transposed_sums,
     words_and_bias,
 )
 from tests.lowering.codegen_operations import OPERATIONS
@@ -109,6 +111,9 @@ def test_tiles_follow_the_shape() -> None:
     assert not tiling(softmax(64, 200_000)).persistent
     columns = tiling(column_sums(4096, 768))
     assert (columns.persistent, columns.x_block) == (False, 32)
+    assert tiling(norm_weight_gradients(8192, 768)).x_block == 32
+    both = tiling(transposed_sums(8192, 768))
+    assert both.x_block == 32 and both.r_block >= 32
     assert tiling(transpose(512, 512)).y_axes
     assert not tiling(residual_add((512, 512))).y_axes
     assert tiling(total((10, 7))).persistent
