@@ -16,8 +16,9 @@ from compile_core.lowering.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import BOOL, HAND_WRITTEN, Case, embedding, inputs_for, total
 from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
 from tests.lowering.codegen_random import random_cases
-from tests.lowering.codegen_reference import evaluate
+from tests.lowering.compare_nests import compare_buffers
 from tests.lowering.jit_function import jit_function
+from tests.lowering.loop_evaluator import evaluate_nest
 
 # numpy plays the GPU here, and warns of infinities and NaN that IEEE arithmetic defines.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,19 +39,9 @@ def run(case: Case, storages: dict[str, torch.Tensor], folder: Path) -> str:
 
 
 def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
-    expected = evaluate(*case, storages)
+    expected = evaluate_nest(case[0], storages)
     text = run(case, storages, folder)
-    for name, spec in case[1].items():
-        narrow = spec.dtype in (torch.float16, torch.bfloat16)
-        bound = 1e-2 if narrow else tolerance
-        torch.testing.assert_close(
-            storages[name],
-            expected[name],
-            rtol=bound,
-            atol=bound,
-            equal_nan=True,
-            msg=lambda m, n=name: f"{n}: {m}\n{text}",
-        )
+    compare_buffers(case, storages, expected, tolerance, text)
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

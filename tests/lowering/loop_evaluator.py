@@ -1,8 +1,8 @@
-"""Runs loop programs with torch, one whole-tensor operation per statement: what every nest means, slowly."""
+"""What nests and programs of nests mean, slowly: each statement is one torch operation on the whole iteration space."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -96,11 +96,22 @@ def _run_call(call: ExternCall, buffers: dict[str, torch.Tensor], program: LoopP
             buffers[name] = value
 
 
+def evaluate_nest(nest: LoopNest, storages: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Flat storages of every buffer after the nest, computed from those before it."""
+    state = {name: storage.clone() for name, storage in storages.items()}
+    run_nest(nest, state)
+    return state
+
+
 def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
-    """Executes one nest on buffers that exist."""
-    if 0 in nest.extents:
-        return
+    """Executes one nest on buffers that exist.
+
+    Raises:
+        IndexError: a gathered index is out of range where it is used.
+    """
     rank = len(nest.extents)
+    if 0 in nest.extents[: rank - nest.reduced_axes]:
+        return
     device = next(iter(buffers.values())).device
     grid = [
         torch.arange(extent, device=device).reshape([-1 if a == axis else 1 for a in range(rank)])
@@ -109,41 +120,37 @@ def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
     reduced = list(range(rank - nest.reduced_axes, rank))
     values: list[torch.Tensor] = []
 
-    def address(access: Access) -> torch.Tensor:
+    def address(access: Access, mask: torch.Tensor | None) -> torch.Tensor:
+        """The elements that an access touches; 0 where the mask is false."""
         total = torch.full([1] * rank, access.offset, device=device)
         for axis, stride in enumerate(access.strides):
             if stride:
                 total = total + grid[axis] * stride
         for gather in access.gathers:
             index = values[gather.value].long()
+            bad = (index < -gather.size) | (index >= gather.size)
+            if (bad if mask is None else bad & mask).any():
+                raise IndexError(f"gather from {access.buffer}")
             index = torch.where(index < 0, index + gather.size, index)
-            total = total + index * gather.stride
-        return total
+            total = total + torch.where(bad, 0, index) * gather.stride
+        return total if mask is None else torch.where(mask, total, 0)
 
     for statement in nest.body:
         value = torch.zeros([1] * rank)
         if isinstance(statement, Constant):
             value = torch.full([1] * rank, statement.value, dtype=statement.dtype, device=device)
         elif isinstance(statement, Position):
-            value = address(Access("", statement.strides, statement.offset))
+            value = address(Access("", statement.strides, statement.offset), None)
         elif isinstance(statement, Load):
-            where = address(statement.access)
+            mask = None if statement.mask is None else values[statement.mask]
+            where = address(statement.access, mask)
             flat = _flat(buffers[statement.access.buffer])
-            if statement.mask is None:
-                for gather in statement.access.gathers:
-                    index = values[gather.value]
-                    assert bool(((index >= -gather.size) & (index < gather.size)).all()), (
-                        "gather out of range"
-                    )
-                assert bool((where >= 0).all() and (where < len(flat)).all())
-                value = flat[where].to(statement.dtype)
-            else:
-                where, mask = torch.broadcast_tensors(where, values[statement.mask])
-                inside = torch.where(mask, where, 0)
-                assert bool((inside >= 0).all() and (inside < len(flat)).all())
-                value = torch.where(
-                    mask, flat[inside].to(statement.dtype), _as(statement.other, statement.dtype)
-                )
+            if mask is not None and not mask.any():
+                flat = flat.new_zeros(1)  # nothing is read, perhaps because there is nothing
+            assert bool((where >= 0).all() and (where < len(flat)).all()), statement
+            value = flat[where].to(statement.dtype)
+            if mask is not None:
+                value = torch.where(mask, value, torch.tensor(statement.other, dtype=statement.dtype))
         elif isinstance(statement, Apply):
             value = _apply(statement, [values[argument] for argument in statement.arguments])
         elif isinstance(statement, Reduce):
@@ -151,27 +158,21 @@ def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
             shape = [nest.extents[axis] if axis in reduced else argument.shape[axis] for axis in range(rank)]
             value = _reduce(statement, argument.expand(shape), reduced)
         else:
-            _store(statement, values, address(statement.access), buffers[statement.access.buffer])
+            mask = None if statement.mask is None else values[statement.mask]
+            where = address(statement.access, mask)
+            _store(where, values[statement.value], mask, buffers[statement.access.buffer])
         values.append(value)
-
-
-def _as(value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (_span(TensorSpec.of(tensor)),), (1,))
 
 
-def _store(store: Store, values: list[torch.Tensor], where: torch.Tensor, buffer: torch.Tensor) -> None:
-    value = values[store.value].to(buffer.dtype)
-    if store.mask is None:
-        where, value = torch.broadcast_tensors(where, value)
-        assert where.unique().numel() == where.numel(), "two points store to one element"
-        _flat(buffer)[where.reshape(-1)] = value.reshape(-1)
-        return
-    where, value, mask = torch.broadcast_tensors(where, value, values[store.mask])
-    _flat(buffer)[where[mask]] = value[mask]
+def _store(where: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, buffer: torch.Tensor) -> None:
+    written = torch.ones_like(where, dtype=torch.bool) if mask is None else mask
+    where, value, written = torch.broadcast_tensors(where, value.to(buffer.dtype), written)
+    assert where[written].unique().numel() == written.sum(), "two points store to one element"
+    _flat(buffer)[where[written]] = value[written]
 
 
 def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -184,14 +185,16 @@ def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch
             return argument.to(statement.dtype)
         return {"max": torch.amax, "min": torch.amin}[operation](argument, dims, keepdim=True)
     if operation == "prod":
+        argument = argument.to(torch.float64 if statement.dtype.is_floating_point else statement.dtype)
         for dim in dims:
-            argument = torch.prod(argument, dim, keepdim=True, dtype=statement.dtype)
-        return argument
+            argument = torch.prod(argument, dim, keepdim=True)
+        return argument.to(statement.dtype)
     if operation in ("any", "all"):
         for dim in dims:
             argument = getattr(torch, operation)(argument, dim, keepdim=True)
         return argument
-    return torch.sum(argument, dims, keepdim=True, dtype=statement.dtype)
+    wide = torch.float64 if statement.dtype.is_floating_point else statement.dtype
+    return torch.sum(argument, dims, keepdim=True, dtype=wide).to(statement.dtype)
 
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {

@@ -35,7 +35,8 @@ from tests.lowering.codegen_nests import (
 )
 from tests.lowering.codegen_operations import OPERATIONS, operands_for
 from tests.lowering.codegen_random import random_cases
-from tests.lowering.codegen_reference import evaluate
+from tests.lowering.compare_nests import compare_buffers
+from tests.lowering.loop_evaluator import evaluate_nest
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +57,9 @@ def hand_written(folder: Path):
 def check(
     case: Case, source: KernelSource, function, storages: dict[str, torch.Tensor], tolerance: float = 1e-5
 ) -> None:
-    expected = evaluate(*case, storages)
+    expected = evaluate_nest(case[0], storages)
     function(*(storages[name] for name in source.buffers))
-    for name, spec in case[1].items():
-        narrow = spec.dtype in (torch.float16, torch.bfloat16)
-        bound = 1e-2 if narrow else tolerance
-        torch.testing.assert_close(
-            storages[name],
-            expected[name],
-            rtol=bound,
-            atol=bound,
-            equal_nan=True,
-            msg=lambda m, n=name: f"{n}: {m}\n{source.text}",
-        )
+    compare_buffers(case, storages, expected, tolerance, source.text)
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

@@ -24,7 +24,8 @@ from tests.lowering.codegen_nests import (
     total,
 )
 from tests.lowering.codegen_operations import OPERATIONS, operands_for
-from tests.lowering.codegen_reference import evaluate
+from tests.lowering.compare_nests import compare_buffers
+from tests.lowering.loop_evaluator import evaluate_nest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,18 +59,10 @@ def run(
 
 
 def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
-    expected = evaluate(*case, storages)
+    expected = evaluate_nest(case[0], storages)
     moved = {name: tensor.to(GPU) for name, tensor in storages.items()}
     run((case[0],), on(GPU, case[1]), moved, folder)
-    compare(case, moved, expected, tolerance)
-
-
-def compare(
-    case: Case, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float
-) -> None:
-    for name, spec in case[1].items():
-        bound = 1e-2 if spec.dtype in (torch.float16, torch.bfloat16) else tolerance
-        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=bound, atol=bound, equal_nan=True)
+    compare_buffers(case, moved, expected, tolerance)
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)
@@ -96,7 +89,7 @@ def test_split_reductions(case: Case, folder: Path) -> None:
     moved = {name: tensor.to(GPU) for name, tensor in storages.items()}
     moved |= {name: torch.empty(spec.shape, dtype=spec.dtype, device=GPU) for name, spec in partials.items()}
     run(nests, {**buffers, **partials}, moved, folder)
-    compare(case, moved, evaluate(*case, storages), 1e-3)
+    compare_buffers(case, moved, evaluate_nest(case[0], storages), 1e-3)
 
 
 def test_addresses_that_are_not_aligned(folder: Path) -> None:

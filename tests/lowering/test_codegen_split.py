@@ -25,7 +25,7 @@ from tests.lowering.codegen_nests import (
     total,
     weighted_columns,
 )
-from tests.lowering.codegen_reference import evaluate
+from tests.lowering.loop_evaluator import evaluate_nest
 
 GPU = torch.device("cuda", 0)
 
@@ -79,10 +79,10 @@ def test_two_nests_compute_what_one_did(name: str) -> None:
     assert len(nests) == NESTS.get(name, 2)
     assert partials
     storages = inputs_for(CASES[name])
-    expected = evaluate(nest, buffers, storages)
+    expected = evaluate_nest(nest, storages)
     state = {**storages, **{n: torch.full((s.numel,), 7).to(s.dtype) for n, s in partials.items()}}
     for part in nests:
-        state = evaluate(part, {**buffers, **partials}, state)
+        state = evaluate_nest(part, state)
         assert generate_triton(part, {**on_gpu(buffers), **partials}).text
     for buffer in buffers:
         torch.testing.assert_close(state[buffer], expected[buffer], rtol=1e-5, atol=1e-4)
