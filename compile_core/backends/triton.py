@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.schedule import Compute
@@ -38,6 +39,25 @@ def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Ca
 def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], LinkedProgram]:
     """Stages 5 to 7 for one region: loops, fusion, kernels that compile in the background, and, once these are waited
     for, the function that calls them."""
+    program, sources = generate_region(compute, options, dump)
+    with timed("build"):
+        wait_for_kernels = start_build(sources, options.cache_folder)
+
+    def finish() -> LinkedProgram:
+        with timed("build"):
+            kernels = wait_for_kernels()
+        with timed("link"):
+            linked = link_program(program, sources, kernels)
+        dump(f"{compute.name}.program", linked.text)
+        return linked
+
+    return finish
+
+
+def generate_region(
+    compute: Compute, options: CompileOptions, dump: StageDump
+) -> tuple[LoopProgram, list[KernelSource]]:
+    """A region as loops that are final, and the source of each kernel."""
     with timed("lower"):
         program = lower(compute)
     with timed("choose_gemm"):
@@ -60,26 +80,17 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
         verify_program(program)
     dump(f"{compute.name}.loops", print_program(program))
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
-    generated = [step for step in program.steps if not isinstance(step, ExternCall)]
     with timed("generate"):
-        sources = [generate(step, program.buffers) for step in generated]
+        sources = _generate(program)
     dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
-    with timed("build"):
-        wait_for_kernels = start_build(sources, options.cache_folder)
+    return program, sources
 
-    def finish() -> LinkedProgram:
-        with timed("build"):
-            kernels = wait_for_kernels()
-        with timed("link"):
-            linked = link_program(program, sources, kernels)
-        dump(f"{compute.name}.program", linked.text)
-        return linked
 
-    return finish
+def _generate(program: LoopProgram) -> list[KernelSource]:
+    return [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
 
 
 def _link(program: LoopProgram, options: CompileOptions) -> LinkedProgram:
     """A program as it is, at once."""
-    generated = [step for step in program.steps if not isinstance(step, ExternCall)]
-    sources = [generate(step, program.buffers) for step in generated]
+    sources = _generate(program)
     return link_program(program, sources, build(sources, options.cache_folder))
