@@ -22,11 +22,12 @@ from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
+from compile_core.autograd.updated_inputs import updated_inputs, updating
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.graphs import PartitionedGraph, replaced_inputs
+from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.numbers import is_number
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import graph_inputs, whole_schedule
@@ -190,10 +191,9 @@ def compile_stages(
 
     def compile_programs(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
         """Stages 4 to 8."""
-        # What a CUDA graph runs to record it would change the inputs more than once.
-        in_place = graph.backward is None and not options.cuda_graphs
-        replaced = replaced_inputs(graph.signature) if in_place else {}
-        schedule = whole_schedule("forward", graph.forward, replaced)
+        # A backward that is differentiated runs the graph again, on the values of before.
+        updated = updated_inputs(graph) if again is None else {}
+        schedule = whole_schedule("forward", graph.forward, updated)
         finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:
@@ -201,8 +201,12 @@ def compile_stages(
             finish_backward = _start_regions(schedule, backend, options, dump, communicator)
         forward = finish_forward()
         backward = None if finish_backward is None else finish_backward()
-        programs = with_cuda_graphs(graph, forward, backward) if options.cuda_graphs else (forward, backward)
-        return CompiledGraph(bind_autograd(graph, *programs, again), forward, backward, graph)
+        run_forward, run_backward = updating(forward, graph, updated), backward
+        if options.cuda_graphs:
+            changed = tuple(updated.values())
+            run_forward, run_backward = with_cuda_graphs(graph, run_forward, backward, changed)
+        bound = bind_autograd(graph, run_forward, run_backward, again, updated)
+        return CompiledGraph(bound, forward, backward, graph)
 
     # What a CUDA graph recorded has its sizes for good.
     if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):

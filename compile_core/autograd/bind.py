@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from compile_core.autograd.compiled_call import DifferentiableProgram, call_program, standalone_outputs
 from compile_core.autograd.double_backward import DifferentiableBackward
 from compile_core.autograd.returned_draws import Program, returning_draws
+from compile_core.autograd.updated_inputs import copy_groups, store_values
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
-# torch exports these without declaring them.
-foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+# torch exports it without declaring it.
 set_grad_enabled: Any = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 
 
@@ -30,7 +30,9 @@ class BoundGraph:
         forward: the program of an inference graph.
         differentiable: the programs of one with gradients.
         enables_gradients: the program does so itself, where the caller has switched them off.
-        returns_outputs: nothing is left to do when the program has run.
+        replays: changes that autograd does not see, left to do when the program has run; see ``copy_groups``.
+        changes_inputs: there are changes left to do.
+        returns_outputs: nothing at all is left to do.
     """
 
     forward: Program
@@ -38,6 +40,7 @@ class BoundGraph:
     signature: GraphSignature
     replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     enables_gradients: bool
+    changes_inputs: bool
     returns_outputs: bool
 
     def __call__(self, *primals: Any) -> tuple[torch.Tensor, ...]:
@@ -51,10 +54,10 @@ class BoundGraph:
         outputs = self._infer(primals) if self.differentiable is None else self.differentiable(primals)
         if self.returns_outputs:
             return outputs
-        if signature.mutated:
+        if self.changes_inputs:
             with torch.no_grad():
                 for positions, updates in self.replays:
-                    _replay([primals[k] for k in positions], [outputs[k] for k in updates])
+                    store_values([primals[k] for k in positions], [outputs[k] for k in updates])
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
@@ -79,6 +82,7 @@ def bind_autograd(
     forward: Program,
     backward: Program | None,
     differentiable_backward: DifferentiableBackward | None = None,
+    updated: Mapping[int, int] | None = None,
 ) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
@@ -89,53 +93,29 @@ def bind_autograd(
         backward: takes the saved values and the tangents, returns a gradient or ``None`` for each gradient
             input.
         differentiable_backward: computes gradients that are to be differentiated.
+        updated: outputs that ``forward`` itself has stored into inputs; see ``updated_inputs``.
 
     The grad mode must be that in which the graph was traced.
     """
     if not graph.signature.mutated:
         forward = returning_draws(forward, graph.forward)
+    left = [mutation for mutation in graph.signature.mutated if mutation.output not in (updated or {})]
+    unseen = [(mutation.input, mutation.output) for mutation in left if not mutation.differentiable]
     differentiable = None
     if backward is not None:
-        differentiable = DifferentiableProgram.of(graph, forward, backward, differentiable_backward)
+        differentiable = DifferentiableProgram.of(
+            graph, forward, backward, differentiable_backward, updated or {}
+        )
     return BoundGraph(
         forward=forward,
         differentiable=differentiable,
         signature=graph.signature,
-        replays=_replays(graph),
+        replays=copy_groups(graph, unseen),
         enables_gradients=backward is not None and not torch.is_grad_enabled(),
+        changes_inputs=bool(left),
         returns_outputs=not graph.signature.mutated
         and graph.signature.results == tuple(range(graph.num_outputs)),
     )
-
-
-def _replays(graph: PartitionedGraph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The changes that autograd does not see, one group a dtype: fifty batch norms make a hundred and fifty.
-
-    Each group is the positions of the primals and those of the graph's outputs that replace them.
-    """
-    primals = graph.forward.graph.find_nodes(op="placeholder")
-    groups: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for mutation in graph.signature.mutated:
-        if not mutation.differentiable:
-            dtype = primals[mutation.input].meta["val"].dtype
-            groups.setdefault(dtype, []).append((mutation.input, mutation.output))
-    return tuple(
-        (tuple(position for position, _ in group), tuple(output for _, output in group))
-        for group in groups.values()
-    )
-
-
-def _replay(changed: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Gives tensors their new values. Where the program has stored one there already, autograd is told only."""
-    stored = [tensor for tensor, value in zip(changed, values, strict=True) if value is tensor]
-    if not stored:
-        foreach_copy(changed, values)
-        return
-    # What is made in inference mode has no versions.
-    torch.autograd.graph.increment_version([tensor for tensor in stored if not tensor.is_inference()])
-    pairs = [(tensor, value) for tensor, value in zip(changed, values, strict=True) if value is not tensor]
-    if pairs:
-        foreach_copy([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 def _make_alias(

@@ -7,7 +7,7 @@ costs little more than what is done here, so whatever is the same for all calls 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class DifferentiableProgram:
         forward: Program,
         backward: Program,
         differentiable_backward: DifferentiableBackward | None,
+        updated: Mapping[int, int],
     ) -> DifferentiableProgram:
         assert graph.backward is not None
         signature = graph.signature
@@ -75,7 +76,9 @@ class DifferentiableProgram:
             saved_tensors=len(graph.saved) - saved_numbers,
             saved_numbers=saved_numbers,
             pick_saved=_picker([places[name] for name in graph.saved]),
-            constant_outputs=tuple(k for k in range(tensors) if k not in signature.tangents),
+            constant_outputs=tuple(
+                k for k in range(tensors) if k not in signature.tangents and k not in updated
+            ),
             # The first gradient is that of the program itself, as the node counts its inputs.
             pick_gradients=_picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
             changed=frozenset(mutation.input for mutation in signature.mutated),
@@ -185,7 +188,9 @@ def standalone_outputs(outputs: Sequence[Any], open_sizes: int) -> tuple[Any, ..
     which are the last, stay.
     """
     tensors = outputs[: len(outputs) - open_sizes] if open_sizes else outputs
-    standalone = tuple([value.detach() if value._is_view() else value for value in tensors])
+    standalone = tuple(
+        [value if value is None or not value._is_view() else value.detach() for value in tensors]
+    )
     return (*standalone, *outputs[len(tensors) :]) if open_sizes else standalone
 
 

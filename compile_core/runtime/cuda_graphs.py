@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.regions import graph_inputs, graph_results
+from compile_core.runtime.communicator import Communicator
 from compile_core.runtime.executable import Executable
 from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
 
@@ -77,28 +78,32 @@ class CudaRecorder:
 
 
 def with_cuda_graphs(
-    graph: PartitionedGraph, forward: Executable, backward: Executable | None
+    graph: PartitionedGraph, forward: Program, backward: Executable | None, changed: Sequence[int] = ()
 ) -> tuple[Program, Program | None]:
-    """The linked programs of ``graph``, replayed as CUDA graphs where that is possible."""
+    """The programs of ``graph``, replayed as CUDA graphs where that is possible; ``forward`` changes some inputs."""
     if not torch.cuda.is_available():
         _report_no_cuda()
         return forward, backward
-    reason = reason_against(graph.forward, forward)
+    reason = reason_against(graph.forward)
     if reason:
         logger.warning("the forward is not captured as a CUDA graph: %s", reason)
         return forward, backward
     device = next(_devices(graph.forward))
     recorder = CudaRecorder(device)
     if backward is not None and graph.backward is not None:
-        reason = reason_against(graph.backward, backward)
+        reason = reason_against(graph.backward, backward.communicator)
         if reason:
             logger.warning("the backward is not captured as a CUDA graph: %s", reason)
-            return graph_programs(graph, forward, None, recorder)[0], backward
-    return graph_programs(graph, forward, backward, recorder)
+            return graph_programs(graph, forward, None, changed, recorder)[0], backward
+    return graph_programs(graph, forward, backward, changed, recorder)
 
 
 def graph_programs(
-    graph: PartitionedGraph, forward: Program, backward: Program | None, recorder: Recorder
+    graph: PartitionedGraph,
+    forward: Program,
+    backward: Program | None,
+    changed: Sequence[int],
+    recorder: Recorder,
 ) -> tuple[GraphedProgram, GraphedProgram | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
     results = graph_results(graph.forward)
@@ -109,7 +114,7 @@ def graph_programs(
     }
     small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
     graphed = GraphedProgram(
-        "CUDA graph of a forward", forward, recorder, graph.num_outputs, copied_out=small
+        "CUDA graph of a forward", forward, recorder, graph.num_outputs, changed=changed, copied_out=small
     )
     if backward is None or graph.backward is None:
         return graphed, None
@@ -126,9 +131,9 @@ def graph_programs(
     )
 
 
-def reason_against(module: torch.fx.GraphModule, executable: Executable) -> str:
-    """Why a program cannot be captured, or ""."""
-    if executable.communicator is not None:
+def reason_against(module: torch.fx.GraphModule, communicator: Communicator | None = None) -> str:
+    """Why the program of a graph cannot be captured, or ""."""
+    if communicator is not None:
         return "it reduces gradients across processes"
     devices = set(_devices(module))
     if any(device.type != "cuda" for device in devices):

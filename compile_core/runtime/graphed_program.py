@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compile_core.ir.change_counts import tell_of_changes
 from compile_core.ir.tensor_spec import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -154,9 +155,11 @@ class GraphedProgram:
 
     Args:
         name: for the log.
-        program: computes tensors from tensors and changes nothing else; the same layouts come at every call.
+        program: computes tensors from tensors and changes nothing else, but for the inputs ``changed``; the same
+            layouts come at every call.
         recorder: records it.
         num_visible: how many of the first results reach the user; the rest is kept for the backward.
+        changed: positions of inputs that the program changes.
         copied_in: positions of inputs that come from elsewhere every time.
         copied_out: positions of results that are copied out from the start.
         forward: of a backward, the program that computed some of its inputs.
@@ -170,6 +173,7 @@ class GraphedProgram:
         recorder: Recorder,
         num_visible: int,
         *,
+        changed: Sequence[int] = (),
         copied_in: Iterable[int] = (),
         copied_out: Iterable[int] = (),
         forward: GraphedProgram | None = None,
@@ -179,6 +183,7 @@ class GraphedProgram:
         self._program = program
         self._recorder = recorder
         self._num_visible = num_visible
+        self._changed = tuple(changed)
         self._copied_in = set(copied_in)
         self._copied_out = set(copied_out)
         self._forward = forward
@@ -199,6 +204,8 @@ class GraphedProgram:
                 recording.stream = self._recorder.follow(recording.stream)
                 recording.read(inputs)
                 recording.replay()
+                if self._changed:
+                    tell_of_changes([inputs[position] for position in self._changed])
                 results = recording.give(inputs, self._copied_out)
                 inputs.clear()
                 return results
@@ -253,7 +260,9 @@ class GraphedProgram:
             ]
         moved = [position for position in self._watched if places[position] != self._seen[position]]
         if moved:
-            self._copied_in.update(moved)
+            # What is changed cannot be copied, so its new address needs a new recording.
+            self._copied_in.update(set(moved).difference(self._changed))
+            self._seen = [*places]
             self._watched = None
             self._recordings.clear()
 

@@ -1,0 +1,79 @@
+"""Changes of inputs that the forward program makes itself, and those that it must leave to what is round it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import compile_core
+from compile_core.autograd.compiled_call import CompiledCall
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        y = self.norm(x) * self.scale
+        if what == "reads old":  # the backward needs what the buffer was
+            y = y * self.seen.clone()
+        if what == "reads alias":
+            y = y + self.seen
+        self.seen += 1
+        return y + self.seen if what == "reads new" else y
+
+
+@pytest.mark.parametrize("what", ["", "reads old", "reads alias", "reads new"])
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+def test_values_gradients_and_versions(what: str, backend: str) -> None:
+    plain = Counted()
+    twin = copy.deepcopy(plain)
+    compiled = compile_core.compile(twin, backend=backend, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        versions = [buffer._version for buffer in twin.buffers()]
+        plain(x, what).square().sum().backward()
+        compiled(x, what).square().sum().backward()
+        for buffer, expected, version in zip(twin.buffers(), plain.buffers(), versions, strict=True):
+            torch.testing.assert_close(buffer, expected)
+            assert buffer._version > version
+    for parameter, expected in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_new_statistics_are_no_outputs_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[tuple[object, ...]] = []
+    forward = CompiledCall.forward
+
+    def spy(*arguments: object) -> tuple[object, ...]:
+        outputs.append(forward(*arguments))
+        return outputs[-1]
+
+    monkeypatch.setattr(CompiledCall, "forward", staticmethod(spy))
+    norm = nn.BatchNorm1d(4)
+    compile_core.compile(norm, fullgraph=True)(torch.randn(8, 4))
+    (found,) = outputs
+    assert sum(isinstance(output, torch.Tensor) for output in found) == 1
+    assert norm.num_batches_tracked.item() == 1
+
+
+def test_a_backward_that_is_differentiated_sees_the_values_of_before() -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w.clone()).sin().sum()
+        w.mul_(2)
+        return y
+
+    results = []
+    for call in (f, compile_core.compile(f, options={"double_backward": True})):
+        x, w = torch.linspace(0, 1, 4, requires_grad=True), torch.full((4,), 3.0)
+        (first,) = torch.autograd.grad(call(x, w), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        results.append((first.detach(), second, w))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
