@@ -71,7 +71,7 @@ def split_nest(
     rounds, specs = ((simple,), {})
     analysis = analyse(simple, 0)
     if has_several_rounds(analysis) and prod(simple.extents) >= _LEAST_POINTS_FOR_ROUNDS:
-        rounds, specs = split_rounds(simple, device)
+        rounds, specs = split_rounds(simple, buffers, device)
     nests: list[LoopNest] = []
     for part in rounds:
         chunks = _chunks(part)

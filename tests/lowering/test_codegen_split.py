@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile_core.ir.loops import LoopNest, LoopProgram
+from compile_core.ir.loops import Load, LoopNest, LoopProgram
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.tiling_split import split_nest, split_reductions
@@ -50,7 +50,23 @@ def bias_gradient(rows: int = 5000, columns: int = 24) -> Case:
     return b.nest("bias_gradient"), b.buffers
 
 
+def residual_gradient(rows: int = 70_000, channels: int = 16) -> Case:
+    """Batch norm backward of a masked sum that is stored too: the second round had better read what was stored."""
+    b = NestBuilder((channels, rows), 1)
+    for name in ("first", "second", "relu", "x", "residual", "gradient"):
+        b.buffer(name, (rows, channels), torch.bfloat16)
+    summed = b.apply("add", b.load("first", (1, 0)), b.load("second", (1, 0)))
+    positive = b.apply("gt", b.load("relu", (1, 0)), b.constant(0.0))
+    residual = b.apply("where", positive, summed, b.constant(0.0), dtype=F32)
+    b.store("residual", (1, 0), residual)
+    rounded = b.apply("round_to", residual, parameter=torch.bfloat16)
+    slope = b.apply("mul", b.reduce("sum", rounded), b.constant(1.0 / rows))
+    b.store("gradient", (1, 0), b.apply("mul", b.apply("sub", rounded, slope), b.load("x", (1, 0))))
+    return b.nest("residual_gradient"), b.buffers
+
+
 CASES = {
+    "residual_gradient": residual_gradient(),
     "columns": column_sums(4096, 70),
     "prime_rows": column_sums(7919, 12),
     "total": total((300, 701)),
@@ -65,7 +81,7 @@ CASES = {
     "softmax_of_few_rows": softmax(4, 300_000),
 }
 # A layer norm: mean, variance, and the normalisation; each reduction in two.
-NESTS = {"layer_norm_of_few_rows": 5, "centred_channels": 3, "softmax_of_few_rows": 5}
+NESTS = {"layer_norm_of_few_rows": 5, "centred_channels": 3, "softmax_of_few_rows": 5, "residual_gradient": 3}
 
 
 def on_gpu(buffers: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -86,6 +102,13 @@ def test_two_nests_compute_what_one_did(name: str) -> None:
         assert generate_triton(part, {**on_gpu(buffers), **partials}).text
     for buffer in buffers:
         torch.testing.assert_close(state[buffer], expected[buffer], rtol=1e-5, atol=1e-4)
+
+
+def test_a_later_round_reads_what_an_earlier_one_stored() -> None:
+    nest, buffers = residual_gradient()
+    *_, last = split_nest(nest, on_gpu(buffers))[0]
+    loaded = {s.access.buffer for s in last.body if isinstance(s, Load)}
+    assert {"residual", "x"} < loaded and not {"first", "second", "relu"} & loaded
 
 
 @pytest.mark.parametrize(
