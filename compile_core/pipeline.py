@@ -18,6 +18,7 @@ from compile_core.autograd import random_decompositions
 from compile_core.autograd.bind import BoundGraph, bind_autograd
 from compile_core.autograd.cut_at_results import cut_at_results, link_pieces
 from compile_core.autograd.double_backward import differentiable_backward
+from compile_core.autograd.known_masks import simplify_masks
 from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
@@ -176,8 +177,10 @@ def compile_stages(
     with_counters = backend.makes_random_numbers and not options.fallback_random
     if with_counters:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
+    with timed("known_masks"):
+        program = simplify_masks(module, keep_random_numbers=not with_counters)
     with timed("trace_joint"):
-        joint = trace_joint(module, examples, decompositions)
+        joint = trace_joint(program, examples, decompositions)
     if with_counters:
         joint = random_to_counters(joint)
     dump("joint", print_graph(joint.module))

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as node_metadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +42,9 @@ _MARK = "recompute_region"
 _numbers = itertools.count()
 
 Policy = Callable[..., CheckpointPolicy | bool]
+
+# The targets of checkpoints in captured graphs -> the position of the body's first argument among the node's.
+CHECKPOINTS: Mapping[Any, int] = {higher_order.checkpoint: 2, tag_activation_checkpoint: 1}
 
 
 @dataclass

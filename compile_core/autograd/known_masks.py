@@ -1,0 +1,167 @@
+"""Attention without the masks that say nothing: these cost the fused kernels, or memory traffic.
+
+A mask whose values are known when the program is compiled (``known_values``) is left out where nothing is masked, and
+becomes a flag where just the later positions are masked. Of a mask on a GPU that fused kernels refuse, since its last
+dim is expanded, the part that is not expanded is copied.
+
+Torch lays out the result as the kernel does that it chooses, and the program may have relied on what it saw: the result
+is copied where that becomes another layout.
+
+An additive mask counts with 0 and minus infinity only: what a large negative number masks still gets the weight where
+all other scores are as small. NaN and infinities at masked positions, which spoil a product with zero weights, do not
+reach the result of a kernel that skips these positions; torch's own choice of a kernel makes the same difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn.functional import scaled_dot_product_attention
+
+from compile_core.autograd.known_values import known_values
+from compile_core.autograd.recompute_regions import CHECKPOINTS
+from compile_core.autograd.replace_calls import copy_module
+from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def simplify_masks(
+    module: GraphModule, keep_random_numbers: bool, given: Mapping[Node, Tensor] = MappingProxyType({})
+) -> GraphModule:
+    """The captured graph with attention masked as simply as can be; ``module`` itself stays as it is.
+
+    Args:
+        keep_random_numbers: whether dropout must draw what it draws with the program's mask.
+        given: known values of placeholders.
+    """
+    calls = [node for node in module.graph.nodes if node.target is scaled_dot_product_attention]
+    masks = {node: mask for node in calls if isinstance(mask := _arguments(node).get("attn_mask"), Node)}
+    checkpoints = [node for node in module.graph.nodes if node.target in CHECKPOINTS]
+    passed = {source for node in checkpoints for source in node.all_input_nodes if source.op != "get_attr"}
+    if not masks and not passed:
+        return module
+    known = known_values(module, passed.union(masks.values()), given)
+    flags = {mask: _as_flag(known[mask]) for mask in set(masks.values()) if mask in known}
+    simplified = copy_module(module)
+    copies = dict(zip(module.graph.nodes, simplified.graph.nodes, strict=True))
+    changed = False
+    for node, mask in masks.items():
+        settings = _settings(node, flags.get(mask), keep_random_numbers)
+        if settings is not None:
+            copies[node].target = masked_attention
+            copies[node].args, copies[node].kwargs = (), {**_arguments(copies[node]), **settings}
+            changed = True
+    for node in checkpoints:
+        changed |= _simplify_body(module, simplified, node, known, keep_random_numbers)
+    if not changed:
+        return module
+    simplified.recompile()
+    return simplified
+
+
+def masked_attention(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
+    """``scaled_dot_product_attention`` with a mask for its fused kernels, and a result with these strides."""
+    mask = arguments["attn_mask"]
+    if mask is not None and _is_refused(mask):
+        arguments["attn_mask"] = _with_rows(mask)
+    result = scaled_dot_product_attention(**arguments)
+    laid_out = all(
+        size == 1 or found == stride
+        for size, found, stride in zip(result.shape, result.stride(), strides, strict=True)
+    )
+    if laid_out:
+        return result
+    return in_memory_order(result, TensorSpec(tuple(result.shape), strides, result.dtype, result.device))
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    return {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+
+
+def _settings(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> dict[str, Any] | None:
+    """How the arguments of a masked call change; ``None`` where it stays as it is."""
+    arguments = _arguments(node)
+    nodes = [*(arguments[name] for name in ("query", "key", "attn_mask")), node]
+    examples = [node.meta["example_value"] for node in nodes]
+    query, key, mask, result = map(TensorSpec.of, examples)
+    if any(spec.is_open for spec in (query, key, mask, result)) or not result.is_dense:
+        return None
+    if arguments.get("is_causal", False) is not False:
+        return None
+    if arguments.get("dropout_p", 0.0) != 0.0 and keep_random_numbers:
+        return None
+    strides = {"strides": result.stride}
+    if is_causal is not None and _fits(mask.shape, (*query.shape[:-1], key.shape[-2])):
+        return {"attn_mask": None, "is_causal": is_causal, **strides}
+    return strides if _is_refused(examples[2]) else None
+
+
+def _fits(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    """Whether a mask makes no dim of the result larger."""
+    try:
+        return torch.broadcast_shapes(mask, scores) == scores
+    except RuntimeError:
+        return False
+
+
+def _as_flag(mask: Tensor) -> bool | None:
+    """The ``is_causal`` that says what a mask says; ``None`` where none does."""
+    one = _unexpanded(mask)
+    if bool((one if mask.dtype == torch.bool else one == 0).all()):
+        return False
+    size = mask.shape[-1]
+    if one.shape[-2:] != (size, size):
+        return None
+    seen = torch.ones(size, size, dtype=torch.bool).tril()
+    causal = seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -torch.inf).to(mask.dtype)
+    return True if torch.equal(one, causal.expand_as(one)) else None
+
+
+def _unexpanded(mask: Tensor) -> Tensor:
+    for dim in range(mask.dim()):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _is_refused(mask: Tensor) -> bool:
+    """Whether torch's fused kernels refuse a mask for its strides."""
+    return mask.device.type == "cuda" and mask.dim() > 1 and mask.shape[-1] > 1 and mask.stride(-1) != 1
+
+
+def _with_rows(mask: Tensor) -> Tensor:
+    """The mask with contiguous rows, still expanded over samples and heads."""
+    one = mask
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:
+            one = one.narrow(dim, 0, 1)
+    return one.clone(memory_format=torch.contiguous_format).expand(mask.shape)
+
+
+def _simplify_body(
+    module: GraphModule,
+    simplified: GraphModule,
+    node: Node,
+    known: Mapping[Node, Tensor],
+    keep_random_numbers: bool,
+) -> bool:
+    """The same for the body of a checkpoint; says whether that changed."""
+    names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    (name,) = [name for name in names if isinstance(getattr(module, name), GraphModule)]
+    body: GraphModule = getattr(module, name)
+    arguments = node.args[CHECKPOINTS[node.target] :]
+    placeholders = body.graph.find_nodes(op="placeholder")
+    given = {
+        placeholder: known[source]
+        for placeholder, source in zip(placeholders, arguments, strict=True)
+        if isinstance(source, Node) and source in known
+    }
+    ours = simplify_masks(body, keep_random_numbers, given)
+    setattr(simplified, name, ours)
+    return ours is not body
