@@ -135,8 +135,8 @@ class CompileOptions:
     shape_padding: bool = field(
         default=True,
         metadata=_flag(
-            "on GPUs, align the rows of matrices inside a program whose number of columns is odd, as of a vocabulary "
-            "of 50257, for the products that write and read them"
+            "on GPUs, put zeros behind odd sides of the matrices that products read and write, as of a vocabulary of "
+            "50257, so that their rows are aligned"
         ),
     )
     trace_folder: Path | None = field(

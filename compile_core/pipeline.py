@@ -20,6 +20,7 @@ from compile_core.autograd.cut_at_results import cut_at_results, link_pieces
 from compile_core.autograd.double_backward import differentiable_backward
 from compile_core.autograd.known_masks import simplify_masks
 from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
+from compile_core.autograd.pad_products import pad_products
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
@@ -183,6 +184,9 @@ def compile_stages(
         joint = trace_joint(program, examples, decompositions)
     if with_counters:
         joint = random_to_counters(joint)
+    if backend.aligns_products and options.shape_padding:
+        with timed("pad_products"):
+            joint = pad_products(joint, torch.get_float32_matmul_precision() != "highest")
     dump("joint", print_graph(joint.module))
     with timed("partition"):
         graph = partition(joint, options.activation_memory_budget)

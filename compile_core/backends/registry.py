@@ -51,6 +51,7 @@ class RegionBackend:
             regions of a graph are started before the first is waited for.
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
+        aligns_products: matrix products are to be padded (``autograd.pad_products``) before it sees them.
         takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
         ignored_options: those that mean nothing to it.
     """
@@ -60,6 +61,7 @@ class RegionBackend:
     decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False
+    aligns_products: bool = False
     takes_open_sizes: bool = False
     ignored_options: frozenset[str] = frozenset()
 
@@ -91,7 +93,11 @@ _backends: dict[str, Backend] = {
         ignored_options=_OF_KERNELS,
     ),
     "triton": RegionBackend(
-        "triton", triton.compile_region, triton.decompositions, makes_random_numbers=True
+        "triton",
+        triton.compile_region,
+        triton.decompositions,
+        makes_random_numbers=True,
+        aligns_products=True,
     ),
 }
 

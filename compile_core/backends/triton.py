@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.print_loops import print_program
@@ -21,7 +19,6 @@ from compile_core.lowering.fuse import fuse_and_explain
 from compile_core.lowering.gemm_speed import gemm_speed
 from compile_core.lowering.lower import lower
 from compile_core.lowering.overwrite_inputs import overwrite_inputs
-from compile_core.lowering.pad_rows import pad_rows
 from compile_core.lowering.tiling_split import split_reductions
 from compile_core.observe.diagram import draw_program
 from compile_core.observe.dump import StageDump
@@ -66,9 +63,6 @@ def generate_region(
         program, refusals = fuse_and_explain(program)
         program = split_reductions(program)
     dump(f"{compute.name}.unfused", "\n".join(map(str, refusals)))
-    if options.shape_padding:
-        with timed("pad_rows"):
-            program = pad_rows(program, torch.get_float32_matmul_precision() != "highest")
     if options.max_autotune:
         with timed("choose_products"):
             program = choose_products(
