@@ -34,6 +34,7 @@ class DifferentiableProgram:
         constant_outputs: positions of the outputs that take no gradient.
         pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
         changed: positions of the primals that the program changes.
+        restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
     """
 
     forward: Program
@@ -48,6 +49,7 @@ class DifferentiableProgram:
     constant_outputs: tuple[int, ...]
     pick_gradients: Pick
     changed: frozenset[int]
+    restored: Callable[[list[Any]], list[Any]]
 
     @staticmethod
     def of(
@@ -82,6 +84,7 @@ class DifferentiableProgram:
             # The first gradient is that of the program itself, as the node counts its inputs.
             pick_gradients=_picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
             changed=frozenset(mutation.input for mutation in signature.mutated),
+            restored=getattr(backward, "restored", list),
         )
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -101,7 +104,7 @@ class DifferentiableProgram:
             # Only torch's own kernels can take them.
             module = self.backward_module
             tangents = map(batched_as_specified, arriving, specs)
-            return call_program(lambda inputs: module.forward(*inputs), [*saved, *tangents])
+            return call_program(lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents])
         saved += map(as_specified, arriving, specs)
         return call_program(self.backward, saved)
 
@@ -169,7 +172,7 @@ def _gradients_with_history(
         return program.differentiable_backward(primals, arriving)
     with torch.no_grad():
         found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes)
-    sources = [*kept, *(gradient for gradient in arriving if gradient is not None)]
+    sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 
 

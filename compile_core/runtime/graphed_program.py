@@ -9,8 +9,10 @@ one:
   until it comes from another address; it is copied from then on, in new recordings. What a backward gets from its
   forward lies in a recording of the forward: the backward has a recording for each of those.
 * *Results* are given out as new tensors over the recording's memory. If one that reaches the user (a loss, a gradient)
-  is alive at the next call, it is copied out from then on, in a new recording. What a forward keeps for its backward is
-  never copied: while it is alive, as in two forwards before a backward, another recording is made.
+  is alive at the next call, it is copied out from then on, in a new recording.
+* *What a forward keeps* for its backward stays in its recording, and no tensors are made of it. In the place of the
+  first of them stands a *witness*, an empty tensor by whose address the backward finds the recording; for the others
+  ``None``. While a witness is alive, as in two forwards before a backward, another recording is made.
 
 The first call runs plainly, since libraries choose their kernels there. A call that no recording serves runs plainly
 too; the reason is logged once. Two limits: a user who changes a copied result in place is not told, as eager would
@@ -28,8 +30,10 @@ from typing import Any, Protocol
 
 import torch
 
+from compile_core.errors import InternalError
 from compile_core.ir.change_counts import tell_of_changes
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger(__name__)
 
@@ -83,37 +87,49 @@ class Recording:
 
     Args:
         replay: computes the results.
-        kept: addresses of the inputs that come from a recording of the forward.
+        kept: places of the inputs that come from a recording of the forward.
         copies: the tensor into which an input is copied, by position.
         results: tensors in its memory, ``Borrowed``, or ``None``.
+        num_visible: how many of the first results reach the user. The others are given out only where they share
+            memory with those.
         stream: where it was last used; see ``Recorder.follow``.
     """
 
     def __init__(
         self,
         replay: Callable[[], None],
-        kept: tuple[int, ...],
+        kept: tuple[int | None, ...],
         copies: Mapping[int, torch.Tensor],
         results: Sequence[torch.Tensor | Borrowed | None],
+        num_visible: int,
         stream: Any,
     ) -> None:
         self.replay = replay
         self.kept = kept
         self.results = results
         self.stream = stream
-        self.places = tuple(
-            result.data_ptr() if isinstance(result, torch.Tensor) else None for result in results
-        )
         self._copies = copies
+        visible = {_storage(result) for result in results[:num_visible] if isinstance(result, torch.Tensor)}
+        given: list[Any] = [
+            None if isinstance(result, torch.Tensor) and _storage(result) not in visible else result
+            for result in results
+        ]
+        self.hidden = frozenset(
+            position for position, result in enumerate(results) if given[position] is not result
+        )
+        if self.hidden:
+            given[min(self.hidden)] = _witness(results[min(self.hidden)])
+        # What is borrowed has no place of its own.
+        self.places = tuple(
+            None if isinstance(result, Borrowed) else _places([result])[0] for result in given
+        )
         # Two results that are one tensor stay one.
-        distinct = {id(result): result for result in results if isinstance(result, torch.Tensor)}
+        distinct = {id(result): result for result in given if isinstance(result, torch.Tensor)}
         numbers = {identity: number for number, identity in enumerate(distinct)}
         self._tensors = list(distinct.values())
-        self._plan = [
-            numbers[id(result)] if isinstance(result, torch.Tensor) else result for result in results
-        ]
+        self._plan = [numbers[id(result)] if isinstance(result, torch.Tensor) else result for result in given]
         self._results_in: dict[int, list[int]] = {}
-        for position, result in enumerate(results):
+        for position, result in enumerate(given):
             if isinstance(result, torch.Tensor):
                 self._results_in.setdefault(_storage(result), []).append(position)
         # Holders of each storage while nobody outside holds it.
@@ -188,18 +204,22 @@ class GraphedProgram:
         self._copied_out = set(copied_out)
         self._forward = forward
         self._kept = dict(kept or {})
-        self._seen: list[int] | None = None
+        self._seen: list[int | None] | None = None
         # Inputs that are taken to stay where they are; None where that has to be found out.
         self._watched: list[int] | None = None
         self._recordings: list[Recording] = []
+        # Those that are used no more, while a backward may still come for what they kept.
+        self._leaving: list[Recording] = []
         self._recorded = 0
         self._given_up = False
         self._reported: set[str] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
-            recording = None if self._given_up else self._choose(inputs)
+            places = _places(inputs)
+            source = self._find_source(places)
+            recording = None if self._given_up else self._choose(inputs, places, source)
             if recording is not None:
                 recording.stream = self._recorder.follow(recording.stream)
                 recording.read(inputs)
@@ -209,20 +229,41 @@ class GraphedProgram:
                 results = recording.give(inputs, self._copied_out)
                 inputs.clear()
                 return results
+            if source is not None:
+                self._restore(inputs, source)
         return self._program(inputs)
 
-    def _choose(self, inputs: Sequence[torch.Tensor]) -> Recording | None:
+    def restored(self, saved: Sequence[Any]) -> list[Any]:
+        """What was saved for a backward, with all that its forward kept."""
+        values = [*saved]
+        with self._lock:
+            source = self._find_source(_places(saved))
+            if source is not None:
+                self._restore(values, source)
+        return values
+
+    def _restore(self, inputs: list[Any], source: Recording) -> None:
+        for position, k in self._kept.items():
+            if k in source.hidden:
+                kept = source.results[k]
+                assert isinstance(kept, torch.Tensor)
+                inputs[position] = kept.detach()
+
+    def _choose(
+        self, inputs: Sequence[Any], places: list[int | None], source: Recording | None
+    ) -> Recording | None:
         """A free recording that reads these inputs, made if need be; None where the program must run plainly."""
         reason = self._recorder.reason_against()
+        if self._forward is None and saved_tensor_hooks_are_active():
+            reason = "hooks for saved tensors ask for what it saves"
         if reason:
             return self._run_plainly(reason)
-        places = [tensor.data_ptr() for tensor in inputs]
         if self._seen is None:
             self._seen = places
             return None
-        kept = self._find_kept(places)
-        if kept is None:
+        if self._forward is not None and source is None:
             return None  # the forward ran plainly, and has said why
+        kept = () if source is None else self._places_in(source)
         self._forget_moved(places)
         for recording in list(self._recordings):
             if recording.kept == kept:
@@ -233,26 +274,27 @@ class GraphedProgram:
                 if all(to_copy):
                     self._copied_out.update(*to_copy)
                     self._recordings.remove(recording)
-        return self._record(inputs, kept)
+        return self._record(inputs, kept, source)
 
-    def _find_kept(self, places: Sequence[int]) -> tuple[int, ...] | None:
-        """Where the inputs lie that a recording of the forward computed; None if they are not all in one."""
+    def _find_source(self, places: Sequence[int | None]) -> Recording | None:
+        """The recording of the forward that computed what comes from it."""
         if self._forward is None:
-            return ()
-        for recording in self._forward._recordings:
+            return None
+        for recording in [*self._forward._recordings, *self._forward._leaving]:
             if None in self._places_in(recording):
                 # What the forward borrowed from an input of its own is an input like any other.
                 self._kept = {p: k for p, k in self._kept.items() if recording.places[k] is not None}
                 self._watched = None
-            own = tuple(map(places.__getitem__, self._kept))
-            if own == self._places_in(recording):
-                return own
+            if tuple(map(places.__getitem__, self._kept)) == self._places_in(recording):
+                return recording
+        if -1 in places:
+            raise InternalError(f"{self._name} got a witness of a recording that is gone")
         return None
 
     def _places_in(self, forward: Recording) -> tuple[int | None, ...]:
         return tuple(map(forward.places.__getitem__, self._kept.values()))
 
-    def _forget_moved(self, places: Sequence[int]) -> None:
+    def _forget_moved(self, places: list[int | None]) -> None:
         assert self._seen is not None
         if self._watched is None:
             self._watched = [
@@ -262,15 +304,19 @@ class GraphedProgram:
         if moved:
             # What is changed cannot be copied, so its new address needs a new recording.
             self._copied_in.update(set(moved).difference(self._changed))
-            self._seen = [*places]
+            self._seen = places
             self._watched = None
+            self._leaving += self._recordings
             self._recordings.clear()
 
     def _not_yet_copied(self, positions: Sequence[int]) -> set[int]:
         """Those results that would be copied instead, were they known to outlive the next call."""
         return {p for p in positions if p < self._num_visible and p not in self._copied_out}
 
-    def _record(self, inputs: Sequence[torch.Tensor], kept: tuple[int, ...]) -> Recording | None:
+    def _record(
+        self, inputs: Sequence[Any], kept: tuple[int | None, ...], source: Recording | None
+    ) -> Recording | None:
+        self._leaving = [recording for recording in self._leaving if recording.held()]
         if self._forward is not None:
             known = [self._places_in(recording) for recording in self._forward._recordings]
             self._recordings = [recording for recording in self._recordings if recording.kept in known]
@@ -284,7 +330,9 @@ class GraphedProgram:
             # Tensors made in inference mode could not be given out to autograd later.
             with torch.inference_mode(False), torch.no_grad():
                 copies = {position: _empty_like(inputs[position]) for position in sorted(self._copied_in)}
-                static = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
+                static: list[Any] = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
+                if source is not None:
+                    self._restore(static, source)
                 replay, results = self._recorder.record(self._program, static)
         except Exception as error:
             self._given_up = True
@@ -292,7 +340,8 @@ class GraphedProgram:
         owners = {_storage(tensor): position for position, tensor in enumerate(static)}
         described = [_borrowed(result, owners, static) or result for result in results]
         del results
-        recording = Recording(replay, kept, copies, described, self._recorder.follow(None))
+        follow = self._recorder.follow(None)
+        recording = Recording(replay, kept, copies, described, self._num_visible, follow)
         self._recordings.append(recording)
         self._recorded += 1
         _living.add(recording)
@@ -306,6 +355,16 @@ class GraphedProgram:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _places(values: Sequence[Any]) -> list[int | None]:
+    """Addresses; that of nothing is -1."""
+    return [-1 if value is None else value.data_ptr() for value in values]
+
+
+def _witness(kept: Any) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(1, dtype=torch.uint8, device=kept.device)
 
 
 def _inference_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -244,6 +244,66 @@ def test_a_graph_differentiated_twice(recorder: RecorderOnCpu) -> None:
         check_equal(plain, twin)
 
 
+def test_a_backward_after_its_recording_was_given_up(recorder: RecorderOnCpu) -> None:
+    plain, twin, compiled = nets()
+    for x in batches(3):
+        plain(x)[0].backward()
+        compiled(x)[0].backward()
+    x, y = batches(2)
+    losses = [call(x)[0] for call in (plain, compiled)]
+    for module in (plain, twin):
+        module.second.bias.data = module.second.bias.data.clone()
+    for call in (plain, compiled):
+        call(y)[0].backward()  # finds a parameter moved, and records anew
+    for loss in losses:
+        loss.backward()
+    check_equal(plain, twin)
+
+
+def test_hooks_see_what_is_saved(recorder: RecorderOnCpu) -> None:
+    plain, twin, compiled = nets()
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    for k, x in enumerate(batches(5)):
+        plain(x)[0].backward()
+        if k == 3:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = compiled(x)[0]
+            loss.backward()
+        else:
+            compiled(x)[0].backward()
+    check_equal(plain, twin)
+    assert (256, 256) in packed  # an activation
+
+
+def test_many_gradients_at_once(recorder: RecorderOnCpu) -> None:
+    plain, twin, compiled = nets()
+    for x in batches(3):
+        compiled(x)[0].backward()
+    (x,) = batches(1)
+    arriving = torch.randn(3, 256, 128)
+    expected, found = (
+        torch.autograd.grad(call(x)[1], list(module.parameters()), arriving, is_grads_batched=True)
+        for module, call in ((plain, plain), (twin, compiled))
+    )
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_gradients_are_not_differentiated_silently(recorder: RecorderOnCpu) -> None:
+    _, twin, compiled = nets()
+    for x in batches(3):
+        compiled(x)[0].backward()
+    (x,) = batches(1)
+    first = torch.autograd.grad(compiled(x)[0], list(twin.parameters()), create_graph=True)
+    with pytest.raises(compile_core.Unsupported, match="double_backward"):
+        first[0].sum().backward()
+
+
 def test_gradients_of_inputs_that_alternate(recorder: RecorderOnCpu) -> None:
     plain, _, compiled = nets()
     leaves = [x.requires_grad_() for x in batches(2)]
