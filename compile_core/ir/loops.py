@@ -106,7 +106,8 @@ class Reduce:
     """Combines a value over the reduced axes by one of ``REDUCTIONS``; accumulates in ``dtype``.
 
     ``sum`` of floats may be reassociated. ``max`` and ``min`` propagate NaN as torch does. ``argmax`` and ``argmin``
-    yield the int64 position along the (single) reduced axis of the first extremum, NaN first.
+    yield the int64 position along the (single) reduced axis of the first extremum, NaN first. ``deviations`` is the sum
+    of the squared differences from the mean, of floats; only kernels for GPUs know it.
     """
 
     operation: str
@@ -125,7 +126,7 @@ class Store:
 
 Statement = Load | Constant | Position | Apply | Reduce | Store
 
-REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin"})
+REDUCTIONS = frozenset({"sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "deviations"})
 
 # name -> number of arguments. Meanings are those of the aten operator of the same name on scalars; integer division
 # and remainder are Python's (floor), ``trunc_div`` is C's. Comparisons and ``logical_*`` yield bool. ``random_bits``

@@ -172,12 +172,14 @@ class TritonWriter:
             lines.append(f"r{n} = tl.full({shape}, {self._identity(statement)}, {kind})")
             if _is_positional(statement):
                 lines.append(f"q{n} = tl.full({shape}, 0, tl.int64)")
+            elif statement.operation == "deviations":
+                lines.append(f"q{n} = tl.full({shape}, 0, {kind})")
         loop = ["r = r_start + r_base", *self.masks_and_axes(self.r)]
         for n in sorted((*step.values, *step.reduces, *step.stores)):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
                 loop += self._taken(n, statement)
-                loop.append(self._combined(n, statement))
+                loop += self._combined(n, statement)
             else:
                 loop += self.statement(n)
         lines.append(f"for r_start in range(0, {self.r.count}, {self.tiling.r_block}):")
@@ -200,22 +202,34 @@ class TritonWriter:
             lines.append(f"e{n} = tl.where(r_inside, e{n}, {self._identity(statement)})")
         return lines
 
-    def _combined(self, n: int, statement: Reduce) -> str:
+    def _combined(self, n: int, statement: Reduce) -> list[str]:
         match statement.operation:
             case "sum":
-                return f"r{n} += e{n}"
+                return [f"r{n} += e{n}"]
             case "prod":
-                return f"r{n} *= e{n}"
+                return [f"r{n} *= e{n}"]
+            case "deviations":
+                return self._deviated(n)
             case "argmax" | "argmin":
                 position = f"tl.broadcast_to(r, e{n}.shape).to(tl.int64)"
                 function = f"first_{statement.operation[3:]}"
-                return f"r{n}, q{n} = {function}(r{n}, q{n}, e{n}, {position})"
+                return [f"r{n}, q{n} = {function}(r{n}, q{n}, e{n}, {position})"]
             case _:
-                return f"r{n} = {self._function(statement)}(r{n}, e{n})"
+                return [f"r{n} = {self._function(statement)}(r{n}, e{n})"]
+
+    def _deviated(self, n: int) -> list[str]:
+        """Welford's update: each place of the tile has a mean ``r{n}`` and deviations ``q{n}`` of its own."""
+        taken = f"(r_start // {self.tiling.r_block} + 1)"
+        lines = [f"d{n} = e{n} - r{n}"]
+        if self.r.overhangs:
+            lines.append(f"d{n} = tl.where(r_inside, d{n}, 0.0)")
+        return [*lines, f"r{n} += d{n} * (1.0 / {taken})", f"q{n} += d{n} * (e{n} - r{n})"]
 
     def _reduced(self, n: int, statement: Reduce, tile: str, position: str) -> list[str]:
         """``v{n}`` of the tile, ``[X, 1]``."""
         result = scalar_triton.value_type(statement.dtype)
+        if statement.operation == "deviations":
+            return self._deviations(n, result)
         if statement.operation == "sum":
             return [f"v{n} = tl.sum({tile}, 1, keep_dims=True).to({result})"]
         if _is_positional(statement):
@@ -225,6 +239,18 @@ class TritonWriter:
         function = "product" if statement.operation == "prod" else self._function(statement)
         end = " != 0" if statement.dtype == torch.bool else f".to({result})"
         return [f"v{n} = tl.reduce({tile}, 1, {function}, keep_dims=True){end}"]
+
+    def _deviations(self, n: int, kind: str) -> list[str]:
+        """``v{n}`` of values that are all in the tile, or of the means and deviations that a loop left there."""
+        if self.tiling.persistent:
+            apart = f"e{n} - tl.sum(e{n}, 1, keep_dims=True) / {self.r.count}"
+            if self.r.overhangs:
+                apart = f"tl.where(r_inside, {apart}, 0.0)"
+            return [f"d{n} = {apart}", f"v{n} = tl.sum(d{n} * d{n}, 1, keep_dims=True)"]
+        block = self.tiling.r_block
+        counts = f"tl.broadcast_to((({self.r.count + block - 1} - r_base) // {block}).to({kind}), r{n}.shape)"
+        joined = f"tl.reduce((r{n}, q{n}, {counts}), 1, join_deviations, keep_dims=True)"
+        return [f"_, v{n}, _ = {joined}"]
 
     def _function(self, statement: Reduce) -> str:
         side = "max" if statement.operation in ("max", "any") else "min"
@@ -240,7 +266,7 @@ class TritonWriter:
 
     def _identity(self, statement: Reduce) -> str:
         operation, computed = statement.operation, self._accumulated(statement)
-        if operation in ("sum", "any"):
+        if operation in ("sum", "any", "deviations"):
             return "0"
         if operation in ("prod", "all"):
             return "1"

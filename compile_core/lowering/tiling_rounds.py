@@ -3,9 +3,10 @@
 A batch norm over 64 channels is 64 programs, each of which walks its channel several times: for the mean, for
 the variance, and to normalise. Where parallel points are so few, it is faster to read the tensor anew in
 kernels that use the whole GPU: each round of reductions becomes a nest of its own (which ``tiling_split.py``
-then cuts further), and what follows the last round becomes a pointwise one. Results of a round go through
-small buffers, one element a row. What a round stores at every point a later one reads back instead of computing it
-again, where that takes fewer loads: a residual gradient, say, that is a masked sum of two others.
+then cuts further), and what follows the last round becomes a pointwise one. What later rounds need of a row, as its
+mean, goes through small buffers, one element a row; the round that is the first to know it computes it, once. What a
+round stores at every point a later one reads back instead of computing it again, where that takes fewer loads: a
+residual gradient, say, that is a masked sum of two others.
 """
 
 from __future__ import annotations
@@ -30,36 +31,50 @@ def split_rounds(
     analysis = analyse(nest, 0)
     rows = nest.extents[: parallel_axes(nest)]
     strides = (*(prod(rows[axis + 1 :]) for axis in range(len(rows))), *(0,) * nest.reduced_axes)
-    results = {n: f"{nest.name}_result_{n}" for n, s in enumerate(nest.body) if isinstance(s, Reduce)}
-    row_stores = [n for n, s in enumerate(nest.body) if isinstance(s, Store) and not analysis.walks_with(n)]
-    nests: list[LoopNest] = []
-    passed: set[int] = set()
-    read_later: set[int] = set()
-    in_memory: dict[int, Access] = {}
-    bodies: list[tuple[list[int], Mapping[int, Access]]] = []
     last_walk = max(index for index, step in enumerate(analysis.passes) if step.walks)
-    for index, step in enumerate(analysis.passes[: last_walk + 1]):
-        due = [n for n in row_stores if max(1, analysis.levels[n]) == index + 1]
-        if index == last_walk:
-            due = [n for n in row_stores if max(1, analysis.levels[n]) >= index + 1]
-        sinks = {*step.reduces, *step.stores, *due}
-        known = passed | _worth_reading(analysis, sinks, passed, in_memory)
-        places = {n: Access(results[n], strides) if n in passed else in_memory[n] for n in known}
-        bodies.append((_closure(nest, sinks, known), places))
-        read_later |= set(bodies[-1][0]) & passed
-        passed |= set(step.reduces)
-        in_memory |= _stored_values(analysis, step.stores, buffers)
-    for index, (wanted, places) in enumerate(bodies):
-        kept = {n: Access(results[n], strides) for n in wanted if n in read_later and n not in places}
-        body = _body(nest, wanted, places, kept)
+    read_later: set[int] = set()
+    bodies: list[tuple[Statement, ...]] = []
+    for index in reversed(range(last_walk + 1)):
+        step = analysis.passes[index]
+        due = {n for n in read_later if max(1, analysis.levels[n]) == index + 1}
+        sinks = {*step.reduces, *step.stores, *due, *_row_stores(analysis, index, index == last_walk)}
+        places = {
+            n: Access(_result(nest, n), strides)
+            for n, statement in enumerate(nest.body)
+            if isinstance(statement, Apply | Reduce)
+            and not analysis.walks_with(n)
+            and max(1, analysis.levels[n]) <= index
+        }
+        stored = _stored_values(analysis, [n for p in analysis.passes[:index] for n in p.stores], buffers)
+        places |= {n: stored[n] for n in _worth_reading(analysis, sinks, set(places), stored)}
+        wanted = _closure(nest, sinks, set(places))
+        bodies.append(_body(nest, wanted, places, {n: Access(_result(nest, n), strides) for n in due}))
+        read_later |= {n for n in wanted if n in places and n not in stored}
+    nests: list[LoopNest] = []
+    for index, body in enumerate(reversed(bodies)):
         reduced = nest.reduced_axes if any(isinstance(s, Reduce) for s in body) else 0
         nests.append(LoopNest(f"{nest.name}_round_{index}", nest.extents, reduced, body, nest.origins))
     specs = {}
-    for n in read_later:
+    for n in sorted(read_later):
         dtype = nest.body[n].dtype  # type: ignore[union-attr]
-        specs[results[n]] = TensorSpec.contiguous(rows, dtype, device)
+        specs[_result(nest, n)] = TensorSpec.contiguous(rows, dtype, device)
     nests[-1] = replace(nests[-1], name=nest.name)
     return tuple(nests), specs
+
+
+def _result(nest: LoopNest, value: int) -> str:
+    return f"{nest.name}_result_{value}"
+
+
+def _row_stores(analysis: NestAnalysis, index: int, is_last: bool) -> list[int]:
+    """The stores that happen once a row, of what a round is the first to know."""
+    return [
+        n
+        for n, s in enumerate(analysis.nest.body)
+        if isinstance(s, Store)
+        and not analysis.walks_with(n)
+        and (max(1, analysis.levels[n]) == index + 1 or (is_last and analysis.levels[n] > index))
+    ]
 
 
 def has_several_rounds(analysis: NestAnalysis) -> bool:
@@ -94,8 +109,9 @@ def _stored_values(
             continue
         dtype = buffers[store.access.buffer].dtype
         for value, statement in enumerate(body):
-            is_rounded = isinstance(statement, Apply) and statement.operation == "round_to"
-            if is_rounded and statement.arguments == (store.value,) and statement.parameter == dtype:
+            if not isinstance(statement, Apply) or statement.operation != "round_to":
+                continue
+            if statement.arguments == (store.value,) and statement.parameter == dtype:
                 values[value] = store.access
         if body[store.value].dtype == dtype:  # type: ignore[union-attr]
             values[store.value] = store.access

@@ -30,6 +30,7 @@ from compile_core.ir.loops import (
     operands,
 )
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.one_walk_variances import has_deviations, one_walk_variances, sum_beside
 from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, stored_buffers
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_rounds import has_several_rounds, regathered, renumbered, split_rounds
@@ -40,7 +41,7 @@ _WANTED_PROGRAMS = 512
 _SHORTEST_CHUNK = 64
 _LEAST_POINTS = 1 << 16
 # Below this, starting more kernels costs more than idle processors do.
-_LEAST_POINTS_FOR_ROUNDS = 1 << 20
+_LEAST_POINTS_FOR_ROUNDS = 1 << 18
 
 
 def split_reductions(program: LoopProgram) -> LoopProgram:
@@ -66,7 +67,12 @@ def split_nest(
         return (nest,), {}
     simple = simplify(nest)
     device = next(iter(devices))
-    if not simple.reduced_axes or not _leaves_processors_idle(simple) or _overwrites_what_it_reads(simple):
+    if not simple.reduced_axes or _overwrites_what_it_reads(simple):
+        return (nest,), {}
+    if not tile_for_gpu(simple).persistent and _exact_chunks(simple):
+        simple = one_walk_variances(simple)
+        nest = simple if has_deviations(simple) else nest
+    if not _leaves_processors_idle(simple):
         return (nest,), {}
     rounds, specs = ((simple,), {})
     analysis = analyse(simple, 0)
@@ -102,15 +108,28 @@ def _chunks(nest: LoopNest) -> int:
     """Into how many parts to cut the outermost reduced axis; 1 for not at all."""
     if not nest.reduced_axes or not _is_one_round(analyse(nest, 0)):
         return 1
+    most, wanted = _wanted_chunks(nest)
+    exact = _exact_chunks(nest)
+    # An exact divisor near the wanted number needs no masks, which deviations cannot have.
+    near = [c for c in exact if wanted * 2 // 3 <= c <= min(most, wanted * 3 // 2)]
+    if has_deviations(nest):
+        near = near or exact or [1]
+    return min(near, key=lambda c: abs(c - wanted)) if near else max(1, wanted)
+
+
+def _wanted_chunks(nest: LoopNest) -> tuple[int, int]:
+    """Into how many parts the outermost reduced axis could be cut, and should be."""
     parallel = parallel_axes(nest)
-    programs = _programs(nest)
-    inner = prod(nest.extents[parallel + 1 :])
     longest = nest.extents[parallel]
-    most = min(longest, longest * inner // _SHORTEST_CHUNK)
-    wanted = min(most, -(-_WANTED_PROGRAMS // programs))
-    # An exact divisor near the wanted number needs no masks.
-    exact = [c for c in range(max(1, wanted * 2 // 3), min(most, wanted * 3 // 2) + 1) if longest % c == 0]
-    return min(exact, key=lambda c: abs(c - wanted)) if exact else max(1, wanted)
+    most = min(longest, longest * prod(nest.extents[parallel + 1 :]) // _SHORTEST_CHUNK)
+    return most, min(most, -(-_WANTED_PROGRAMS // _programs(nest)))
+
+
+def _exact_chunks(nest: LoopNest) -> list[int]:
+    """Numbers of equal parts, not far from the wanted one."""
+    longest = nest.extents[parallel_axes(nest)]
+    most, wanted = _wanted_chunks(nest)
+    return [c for c in range(max(1, wanted // 4), min(most, wanted * 4) + 1) if longest % c == 0]
 
 
 def _is_one_round(analysis: NestAnalysis) -> bool:
@@ -225,18 +244,23 @@ class _Split:
     def _second_body(self) -> tuple[Statement, ...]:
         body: list[Statement] = []
         number: dict[int, int] = {}
-        rows = prod(self.nest.extents[: self.parallel])
         stores = [
             n
             for n, s in enumerate(self.nest.body)
             if isinstance(s, Store) and not self.analysis.walks_with(n)
         ]
-        for n in self._wanted(stores, stop_at=self.partials):
+        totals = [
+            sum_beside(self.nest, s)
+            for s in self.nest.body
+            if isinstance(s, Reduce) and s.operation == "deviations"
+        ]
+        for n in self._wanted([*stores, *totals], stop_at=self.partials):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
-                access = Access(self.partials[n], (*self.partial_strides, rows))
-                body.append(Load(access, statement.dtype))
-                body.append(replace(statement, argument=len(body) - 1))
+                if statement.operation == "deviations":
+                    self._add_joined_deviations(body, n, number[sum_beside(self.nest, statement)])
+                else:
+                    body += [self._partial(n), replace(statement, argument=len(body))]
             else:
                 moved = renumbered(statement, number)
                 if isinstance(moved, Load | Store):
@@ -247,6 +271,33 @@ class _Split:
                 body.append(moved)
             number[n] = len(body) - 1
         return tuple(body)
+
+    def _partial(self, n: int) -> Load:
+        """A chunk's result of a reduction, in the second nest."""
+        rows = prod(self.nest.extents[: self.parallel])
+        access = Access(self.partials[n], (*self.partial_strides, rows))
+        return Load(access, self.nest.body[n].dtype)  # type: ignore[union-attr]
+
+    def _add_joined_deviations(self, body: list[Statement], n: int, total: int) -> None:
+        """Deviations from the mean of all: a chunk's from its own mean, and those of its mean from that of all."""
+        statement = self.nest.body[n]
+        assert isinstance(statement, Reduce)
+        dtype, length = statement.dtype, prod(self.nest.extents[self.parallel :]) // self.chunks
+
+        def add(statement: Statement) -> int:
+            body.append(statement)
+            return len(body) - 1
+
+        def times(one: int, other: int) -> int:
+            return add(Apply("mul", (one, other), dtype))
+
+        chunk_mean = times(
+            add(self._partial(sum_beside(self.nest, statement))), add(Constant(1 / length, dtype))
+        )
+        mean = times(total, add(Constant(1 / (length * self.chunks), dtype)))
+        apart = add(Apply("sub", (chunk_mean, mean), dtype))
+        between = times(times(apart, apart), add(Constant(length, dtype)))
+        add(Reduce("sum", add(Apply("add", (add(self._partial(n)), between), dtype)), dtype))
 
     def _with_chunk(self, strides: Sequence[int]) -> tuple[int, ...]:
         return (strides[self.parallel] * self.length, *strides)

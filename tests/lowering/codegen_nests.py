@@ -361,6 +361,25 @@ def batch_norm_statistics(images: int = 4, channels: int = 6, pixels: int = 25) 
     return b.nest("batch_norm_statistics"), b.buffers
 
 
+def channel_variances(channels: int = 6, pixels: int = 100, normalised: bool = True) -> Case:
+    """Means, variances and, in another walk, the normalised values of channels-last images."""
+    b = NestBuilder((channels, pixels), 1)
+    b.buffer("x", (pixels, channels), torch.bfloat16)
+    for name in ("mean", "variance"):
+        b.buffer(name, (channels,))
+    x = b.load("x", (1, 0))
+    count = b.constant(float(pixels))
+    mean = b.apply("div", b.reduce("sum", x), count)
+    centred = b.apply("sub", x, mean)
+    variance = b.apply("div", b.reduce("sum", b.apply("mul", centred, centred)), count)
+    b.store("mean", (0,), mean)
+    b.store("variance", (0,), variance)
+    if normalised:
+        b.buffer("y", (pixels, channels), torch.bfloat16)
+        b.store("y", (1, 0), b.apply("mul", centred, b.apply("rsqrt", variance)))
+    return b.nest("channel_variances"), b.buffers
+
+
 def dropout_like(rows: int = 4, columns: int = 33) -> Case:
     b = NestBuilder((rows, columns))
     b.buffer("x", (rows, columns), torch.bfloat16)

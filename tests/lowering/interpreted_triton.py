@@ -13,7 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from compile_core.lowering.codegen_triton import generate_triton
-from tests.lowering.codegen_nests import BOOL, HAND_WRITTEN, Case, embedding, inputs_for, total
+from compile_core.lowering.one_walk_variances import one_walk_variances
+from tests.lowering.codegen_nests import (
+    BOOL,
+    HAND_WRITTEN,
+    Case,
+    channel_variances,
+    embedding,
+    inputs_for,
+    total,
+)
 from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
@@ -91,6 +100,16 @@ def test_an_index_out_of_range_reads_nan_and_nothing_else(folder: Path) -> None:
     assert rows[5].isnan().all()
     assert not rows[:5].isnan().any()
     assert not rows[6:].isnan().any()
+
+
+@pytest.mark.parametrize(("channels", "pixels"), [(6, 100), (6, 128), (33, 600), (32, 1024)])
+def test_deviations(channels: int, pixels: int, folder: Path) -> None:
+    """In tiles that hold all values and in such that loop, with and without an overhang; the first value is far off,
+    and the mean is large beside the deviations."""
+    nest, buffers = channel_variances(channels, pixels)
+    storages = inputs_for((nest, buffers))
+    storages["x"].add_(7)[:channels] = 500
+    check((one_walk_variances(nest), buffers), storages, folder, 1e-4)
 
 
 def test_nothing_to_do(folder: Path) -> None:

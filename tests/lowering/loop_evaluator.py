@@ -177,6 +177,10 @@ def _store(where: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, 
 
 def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch.Tensor:
     operation = statement.operation
+    if operation == "deviations":
+        wide = argument.to(torch.float64)
+        apart = wide - wide.mean(dims, keepdim=True)
+        return (apart * apart).sum(dims, keepdim=True).to(statement.dtype)
     if operation in ("argmax", "argmin"):
         assert len(dims) == 1
         return getattr(torch, operation)(argument, dims[0], keepdim=True)
