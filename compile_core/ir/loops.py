@@ -173,8 +173,8 @@ class NestBatch:
 
     Attributes:
         name: unique in its program.
-        members: nests without reductions over at most one axis, with equal statements but for the names of the buffers;
-            none reads or overwrites what another writes.
+        members: nests over the same axes, or without reductions over at most one axis each, with equal statements but
+            for the names of the buffers and where they begin in them; none reads or overwrites what another writes.
     """
 
     name: str

@@ -131,8 +131,10 @@ def _check_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec], label: str
     written: set[str] = set()
     for member in batch.members:
         verify_nest(member, buffers, f"{label}, nest {member.name}")
-        is_simple = not member.reduced_axes and len(member.extents) == len(first.extents) <= 1
-        _rule(is_simple, label, "its nests have several axes or reductions")
+        same_space = (member.extents, member.reduced_axes) == (first.extents, first.reduced_axes)
+        both_lists = len(member.extents) == len(first.extents) <= 1
+        both_lists = both_lists and not member.reduced_axes and not first.reduced_axes
+        _rule(same_space or both_lists, label, "its nests are neither over one axis nor over equal ones")
         same_kinds = [type(s) for s in member.body] == [type(s) for s in first.body]
         _rule(same_kinds, label, f"{member.name} is another loop than {first.name}")
         _rule(not writes(member) & written, label, "two of its nests write one buffer")

@@ -1,23 +1,32 @@
 """One kernel for nests that do the same to other buffers, as an optimizer does to its parameters.
 
-Nests without reductions over at most one axis whose statements are equal but for the buffers' names become one
-``NestBatch``, whatever their sizes, if none needs another's result. They are found by a key, the print of their
-statements with the buffers numbered. All buffers of a batch exist at the same time, so only few bytes of temporaries
-may be among them: a batch saves the start of kernels, which is worth little where buffers are large.
+Nests whose statements are equal but for the buffers' names, and where they begin in them, become one ``NestBatch`` if
+none needs another's result: over one axis whatever its length, on a GPU also over several axes of the same lengths,
+with reductions or without. They are found by a key, the print of their statements with the buffers numbered.
+
+The members of a batch run at one place, where the first or the last of them was, so that some of them run earlier or
+later than they would. What is held in memory for that in the meantime may be few bytes: a batch saves the start of
+kernels, which is worth little where buffers are large. An input that is read for the last time counts, too, as it may
+be what the backward gets from the forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.kernel_bases import rebased
 from compile_core.lowering.passes import buffers_of
 from compile_core.lowering.step_order import direct_dependencies, topological_order
+from compile_core.lowering.tiling_axes import simplify
 
-_MOST_TEMPORARY_BYTES = 1 << 24
+_MOST_HELD_BYTES = 1 << 24
+# On a GPU each is an argument of the kernel, of which there may be 4 KiB.
+_MOST_POINTERS = 480
 
 
 def batch_nests(program: LoopProgram) -> LoopProgram:
@@ -33,22 +42,44 @@ def batch_nests(program: LoopProgram) -> LoopProgram:
 
 def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
     """What nests of one batch have in common; ``None`` for a step that can be in none."""
-    if not isinstance(step, LoopNest) or step.reduced_axes or len(step.extents) > 1:
+    if not isinstance(step, LoopNest):
         return None
     names = buffers_of(step)
-    if any(buffers[name].device.type != "cpu" for name in names):
+    kinds = {buffers[name].device.type for name in names}
+    if kinds == {"cuda"}:
+        step = rebased(simplify(step), buffers)[0]
+        names = buffers_of(step)
+    elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1 or _gathers(step):
         return None
+    space: object = len(step.extents)
+    if len(step.extents) > 1 or step.reduced_axes:
+        space = (step.extents, step.reduced_axes)
+    elif kinds == {"cuda"}:
+        # One odd size would cost all members their wide accesses.
+        space = (space, prod(step.extents) % 16 == 0)
     numbered = {name: f"{k}" for k, name in enumerate(names)}
     body = []
     for statement in step.body:
         if isinstance(statement, Load | Store):
-            if statement.access.gathers:
-                return None
             access = replace(statement.access, buffer=numbered[statement.access.buffer])
             statement = replace(statement, access=access)
         body.append(statement)
     # The print of a number tells 0.0 from -0.0, and 1 from True.
-    return repr((len(step.extents), [buffers[name].dtype for name in names], body))
+    return repr((space, [(buffers[name].dtype, buffers[name].device) for name in names], body))
+
+
+def _gathers(nest: LoopNest) -> bool:
+    """C++ kernels stop at an index that is out of range."""
+    return any(isinstance(s, Load | Store) and s.access.gathers for s in nest.body)
+
+
+@dataclass
+class _Gathered:
+    """Members of a batch to be, and between which places it must run: behind ``after``, before ``until``."""
+
+    members: list[int]
+    after: float
+    until: float
 
 
 class _Batching:
@@ -56,66 +87,117 @@ class _Batching:
 
     Attributes:
         direct: the steps that a step directly depends on.
-        position: where a step, or the last member of a batch, was at the beginning.
+        before: all steps that must run before a step, as a bit set over step numbers.
+        position: where a step runs, among the places that the steps had at the beginning.
+        last_reader: by buffer, the step that reads it last.
     """
 
     def __init__(self, program: LoopProgram) -> None:
         self.program = program
         self.steps: dict[int, Step] = dict(enumerate(program.steps))
         self.direct = dict(enumerate(direct_dependencies(program.steps)))
-        self.position = {number: number for number in self.steps}
+        self.followers: dict[int, set[int]] = {number: set() for number in self.steps}
+        self.before: dict[int, int] = {}
+        self.position: dict[int, float] = {}
+        self.last_reader: dict[str, int] = {}
+        for number, step in self.steps.items():
+            self.position[number] = number
+            self.before[number] = 0
+            for other in self.direct[number]:
+                self.before[number] |= self.before[other] | 1 << other
+                self.followers[other].add(number)
+            self.last_reader.update(dict.fromkeys(reads(step), number))
         returned = {view.buffer for view in program.outputs if view is not None}
-        self.kept = {*returned, *program.inputs, *program.destinations, *program.constants}
+        self.kept = {*returned, *program.destinations, *program.constants}
 
     def run(self, candidates: Sequence[Sequence[int]]) -> LoopProgram:
         for alike in candidates:
             left = list(alike)
             while len(left) > 1:
-                batch = self._independent(left)
-                left = [number for number in left if number not in batch]
-                if len(batch) > 1:
+                batch = self._gather(left)
+                left = [number for number in left if number not in batch.members]
+                if len(batch.members) > 1:
                     self._join(batch)
         order = topological_order(self.direct, self.position)
         return replace(self.program, steps=tuple(self.steps[number] for number in order))
 
-    def _independent(self, numbers: Sequence[int]) -> list[int]:
+    def _gather(self, numbers: Sequence[int]) -> _Gathered:
         """The first of these steps, and those of the others that it can be run together with."""
-        before = self._all_before()
-        batch: list[int] = []
-        chosen = temporary_bytes = 0
-        for number in sorted(numbers, key=lambda number: before[number].bit_count()):
-            size = self._temporary_bytes(number)
-            depends = before[number] & chosen or any(before[other] >> number & 1 for other in batch)
-            if depends or (batch and temporary_bytes + size > _MOST_TEMPORARY_BYTES):
+        batch = _Gathered([], -1, len(self.program.steps))
+        chosen = 0
+        touched: set[str] = set()
+        written: set[str] = set()
+        for number in numbers:
+            step = self.steps[number]
+            names = reads(step) | writes(step)
+            if self.before[number] & chosen or written & writes(step):
                 continue
-            batch.append(number)
+            on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
+            if on_gpu and len(touched | names) > _MOST_POINTERS:
+                break
+            more = _Gathered(
+                [*batch.members, number],
+                max((self.position[other] for other in self.direct[number]), default=-1),
+                min((self.position[other] for other in self.followers[number]), default=batch.until),
+            )
+            more.after, more.until = max(batch.after, more.after), min(batch.until, more.until)
+            if batch.members and self._held_bytes(more, self._place(more)) > _MOST_HELD_BYTES:
+                continue
+            batch = more
             chosen |= 1 << number
-            temporary_bytes += size
-        return sorted(batch)
+            touched |= names
+            written |= writes(step)
+        return batch
 
-    def _all_before(self) -> dict[int, int]:
-        """All steps that must run before a step, as a bit set over step numbers."""
-        before: dict[int, int] = {}
-        for number in topological_order(self.direct, self.position):
-            before[number] = 0
-            for other in self.direct[number]:
-                before[number] |= before[other] | 1 << other
-        return before
+    def _place(self, batch: _Gathered) -> float:
+        """Where a batch is to run: at one end of where it can, that at which less is held."""
+        latest = min(self.position[batch.members[-1]], batch.until - 0.5)
+        earliest = max(self.position[batch.members[0]], batch.after + 0.5)
+        if earliest >= latest:
+            return earliest  # what needs its results waits
+        return min((latest, earliest), key=lambda place: self._held_bytes(batch, place))
 
-    def _temporary_bytes(self, number: int) -> int:
-        step = self.steps[number]
-        return sum(self.program.buffers[name].bytes for name in (reads(step) | writes(step)) - self.kept)
+    def _held_bytes(self, batch: _Gathered, place: float) -> int:
+        """What would be free before ``place``, or not yet there at it, if the members ran where they were."""
+        names: set[str] = set()
+        for number in batch.members:
+            step, position = self.steps[number], self.position[number]
+            if position < place:
+                names |= {name for name in reads(step) if self.last_reader[name] == number}
+            elif position > place:
+                names |= writes(step) - set(self.program.inputs)
+        return sum(self.program.buffers[name].bytes for name in names - self.kept)
 
-    def _join(self, batch: Sequence[int]) -> None:
-        first, gone = batch[0], set(batch[1:])
-        members = tuple(step for number in batch if isinstance(step := self.steps[number], LoopNest))
-        self.steps[first] = NestBatch(f"{members[0].name}_batch_of_{len(members)}", members)
-        self.position[first] = batch[-1]
-        self.direct[first] = set[int]().union(*(self.direct[number] for number in batch)) - {first, *gone}
-        for number in gone:
-            del self.steps[number], self.direct[number], self.position[number]
-        for direct in self.direct.values():
-            if direct & gone:
-                direct -= gone
-                direct.add(first)
-        self.direct[first].discard(first)
+    def _join(self, batch: _Gathered) -> None:
+        first, *others = batch.members
+        place = self._place(batch)
+        gone, chosen = set(others), sum(1 << number for number in batch.members)
+        before = 0
+        for number in batch.members:
+            before |= self.before[number]
+        self.steps[first] = self._joined(batch.members)
+        self.position[first] = place
+        self.direct[first] = set[int]().union(*(self.direct[number] for number in batch.members))
+        self.followers[first] = set[int]().union(*(self.followers[number] for number in batch.members))
+        self.before[first] = before
+        for number in others:
+            del self.steps[number], self.direct[number], self.followers[number], self.before[number]
+        for number in self.direct[first]:
+            self.followers[number] = (self.followers[number] - gone) | {first}
+        for number in self.followers[first]:
+            self.direct[number] = (self.direct[number] - gone) | {first}
+        for number, earlier in self.before.items():
+            if earlier & chosen:
+                self.before[number] = (earlier & ~chosen) | before | 1 << first
+        for name, number in self.last_reader.items():
+            if number in gone:
+                self.last_reader[name] = first
+
+    def _joined(self, numbers: Sequence[int]) -> NestBatch:
+        members: list[LoopNest] = []
+        for number in numbers:
+            step = self.steps[number]
+            assert isinstance(step, LoopNest)
+            on_gpu = self.program.buffers[buffers_of(step)[0]].device.type == "cuda"
+            members.append(simplify(step) if on_gpu else step)
+        return NestBatch(f"{members[0].name}_batch_of_{len(members)}", tuple(members))

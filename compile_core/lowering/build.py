@@ -16,6 +16,7 @@ from compile_core.lowering.codegen_cpp import generate_cpp
 from compile_core.lowering.codegen_cpp_batch import generate_cpp_batch
 from compile_core.lowering.codegen_product import generate_product
 from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.codegen_triton_batch import generate_triton_batch
 from compile_core.lowering.kernel_bases import rebased
 from compile_core.lowering.passes import buffers_of
 
@@ -49,7 +50,7 @@ def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, C
 
 
 def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSource:
-    """Source for the device that a nest's buffers are on; of a product, a GPU; of a batch, a CPU.
+    """Source for the device that a nest's buffers are on; of a product, a GPU.
 
     Raises:
         Unsupported: the buffers are on several devices or on one without code generation, or a dtype is not
@@ -58,11 +59,12 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     if isinstance(step, ProductNest):
         return generate_product(step, buffers)
     if isinstance(step, NestBatch):
-        return generate_cpp_batch(step, buffers)
+        on_cpu = buffers[buffers_of(step.members[0])[0]].device.type == "cpu"
+        return (generate_cpp_batch if on_cpu else generate_triton_batch)(step, buffers)
     devices = {buffers[name].device for name in buffers_of(step)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
-        nest, bases = rebased(step)
+        nest, bases = rebased(step, buffers)
         source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
         return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     named = ", ".join(sorted(map(str, devices)))

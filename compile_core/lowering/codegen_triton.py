@@ -103,6 +103,10 @@ class TritonWriter:
         y_programs = -(-self.y.count // self.tiling.y_block)
         return (x_programs * y_programs, 1, 1)
 
+    def pointer(self, buffer: str) -> str:
+        """Where the kernel has a buffer."""
+        return f"p{self.positions[buffer]}"
+
     def _program(self) -> str:
         return "tl.program_id(0).to(tl.int64)" if self.wide else "tl.program_id(0)"
 
@@ -338,7 +342,7 @@ class TritonWriter:
         lines, address, valid = self._address(n, access, varied)
         masks = self._masks(statement.mask, varied) + valid
         memory = self.buffers[access.buffer].dtype
-        arguments = [f"p{self.positions[access.buffer]} + {address}"]
+        arguments = [f"{self.pointer(access.buffer)} + {address}"]
         if masks:
             other = int(statement.other) if memory == torch.bool else statement.other
             other = scalar_triton.bare_literal(other, torch.uint8 if memory == torch.bool else memory)
@@ -360,7 +364,7 @@ class TritonWriter:
         memory = self.buffers[access.buffer].dtype
         value = scalar_triton.stored(f"v{statement.value}", self.dtypes[statement.value], memory)
         mask = f", mask={' & '.join(masks)}" if masks else ""
-        return [*lines, f"tl.store(p{self.positions[access.buffer]} + {address}, {value}{mask})"]
+        return [*lines, f"tl.store({self.pointer(access.buffer)} + {address}, {value}{mask})"]
 
     def _terms(self, strides: Sequence[int]) -> list[str]:
         return [term for side in self.sides for term in side.terms(strides)]

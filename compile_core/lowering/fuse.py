@@ -181,10 +181,13 @@ class _Fusion:
     def _may_be_batched(self, one: int, other: int) -> bool:
         """Whether two nests do the same to different buffers, as to an optimizer's parameters: then ``batch_nests``
         makes one kernel of them and of all others that do, which a joined nest would stay out of."""
-        if self.before[other] >> one & 1:
+        first, second = self.steps[one], self.steps[other]
+        assert isinstance(first, LoopNest) and isinstance(second, LoopNest)
+        # Two sums over long columns hold too much to be batched.
+        if self.before[other] >> one & 1 or first.reduced_axes or len(first.body) != len(second.body):
             return False
-        key = batch_key(self.steps[one], self.program.buffers)
-        return key is not None and key == batch_key(self.steps[other], self.program.buffers)
+        key = batch_key(first, self.program.buffers)
+        return key is not None and key == batch_key(second, self.program.buffers)
 
     def _span(self, one: int, other: int) -> int:
         """How many steps apart the first and the last part of two nests were at the beginning."""

@@ -1,7 +1,8 @@
-"""What a kernel reads at one place is addressed by its caller, so that kernels that differ only in that place are one.
+"""Where in a buffer a kernel begins is told by its caller, so that kernels that differ only in that are one.
 
-Equal layers of a model draw their random numbers from seeds that lie in one tensor, each at an offset of its own. Built
-into the kernels, the offsets would make as many kernels of what is one.
+Equal layers of a model draw their random numbers from seeds that lie in one tensor, each at an offset of its own, and
+take parts of one projection. Built into the kernels, the offsets would make as many kernels of what is one. A kernel
+that walks along a buffer is given an address that is as aligned as the buffer.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from compile_core.ir.loops import Access, Load, LoopNest, Statement, Store
+from compile_core.ir.tensor_spec import TensorSpec
+
+_ALIGNED_BYTES = 16
 
 
-def rebased(nest: LoopNest) -> tuple[LoopNest, Mapping[str, int]]:
-    """The nest with such places counted from the first of each buffer, and the offset of that by buffer."""
+def rebased(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> tuple[LoopNest, Mapping[str, int]]:
+    """The nest with offsets counted from where it begins in each buffer, and that beginning by buffer."""
     accesses = [s.access for s in nest.body if isinstance(s, Load | Store)]
     moving = {access.buffer for access in accesses if any(access.strides) or access.gathers}
     bases: dict[str, int] = {}
     for access in accesses:
-        if access.buffer not in moving:
-            bases[access.buffer] = min(access.offset, bases.get(access.buffer, access.offset))
+        bases[access.buffer] = min(access.offset, bases.get(access.buffer, access.offset))
+    for name in moving:
+        bases[name] -= bases[name] % (_ALIGNED_BYTES // buffers[name].dtype.itemsize)
     bases = {name: offset for name, offset in bases.items() if offset}
     if not bases:
         return nest, {}

@@ -36,7 +36,7 @@ def direct_dependencies(steps: Sequence[Step]) -> list[set[int]]:
     return dependencies
 
 
-def topological_order(direct: Mapping[int, set[int]], position: Mapping[int, int]) -> list[int]:
+def topological_order(direct: Mapping[int, set[int]], position: Mapping[int, float]) -> list[int]:
     """The steps' numbers, each behind all that it depends on, otherwise by position."""
     waiting = {number: set(others) for number, others in direct.items()}
     followers: dict[int, list[int]] = {}

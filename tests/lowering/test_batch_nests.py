@@ -129,7 +129,7 @@ def test_batches_hold_few_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     inputs = [torch.randn(8, 8) for _ in range(6)], torch.randn(8, 8)
     assert batches(program_of(products, *inputs)) == [6]
-    monkeypatch.setattr(batching, "_MOST_TEMPORARY_BYTES", 3 * 8 * 8 * 4)
+    monkeypatch.setattr(batching, "_MOST_HELD_BYTES", 2 * 8 * 8 * 4)
     assert batches(program_of(products, *inputs)) == [3, 3]
 
 

@@ -1,0 +1,115 @@
+"""Triton source of a batch: programs of all members in one grid, each of which finds its member first.
+
+Which member a program works for is a tree of comparisons with constants, at whose leaves the member's pointers, its
+first program and its size are put into variables. All pointers are arguments of the kernel, so that nothing has to be
+copied to the GPU before a launch and a CUDA graph can hold it; and Triton sees through the tree that all of them are
+aligned. What follows is the loop of any one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from compile_core.ir.kernels import KernelSource
+from compile_core.ir.loops import LoopNest, NestBatch
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.codegen_triton import TritonWriter, triton_source
+from compile_core.lowering.kernel_bases import rebased
+from compile_core.lowering.passes import buffers_of
+from compile_core.lowering.tiling_triton import tile_for_gpu
+from compile_core.lowering.triton_sides import Side
+
+
+def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> KernelSource:
+    """Triton for a valid batch over the buffers of one GPU.
+
+    Raises:
+        Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
+    """
+    pairs = [rebased(member, buffers) for member in batch.members]
+    places = [[(name, bases.get(name, 0)) for name in buffers_of(nest)] for nest, bases in pairs]
+    given = {place: number for number, place in enumerate(dict.fromkeys(p for each in places for p in each))}
+    writer = _BatchWriter([nest for nest, _ in pairs], [[given[p] for p in each] for each in places], buffers)
+    names = [name for name, _ in given]
+    source = triton_source(
+        batch.name, names, buffers, writer.lines(), writer.grid(), (("num_warps", writer.tiling.num_warps),)
+    )
+    return replace(source, bases=tuple(base for _, base in given))
+
+
+@dataclass(frozen=True)
+class _OpenSide(Side):
+    """A side whose length is a variable of the kernel."""
+
+    @property
+    def overhangs(self) -> bool:
+        return True
+
+    def index_lines(self, needed: object) -> list[str]:
+        return [f"{self.name}_inside = {self.name} < count"]
+
+
+class _BatchWriter(TritonWriter):
+    """Writes the loop of the first member over the pointers ``q0``, ``q1`` and so on.
+
+    Args:
+        members: they have one body, but for the names of the buffers.
+        taken: for each member the kernel's arguments that are its buffers.
+    """
+
+    def __init__(
+        self, members: Sequence[LoopNest], taken: Sequence[Sequence[int]], buffers: Mapping[str, TensorSpec]
+    ) -> None:
+        first = members[0]
+        sizes = [prod(member.extents) for member in members]
+        tiling = None
+        self.is_open = False
+        if any(member.extents != first.extents for member in members):
+            tiling = tile_for_gpu(replace(first, extents=(sum(sizes),)))
+            self.is_open = any(size % tiling.x_block for size in sizes)
+            first = replace(first, extents=(max(sizes),))
+        super().__init__(first, buffers, {name: k for k, name in enumerate(buffers_of(first))}, tiling)
+        self.sizes, self.taken = sizes, taken
+        in_each = [super().grid()[0]] * len(sizes)
+        if tiling is not None:
+            in_each = [-(-size // tiling.x_block) for size in sizes]
+        self.starts = list(accumulate(in_each, initial=0))
+
+    def side(self, name: str, axes: Sequence[int], block: int) -> Side:
+        side = super().side(name, axes, block)
+        return _OpenSide(name, side.axes, side.extents, block) if name == "x" and self.is_open else side
+
+    def grid(self) -> tuple[int, int, int]:
+        return (self.starts[-1], 1, 1)
+
+    def pointer(self, buffer: str) -> str:
+        return f"q{self.positions[buffer]}"
+
+    def _program(self) -> str:
+        return "program.to(tl.int64)" if self.wide else "program"
+
+    def lines(self) -> list[str]:
+        shared = [k for k, given in enumerate(zip(*self.taken, strict=True)) if len(set(given)) == 1]
+        lines = [f"q{k} = p{self.taken[0][k]}" for k in shared]
+        own = [k for k in range(len(self.taken[0])) if k not in shared]
+        lines.append("program = tl.program_id(0)")
+        lines += self._choice(0, len(self.taken), own)
+        lines.append("program = program - first")
+        return lines + super().lines()
+
+    def _choice(self, begin: int, end: int, own: Sequence[int]) -> list[str]:
+        """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
+        if end - begin == 1:
+            lines = [f"q{k} = p{self.taken[begin][k]}" for k in own]
+            lines.append(f"first = {self.starts[begin]}")
+            return [*lines, f"count = {self.sizes[begin]}"] if self.is_open else lines
+        middle = (begin + end) // 2
+        return [
+            f"if program < {self.starts[middle]}:",
+            *(f"    {line}" for line in self._choice(begin, middle, own)),
+            "else:",
+            *(f"    {line}" for line in self._choice(middle, end, own)),
+        ]

@@ -1,0 +1,74 @@
+"""Nests that are alike as one Triton kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_core.ir.loops import ExternCall
+from compile_core.lowering.batch_nests import batch_nests
+from compile_core.lowering.build import build, generate
+from compile_core.lowering.build_triton import compile_triton_for
+from compile_core.lowering.lower import lower
+from compile_core.runtime.link_program import link_program
+from tests.lowering.batch_programs import PROGRAMS, batch_program, batches
+from tests.lowering.lowering_harness import compare, compute_of, trace
+from tests.lowering.product_programs import on
+
+ROOT = Path(__file__).parents[2]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_which_nests_are_a_batch(name: str) -> None:
+    assert sorted(len(batch.members) for batch in batches(batch_program(name))) == PROGRAMS[name][2]
+
+
+def test_they_compute_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
+         "pythonpath=.", "-o", "addopts=", "tests/lowering/interpreted_batches.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-6000:]
+
+
+@pytest.mark.parametrize("name", ["casts", "casts_of_whole_blocks"])
+def test_a_kernel_sees_that_all_members_are_aligned(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    program = batch_program(name)
+    aligned = [batch for batch in batches(program) if len(batch.members) == 3]
+    assembly = compile_triton_for(generate(aligned[0], program.buffers), ("cuda", 90, 32), tmp_path).asm[
+        "ptx"
+    ]
+    assert "ld.global.v4" in assembly or "ld.global.b128" in assembly or "ld.global.v2.b64" in assembly
+
+
+def test_a_kernel_takes_so_many_pointers() -> None:
+    xs = [torch.randn(16) for _ in range(300)]
+    lowered = lower(compute_of(trace(lambda xs: torch._foreach_exp(xs), xs)))
+    program = batch_nests(on(GPU, lowered))
+    assert [len(batch.members) for batch in batches(program)] == [240, 60]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_batch_on_a_gpu(name: str, tmp_path: Path) -> None:
+    function, inputs, _ = PROGRAMS[name]
+    program = batch_program(name)
+    sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
+    run = link_program(program, sources, build(sources, tmp_path))
+    flat = [tensor.to(GPU) for tensor in torch.utils._pytree.tree_leaves(inputs)]
+    results = [result.cpu() for result in run([*flat])]
+    compare(results, torch.utils._pytree.tree_leaves(function(*inputs)))
