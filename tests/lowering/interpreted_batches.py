@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall
@@ -45,5 +46,5 @@ def test_batch(name: str, tmp_path: Path) -> None:
     kernels |= {source.name: lambda *_: None for source in sources if 0 in source.grid}
     whole = [replace(source, bases=()) for source in sources]
     run = link_program(on(torch.device("cpu"), program), whole, kernels)
-    flat = torch.utils._pytree.tree_leaves(inputs)
-    compare(run([*flat]), torch.utils._pytree.tree_leaves(function(*inputs)))
+    flat = tree_leaves(inputs)
+    compare(run([*flat]), tree_leaves(function(*inputs)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import ExternCall
 from compile_core.lowering.batch_nests import batch_nests
@@ -57,7 +58,7 @@ def test_a_kernel_sees_that_all_members_are_aligned(name: str, tmp_path: Path) -
 
 def test_a_kernel_takes_so_many_pointers() -> None:
     xs = [torch.randn(16) for _ in range(300)]
-    lowered = lower(compute_of(trace(lambda xs: torch._foreach_exp(xs), xs)))
+    lowered = lower(compute_of(trace(lambda xs: torch.ops.aten._foreach_exp(xs), xs)))
     program = batch_nests(on(GPU, lowered))
     assert [len(batch.members) for batch in batches(program)] == [240, 60]
 
@@ -69,6 +70,6 @@ def test_batch_on_a_gpu(name: str, tmp_path: Path) -> None:
     program = batch_program(name)
     sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
     run = link_program(program, sources, build(sources, tmp_path))
-    flat = [tensor.to(GPU) for tensor in torch.utils._pytree.tree_leaves(inputs)]
+    flat = [tensor.to(GPU) for tensor in tree_leaves(inputs)]
     results = [result.cpu() for result in run([*flat])]
-    compare(results, torch.utils._pytree.tree_leaves(function(*inputs)))
+    compare(results, tree_leaves(function(*inputs)))
