@@ -147,6 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     table = Table("model", "side", "step ms", "first s", "peak GiB", "loss")
+    measured: dict[tuple[str, str], Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         inductor_config.force_disable_caches = True
         for name in arguments.models.split(","):
@@ -156,10 +157,29 @@ def main() -> None:
             for side in arguments.sides.split(","):
                 os.environ["GRADSPLIT_CACHE"] = f"{folder}/{name} {side}"
                 figures = measure(model, inputs, SIDES[side], arguments.steps)
+                measured[name, side] = figures
                 row = (f"{figures.step_ms:.2f}", f"{figures.first_s:.1f}", f"{figures.peak_gib:.2f}")
                 table.add_row(name, side, *row, f"{figures.loss:.4f}")
                 print(name, side, *row, f"{figures.loss:.4f}", flush=True)
     Console(width=100).print(table)
+    for line in summary(measured):
+        print(line)
+
+
+def summary(measured: Mapping[tuple[str, str], Figures]) -> list[str]:
+    """For each mode our time over TorchInductor's, by model and as the geometric mean."""
+    lines = []
+    for mode in ("", " reduce-overhead"):
+        ratios = {
+            name: figures.step_ms / measured[name, f"inductor{mode}"].step_ms
+            for (name, side), figures in measured.items()
+            if side == f"gradsplit{mode}" and (name, f"inductor{mode}") in measured
+        }
+        if ratios:
+            each = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+            mean = statistics.geometric_mean(ratios.values())
+            lines.append(f"gradsplit{mode} / inductor{mode}: {each}; geometric mean {mean:.3f}")
+    return lines
 
 
 if __name__ == "__main__":
