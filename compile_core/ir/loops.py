@@ -186,6 +186,27 @@ class NestBatch:
 
 
 @dataclass(frozen=True)
+class BandNest:
+    """A nest of rows as a kernel that also adds up columns: a program takes a band of rows and leaves its sums.
+
+    Attributes:
+        name: unique in its program.
+        rows: a nest with two axes, the rows and the elements of a row, which is the reduced one.
+        band: how many rows a program takes; divides their number.
+        sums: a value of the body, and the contiguous buffer of one row a band that takes its sum over the band's rows.
+    """
+
+    name: str
+    rows: LoopNest
+    band: int
+    sums: tuple[tuple[int, str], ...]
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.rows.origins
+
+
+@dataclass(frozen=True)
 class ExternCall:
     """A call of one of torch's kernels.
 
@@ -264,7 +285,7 @@ def operands(statement: Statement) -> tuple[int, ...]:
             return ()
 
 
-GeneratedStep = LoopNest | NestBatch | ProductNest
+GeneratedStep = LoopNest | NestBatch | BandNest | ProductNest
 Step = GeneratedStep | ExternCall
 
 

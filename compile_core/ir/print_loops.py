@@ -11,6 +11,7 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
+    BandNest,
     Constant,
     ExternCall,
     Load,
@@ -54,6 +55,9 @@ def print_step(step: Step) -> str:
         return f"batch {step.name} of nests like the first, over {sizes}\n  " + print_nest(
             step.members[0]
         ).replace("\n", "\n  ")
+    if isinstance(step, BandNest):
+        sums = ", ".join(f"{buffer} = sum of %{value}" for value, buffer in step.sums)
+        return f"bands {step.name} of {step.band} rows, {sums}, of\n{print_nest(step.rows)}"
     return print_nest(step) if isinstance(step, LoopNest) else _print_call(step)
 
 

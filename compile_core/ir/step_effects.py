@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_core.ir.loops import ExternCall, Load, LoopNest, NestBatch, ProductNest, Step, Store, View
+from compile_core.ir.loops import (
+    BandNest,
+    ExternCall,
+    Load,
+    LoopNest,
+    NestBatch,
+    ProductNest,
+    Step,
+    Store,
+    View,
+)
 
 
 def views_in(argument: Any) -> Iterator[View]:
@@ -28,6 +38,8 @@ def reads(step: Step) -> frozenset[str]:
         return (reads(step.epilogue) - {step.product}) | {step.left.buffer, step.right.buffer}
     if isinstance(step, NestBatch):
         return frozenset[str]().union(*map(reads, step.members))
+    if isinstance(step, BandNest):
+        return reads(step.rows)
     return frozenset(view.buffer for view in views_in([step.arguments, dict(step.keywords)]))
 
 
@@ -39,6 +51,8 @@ def writes(step: Step) -> frozenset[str]:
         return writes(step.epilogue)
     if isinstance(step, NestBatch):
         return frozenset[str]().union(*map(writes, step.members))
+    if isinstance(step, BandNest):
+        return writes(step.rows).union(name for _, name in step.sums)
     named = {name for name in step.outputs if name is not None}
     named.update(view.buffer for view in step.out.values())
     named.update(mutated(step))

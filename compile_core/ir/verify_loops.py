@@ -19,6 +19,7 @@ from compile_core.ir.loops import (
     SCALAR_OPERATIONS,
     Access,
     Apply,
+    BandNest,
     Constant,
     Load,
     LoopNest,
@@ -81,6 +82,10 @@ def verify_program(program: LoopProgram) -> None:
             label += f", product {step.name}"
             _check_product(step, program.buffers, label)
             missing = reads(step) - known - empty
+        elif isinstance(step, BandNest):
+            label += f", bands {step.name}"
+            _check_bands(step, program.buffers, label)
+            missing = reads(step) - known - empty
         elif isinstance(step, NestBatch):
             label += f", batch {step.name}"
             _check_batch(step, program.buffers, label)
@@ -124,6 +129,18 @@ def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: 
     _rule(sizes == (prod(batch), rows, step.right.shape[-1]), label, "has an epilogue of another size")
     overwritten = {step.left.buffer, step.right.buffer} & writes(step)
     _rule(not overwritten, label, f"overwrites its operand {sorted(overwritten)}")
+
+
+def _check_bands(step: BandNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
+    nest = step.rows
+    verify_nest(nest, buffers, label)
+    _rule(len(nest.extents) == 2 and nest.reduced_axes == 1, label, "has other axes than rows and columns")
+    rows, columns = nest.extents
+    _rule(rows % step.band == 0, label, "its last band is shorter")
+    for value, name in step.sums:
+        _rule(not isinstance(nest.body[value], Store), label, f"%{value} is no value")
+        _rule(buffers[name].shape == (rows // step.band, columns), label, f"{name} is no row a band")
+        _rule(buffers[name].is_contiguous, label, f"{name} is not contiguous")
 
 
 def _check_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec], label: str) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import GeneratedStep, NestBatch, ProductNest
+from compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build_cpp import start_cpp
 from compile_core.lowering.build_triton import start_triton
+from compile_core.lowering.codegen_bands import generate_bands
 from compile_core.lowering.codegen_cpp import generate_cpp
 from compile_core.lowering.codegen_cpp_batch import generate_cpp_batch
 from compile_core.lowering.codegen_product import generate_product
@@ -61,6 +62,10 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     if isinstance(step, NestBatch):
         on_cpu = buffers[buffers_of(step.members[0])[0]].device.type == "cpu"
         return (generate_cpp_batch if on_cpu else generate_triton_batch)(step, buffers)
+    if isinstance(step, BandNest):
+        rows, bases = rebased(step.rows)
+        source = generate_bands(replace(step, rows=rows), buffers)
+        return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     devices = {buffers[name].device for name in buffers_of(step)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:

@@ -6,7 +6,7 @@ folding and interning of equal statements happen along the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -47,8 +47,9 @@ class Transplant:
         self.builder = builder
         self.stored: dict[str, list[tuple[Access, int | None]]] = {}
 
-    def copy(self, nest: LoopNest, axes: AxisMap) -> None:
-        """Appends a nest's body; loads of what was stored before become the stored values.
+    def copy(self, nest: LoopNest, axes: AxisMap) -> list[int]:
+        """Appends a nest's body; loads of what was stored before become the stored values. Returns the new number of
+        each statement, which is -1 for a store.
 
         Raises:
             OtherPointsError: a load reads what was stored before, but not at the very point where it was.
@@ -56,6 +57,7 @@ class Transplant:
         values: list[int] = []
         for statement in nest.body:
             values.append(self._copy_statement(statement, values, axes))
+        return values
 
     def _copy_statement(self, statement: Statement, values: list[int], axes: AxisMap) -> int:
         builder = self.builder
@@ -111,14 +113,25 @@ class OtherPointsError(Exception):
 
 def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:
     """The body without values that no store depends on, renumbered."""
-    needed: set[int] = set()
+    live = live_statements(body)
+    return only_statements(body, live)
+
+
+def live_statements(body: Sequence[Statement], results: Iterable[int] = ()) -> list[int]:
+    """The statements that stores and ``results`` depend on, these included."""
+    needed = set(results)
     for number in range(len(body) - 1, -1, -1):
         statement = body[number]
         if number in needed or isinstance(statement, Store):
             needed.add(number)
             needed.update(operands(statement))
-    new_number = {old: new for new, old in enumerate(sorted(needed))}
-    return tuple(_renumbered(body[old], new_number) for old in sorted(needed))
+    return sorted(needed)
+
+
+def only_statements(body: Sequence[Statement], kept: Sequence[int]) -> tuple[Statement, ...]:
+    """The body of these statements, which need no others, renumbered."""
+    new_number = {old: new for new, old in enumerate(kept)}
+    return tuple(_renumbered(body[old], new_number) for old in kept)
 
 
 def _renumbered(statement: Statement, new_number: dict[int, int]) -> Statement:

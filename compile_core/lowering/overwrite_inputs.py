@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from compile_core.ir.loops import Load, LoopNest, LoopProgram, Step, Store, View
+from compile_core.ir.loops import BandNest, Load, LoopNest, LoopProgram, Step, Store, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.step_effects import reads, writes
 
@@ -88,7 +88,7 @@ def _cannot_fail(step: Step) -> bool:
 def _with_stores(program: LoopProgram, stored: Mapping[str, str]) -> LoopProgram:
     return replace(
         program,
-        steps=tuple(_renamed(step, stored) if isinstance(step, LoopNest) else step for step in program.steps),
+        steps=tuple(_with_names(step, stored) for step in program.steps),
         outputs=tuple(
             view if view is None else replace(view, buffer=stored.get(view.buffer, view.buffer))
             for view in program.outputs
@@ -96,6 +96,12 @@ def _with_stores(program: LoopProgram, stored: Mapping[str, str]) -> LoopProgram
         buffers={name: spec for name, spec in program.buffers.items() if name not in stored},
         overwritten=tuple(stored.values()),
     )
+
+
+def _with_names(step: Step, stored: Mapping[str, str]) -> Step:
+    if isinstance(step, BandNest):
+        return replace(step, rows=_renamed(step.rows, stored))
+    return _renamed(step, stored) if isinstance(step, LoopNest) else step
 
 
 def _renamed(nest: LoopNest, stored: Mapping[str, str]) -> LoopNest:

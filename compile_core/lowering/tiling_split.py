@@ -18,6 +18,7 @@ import torch
 from compile_core.ir.loops import (
     Access,
     Apply,
+    BandNest,
     Constant,
     Load,
     LoopNest,
@@ -29,6 +30,7 @@ from compile_core.ir.loops import (
     Store,
     operands,
 )
+from compile_core.ir.step_effects import reads
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.one_walk_variances import has_deviations, one_walk_variances, sum_beside
 from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, stored_buffers
@@ -48,8 +50,9 @@ def split_reductions(program: LoopProgram) -> LoopProgram:
     """An equivalent program in which GPU reductions with too few parallel points are two nests each."""
     buffers = dict(program.buffers)
     steps: list[Step] = []
+    partial = {name for step in program.steps if isinstance(step, BandNest) for _, name in step.sums}
     for step in program.steps:
-        if isinstance(step, LoopNest):
+        if isinstance(step, LoopNest) and not reads(step) & partial:
             nests, partials = split_nest(step, buffers)
             buffers.update(partials)
             steps += nests
@@ -84,9 +87,9 @@ def split_nest(
         if chunks < 2:
             nests.append(part)
             continue
-        halves, partials = _Split(part, chunks, device).nests()
-        nests += halves
-        specs = {**specs, **partials}
+        split = ReductionSplit(part, chunks, device)
+        nests += [split.first(), split.second()]
+        specs = {**specs, **split.partial_specs()}
     return (tuple(nests), specs) if len(nests) > 1 else ((nest,), {})
 
 
@@ -106,7 +109,7 @@ def _overwrites_what_it_reads(nest: LoopNest) -> bool:
 
 def _chunks(nest: LoopNest) -> int:
     """Into how many parts to cut the outermost reduced axis; 1 for not at all."""
-    if not nest.reduced_axes or not _is_one_round(analyse(nest, 0)):
+    if not nest.reduced_axes or not is_one_round(analyse(nest, 0)):
         return 1
     most, wanted = _wanted_chunks(nest)
     exact = _exact_chunks(nest)
@@ -132,7 +135,7 @@ def _exact_chunks(nest: LoopNest) -> list[int]:
     return [c for c in range(max(1, wanted // 4), min(most, wanted * 4) + 1) if longest % c == 0]
 
 
-def _is_one_round(analysis: NestAnalysis) -> bool:
+def is_one_round(analysis: NestAnalysis) -> bool:
     """Whether no reduction needs another's result, none yields a position, and points are stored before
     them."""
     for n, statement in enumerate(analysis.nest.body):
@@ -144,8 +147,11 @@ def _is_one_round(analysis: NestAnalysis) -> bool:
     return True
 
 
-class _Split:
-    """Writes the two nests. Axes of the first: chunk, the parallel ones, the reduced ones."""
+class ReductionSplit:
+    """The two nests that stand for one with a single round of reductions, its outermost reduced axis in ``chunks``.
+
+    Axes of the first: chunk, the parallel ones, the reduced ones.
+    """
 
     def __init__(self, nest: LoopNest, chunks: int, device: torch.device) -> None:
         self.nest = nest
@@ -162,22 +168,23 @@ class _Split:
             n: f"{nest.name}_partial_{n}" for n, s in enumerate(nest.body) if isinstance(s, Reduce)
         }
 
-    def nests(self) -> tuple[tuple[LoopNest, ...], dict[str, TensorSpec]]:
+    def partial_specs(self) -> dict[str, TensorSpec]:
+        """Of the buffers between the two."""
+        shape = (self.chunks, *self.nest.extents[: self.parallel])
+        dtypes = {n: self.nest.body[n].dtype for n in self.partials}  # type: ignore[union-attr]
+        return {
+            name: TensorSpec.contiguous(shape, dtypes[n], self.device) for n, name in self.partials.items()
+        }
+
+    def first(self) -> LoopNest:
         rows = self.nest.extents[: self.parallel]
-        specs = {}
-        for n, name in self.partials.items():
-            dtype = self.nest.body[n].dtype  # type: ignore[union-attr]
-            specs[name] = TensorSpec.contiguous((self.chunks, *rows), dtype, self.device)
-        reduced = (self.length, *self.nest.extents[self.parallel + 1 :])
-        first = LoopNest(
-            f"{self.nest.name}_partials",
-            (self.chunks, *rows, *reduced),
-            self.nest.reduced_axes,
-            self._first_body(),
-            self.nest.origins,
-        )
-        second = LoopNest(self.nest.name, (*rows, self.chunks), 1, self._second_body(), self.nest.origins)
-        return (first, second), specs
+        extents = (self.chunks, *rows, self.length, *self.nest.extents[self.parallel + 1 :])
+        name = f"{self.nest.name}_partials"
+        return LoopNest(name, extents, self.nest.reduced_axes, self._first_body(), self.nest.origins)
+
+    def second(self) -> LoopNest:
+        extents = (*self.nest.extents[: self.parallel], self.chunks)
+        return LoopNest(self.nest.name, extents, 1, self._second_body(), self.nest.origins)
 
     def _wanted(self, sinks: Iterable[int], stop_at: Iterable[int] = ()) -> list[int]:
         wanted, stops = set(sinks), set(stop_at)
@@ -189,6 +196,13 @@ class _Split:
                     if operand not in stops:
                         pending.append(operand)
         return sorted(wanted)
+
+    def first_statements(self) -> list[int]:
+        """Those that the first nest has: the reductions, what is stored at every point, and what these need."""
+        walking = [
+            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)
+        ]
+        return self._wanted((*self.partials, *walking))
 
     def _first_body(self) -> tuple[Statement, ...]:
         body: list[Statement] = []
@@ -211,10 +225,7 @@ class _Split:
                 return inside if mask is None else number[mask]
             return add(Apply("logical_and", (number[mask], inside), torch.bool))
 
-        walking = [
-            n for n, s in enumerate(self.nest.body) if isinstance(s, Store) and self.analysis.walks_with(n)
-        ]
-        for n in self._wanted((*self.partials, *walking)):
+        for n in self.first_statements():
             statement = self.nest.body[n]
             match statement:
                 case Load(access=access, mask=mask):

@@ -21,6 +21,8 @@ _POINTWISE_TILE = 1024
 _REDUCTION_TILE = 2048
 _LOOPED_ROW_BLOCK = 2048
 _COLUMN_SIDE = 32
+# A sector of float32: narrower ones read in vain.
+_NARROWEST_COLUMNS = 8
 _TRANSPOSED_SIDE = 32
 # Elements times live values that the registers of one program hold without spilling.
 _PERSISTENT_BUDGET = 32768
@@ -86,6 +88,8 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
         x_block, r_block = 1, min(whole, _LOOPED_ROW_BLOCK)
     # Many rows a program are only worth it while there are programs enough.
     while x_block > narrowest and -(-rows // x_block) < _WANTED_PROGRAMS:
+        x_block //= 2
+    while persistent and x_block > _NARROWEST_COLUMNS and -(-rows // x_block) < _WANTED_PROGRAMS // 2:
         x_block //= 2
     warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
     return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps)

@@ -12,8 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from compile_core.ir.loops import ExternCall
+from compile_core.lowering.build import generate
 from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.join_columns import join_column_sums
 from compile_core.lowering.one_walk_variances import one_walk_variances
+from compile_core.lowering.tiling_split import split_reductions
+from compile_core.runtime.link_program import link_program
+from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
     BOOL,
     HAND_WRITTEN,
@@ -26,8 +32,11 @@ from tests.lowering.codegen_nests import (
 from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
+from tests.lowering.interpreted_gpt import interpreted
 from tests.lowering.jit_function import jit_function
-from tests.lowering.loop_evaluator import evaluate_nest
+from tests.lowering.loop_evaluator import evaluate, evaluate_nest
+from tests.lowering.lowering_harness import compare
+from tests.lowering.product_programs import on
 
 # numpy plays the GPU here, and warns of infinities and NaN that IEEE arithmetic defines.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -114,3 +123,13 @@ def test_deviations(channels: int, pixels: int, folder: Path) -> None:
 
 def test_nothing_to_do(folder: Path) -> None:
     check(total((0, 3)), inputs_for(total((0, 3))), folder)
+
+
+def test_column_sums_of_bands_of_rows(folder: Path) -> None:
+    program = norm_backward()
+    result = split_reductions(join_column_sums(on(torch.device("cuda", 0), program)))
+    sources = [generate(step, result.buffers) for step in result.steps if not isinstance(step, ExternCall)]
+    kernels = {source.name: interpreted(source, folder) for source in sources}
+    run = link_program(on(torch.device("cpu"), result), sources, kernels)
+    inputs = inputs_of(program)
+    compare(run([*inputs]), evaluate(program, inputs))

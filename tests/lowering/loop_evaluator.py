@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from compile_core.ir.counter_random import random_bits, random_word
 from compile_core.ir.loops import (
     Access,
     Apply,
+    BandNest,
     Constant,
     ExternCall,
     Load,
@@ -23,6 +25,7 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
+from compile_core.ir.step_effects import writes
 from compile_core.ir.tensor_spec import TensorSpec
 
 
@@ -44,12 +47,28 @@ def evaluate(
                     if isinstance(statement, Store):
                         _allocate(buffers, program, statement.access.buffer)
                 run_nest(nest, buffers)
+        elif isinstance(step, BandNest):
+            _run_bands(step, buffers, program)
         else:
             assert isinstance(step, ExternCall)
             _run_call(step, buffers, program)
     for name in {view.buffer for view in program.outputs if view is not None}:
         _allocate(buffers, program, name)  # an empty tensor needs no step
     return [None if view is None else _strided(buffers[view.buffer], view) for view in program.outputs]
+
+
+def _run_bands(step: BandNest, buffers: dict[str, torch.Tensor], program: LoopProgram) -> None:
+    """Stores what is to be summed for all rows, and adds up the bands."""
+    rows, columns = step.rows.extents
+    stores = tuple(Store(Access(f"{name} of all rows", (columns, 1)), value) for value, name in step.sums)
+    for store in stores:
+        buffers[store.access.buffer] = torch.zeros(rows, columns)
+    for name in writes(step):
+        _allocate(buffers, program, name)
+    run_nest(replace(step.rows, body=(*step.rows.body, *stores)), buffers)
+    for store, (_, name) in zip(stores, step.sums, strict=True):
+        parts = buffers.pop(store.access.buffer).reshape(-1, step.band, columns)
+        buffers[name].copy_(parts.sum(1))
 
 
 def _allocate(buffers: dict[str, torch.Tensor], program: LoopProgram, name: str) -> None:

@@ -1,0 +1,196 @@
+"""Column sums in the kernel of the rows that they are sums of.
+
+The backward of a layer norm walks a matrix twice: for each row the gradient of its elements, and for each column the
+gradients of weight and bias. ``fuse.py`` leaves these apart, since a nest has one set of reduced axes. Here the column
+sums become part of the nest of rows: a program takes a band of rows and leaves their sums (``BandNest``), a small nest
+adds up the bands. The matrix is read once, and what only the sums would have read is not stored at all.
+
+A pair is joined if that moves fewer bytes than the bands' sums cost, if both walk the same matrix in the same order, if
+the rows fit in registers, and if no step must run between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from compile_core.ir.loops import (
+    BandNest,
+    Constant,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Reduce,
+    Statement,
+    Step,
+    Store,
+    operands,
+)
+from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, live_statements, only_statements
+from compile_core.lowering.lower_body import BodyBuilder
+from compile_core.lowering.passes import analyse, buffers_of
+from compile_core.lowering.step_order import direct_dependencies, topological_order
+from compile_core.lowering.tiling_axes import parallel_axes, simplify
+from compile_core.lowering.tiling_bands import band_of, partial_bytes
+from compile_core.lowering.tiling_split import ReductionSplit, is_one_round
+from compile_core.lowering.tiling_triton import tile_for_gpu
+
+
+def join_column_sums(program: LoopProgram) -> LoopProgram:
+    """An equivalent program in which column sums on GPUs happen in the kernels of their rows where that pays."""
+    return _Joining(program).run()
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A nest of rows with sums of columns: the value of each, and where it goes.
+
+    Attributes:
+        taken: names of the column nests that it holds.
+    """
+
+    rows: LoopNest
+    sums: tuple[tuple[int, str], ...]
+    band: int
+    taken: tuple[str, ...] = ()
+
+
+class _Joining:
+    """Steps by number, in the order of the program; see ``fuse._Fusion``."""
+
+    def __init__(self, program: LoopProgram) -> None:
+        self.program = program
+        self.buffers = dict(program.buffers)
+        self.steps: dict[int, Step] = dict(enumerate(program.steps))
+        self.direct = dict(enumerate(direct_dependencies(program.steps)))
+        returned = {view.buffer for view in program.outputs if view is not None}
+        self.kept = returned | set(program.inputs) | set(program.destinations)
+
+    def run(self) -> LoopProgram:
+        rows = {number: nest for number in self.steps if (nest := self._rows_nest(number)) is not None}
+        columns = {number: nest for number in self.steps if (nest := self._column_nest(number)) is not None}
+        for number, nest in rows.items():
+            joined = _Joined(nest, (), 0)
+            for other, sums in columns.items():
+                if sums.extents == nest.extents[::-1] and sums.name not in joined.taken:
+                    joined = self._with_sums(number, joined, other, sums) or joined
+            for name in joined.taken:
+                columns = {other: sums for other, sums in columns.items() if sums.name != name}
+            if joined.sums:
+                self.steps[number] = BandNest(nest.name, joined.rows, joined.band, joined.sums)
+        order = topological_order(self.direct, {number: number for number in self.steps})
+        steps = tuple(self.steps[number] for number in order)
+        touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
+        buffers = {name: spec for name, spec in self.buffers.items() if name in touched}
+        return replace(self.program, buffers=buffers, steps=steps)
+
+    # -- which nests
+
+    def _simple(self, number: int) -> LoopNest | None:
+        """A nest over the buffers of one GPU as one over two axes, of which it reduces one."""
+        step = self.steps[number]
+        if not isinstance(step, LoopNest) or not step.reduced_axes:
+            return None
+        devices = {self.buffers[name].device for name in buffers_of(step)}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return None
+        nest = simplify(step)
+        return nest if len(nest.extents) == 2 and parallel_axes(nest) == 1 else None
+
+    def _rows_nest(self, number: int) -> LoopNest | None:
+        nest = self._simple(number)
+        if nest is None or not tile_for_gpu(nest).persistent or not _walks_rows(nest, 1):
+            return None
+        positional = any(isinstance(s, Reduce) and s.operation.startswith("arg") for s in nest.body)
+        return None if positional else nest
+
+    def _column_nest(self, number: int) -> LoopNest | None:
+        nest = self._simple(number)
+        if nest is None or not _walks_rows(nest, 0) or not is_one_round(analyse(nest, 0)):
+            return None
+        sums = [s for s in nest.body if isinstance(s, Reduce)]
+        return nest if all(s.operation == "sum" and s.dtype.is_floating_point for s in sums) else None
+
+    # -- joining
+
+    def _with_sums(self, number: int, joined: _Joined, other: int, columns: LoopNest) -> _Joined | None:
+        """The nest of rows with one more nest of column sums, of which the second half stays; ``None`` if not."""
+        if self._depends(self.direct[other] - {number}, number) or self._depends({number}, other):
+            return None  # a step must run between them
+        rows = joined.rows
+        count = sum(isinstance(s, Reduce) for s in columns.body)
+        band = band_of(rows, len(joined.sums) + count)
+        if band is None or (joined.band and band != joined.band):
+            return None
+        if (reads(rows) & writes(columns)) or (writes(rows) & writes(columns)):
+            return None
+        dead = self._dead_stores(writes(rows), number, other)
+        if self._saved_bytes(rows, columns, dead) <= count * partial_bytes(rows, band):
+            return None
+        split = ReductionSplit(columns, columns.extents[1] // band, self._device(columns))
+        first = [n for n in split.first_statements() if n not in split.partials]
+        builder = BodyBuilder(rows.extents, lambda name: self.buffers[name].dtype)
+        transplant = Transplant(builder)
+        try:
+            kept = transplant.copy(rows, ([(0, 1)], [(1, 1)]))
+            part = replace(columns, body=only_statements(columns.body, first))
+            added = dict(zip(first, transplant.copy(part, ([(1, 1)], [(0, 1)])), strict=True))
+        except OtherPointsError:
+            return None
+        sums = [(kept[value], name) for value, name in joined.sums]
+        for n, name in split.partials.items():
+            (argument,) = operands(columns.body[n])
+            sums.append((added[argument], name))
+        nest, places = _without(rows, builder.statements, dead, [value for value, _ in sums])
+        self.buffers.update(split.partial_specs())
+        self.steps[other] = split.second()
+        self.direct[number] = (self.direct[number] | self.direct[other]) - {number}
+        self.direct[other] = self.direct[other] | {number}
+        nest = replace(nest, origins=tuple(dict.fromkeys([*rows.origins, *columns.origins])))
+        taken = (*joined.taken, columns.name)
+        return _Joined(nest, tuple((places[value], name) for value, name in sums), band, taken)
+
+    def _device(self, nest: LoopNest) -> torch.device:
+        return self.buffers[buffers_of(nest)[0]].device
+
+    def _depends(self, numbers: Iterable[int], other: int) -> bool:
+        """Whether any of some steps must run after another, or is it."""
+        seen, pending = set[int](), list(numbers)
+        while pending:
+            number = pending.pop()
+            if number == other:
+                return True
+            if number not in seen:
+                seen.add(number)
+                pending += self.direct[number]
+        return False
+
+    def _dead_stores(self, names: Iterable[str], number: int, other: int) -> set[str]:
+        """Buffers that the step ``number`` writes and only ``other`` reads."""
+        readers = {name for n, step in self.steps.items() if n not in (number, other) for name in reads(step)}
+        return {name for name in names if name not in readers and name not in self.kept}
+
+    def _saved_bytes(self, rows: LoopNest, columns: LoopNest, dead: set[str]) -> int:
+        shared = (reads(rows) | writes(rows)) & reads(columns)
+        return sum(self.buffers[name].bytes for name in shared) + sum(self.buffers[n].bytes for n in dead)
+
+
+def _walks_rows(nest: LoopNest, axis: int) -> bool:
+    """Whether what a nest reads and writes most of lies contiguous along an axis."""
+    whole = [s.access.strides for s in nest.body if isinstance(s, Load | Store) and all(s.access.strides)]
+    return bool(whole) and all(strides[axis] == 1 for strides in whole)
+
+
+def _without(
+    nest: LoopNest, body: Sequence[Statement], dead: Collection[str], results: Sequence[int]
+) -> tuple[LoopNest, dict[int, int]]:
+    """The nest with this body but for some buffers' stores and what only these needed, and the new place of each
+    statement."""
+    live_body = [
+        Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in body
+    ]
+    live = live_statements(live_body, results)
+    return replace(nest, body=only_statements(live_body, live)), {old: new for new, old in enumerate(live)}

@@ -1,0 +1,72 @@
+"""Column sums in the kernel of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_core.ir.loops import BandNest, LoopNest, LoopProgram, View
+from compile_core.ir.step_effects import writes
+from compile_core.ir.verify_loops import verify_program
+from compile_core.lowering.build import generate
+from compile_core.lowering.build_triton import compile_triton_for
+from compile_core.lowering.join_columns import join_column_sums
+from compile_core.lowering.tiling_split import split_reductions
+from tests.lowering.band_programs import inputs_of, norm_backward
+from tests.lowering.loop_evaluator import evaluate
+from tests.lowering.product_programs import on
+
+GPU = torch.device("cuda", 0)
+
+
+def joined(program: LoopProgram) -> LoopProgram:
+    result = split_reductions(join_column_sums(on(GPU, program)))
+    verify_program(result)
+    return result
+
+
+def test_sums_join_their_rows() -> None:
+    program = norm_backward()
+    result = joined(program)
+    bands, *seconds = result.steps
+    assert isinstance(bands, BandNest) and len(bands.sums) == 3
+    assert [step.name for step in seconds if isinstance(step, LoopNest)] == ["sums", "before"]
+    # Only the sums read it.
+    assert "gradient" not in result.buffers
+    inputs = inputs_of(program)
+    expected = evaluate(program, inputs)
+    torch.testing.assert_close(
+        evaluate(on(torch.device("cpu"), result), inputs), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_others_read_is_stored() -> None:
+    program = norm_backward()
+    spec = program.buffers["gradient"]
+    returned = View("gradient", spec.shape, spec.stride)
+    result = joined(replace(program, outputs=(*program.outputs, returned)))
+    assert "gradient" in writes(result.steps[0])
+
+
+@pytest.mark.parametrize("shape", [(1000, 40), (1031, 40), (1024, 9000)], ids=["few", "prime", "long"])
+def test_other_rows_stay_apart(shape: tuple[int, int]) -> None:
+    assert not any(isinstance(step, BandNest) for step in joined(norm_backward(*shape)).steps)
+
+
+def test_sums_of_what_the_rows_overwrite_stay_apart() -> None:
+    program = norm_backward()
+    rows, sums, before = program.steps
+    earlier = replace(program, steps=(sums, rows, before), inputs=(*program.inputs, "gradient"))
+    (*_, bands, second) = join_column_sums(on(GPU, earlier)).steps
+    assert isinstance(bands, BandNest) and len(bands.sums) == 1
+    assert isinstance(second, LoopNest) and second.name == "before"
+
+
+def test_the_kernel_compiles_without_spills(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    program = joined(norm_backward(8192, 768))
+    kernel = compile_triton_for(generate(program.steps[0], program.buffers), ("cuda", 90, 32), tmp_path)
+    assert "ld.global.v4" in kernel.asm["ptx"] and "ld.local" not in kernel.asm["ptx"]
