@@ -12,7 +12,9 @@ yields NaN (0 for integers). Kernels cannot raise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -29,6 +31,8 @@ from compile_core.lowering.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_GRID_Y = 65535
+# Elements of a byte that one thread reads or writes at once.
+_MOST_TOGETHER = 16
 
 
 def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -178,6 +182,17 @@ class TritonWriter:
                 lines.append(f"q{n} = tl.full({shape}, 0, tl.int64)")
             elif statement.operation == "deviations":
                 lines.append(f"q{n} = tl.full({shape}, 0, {kind})")
+        whole = self._whole_blocks()
+        if whole:
+            with self._without_overhang():
+                lines += self._blocks(step, 0, whole)
+        lines += self._blocks(step, whole, self.r.count)
+        for n, statement in reductions:
+            lines += self._reduced(n, statement, f"r{n}", f"q{n}")
+        return lines
+
+    def _blocks(self, step: Pass, start: int, stop: int) -> list[str]:
+        """A pass over a part of the reduced space."""
         loop = ["r = r_start + r_base", *self.masks_and_axes(self.r)]
         for n in sorted((*step.values, *step.reduces, *step.stores)):
             statement = self.nest.body[n]
@@ -186,11 +201,29 @@ class TritonWriter:
                 loop += self._combined(n, statement)
             else:
                 loop += self.statement(n)
-        lines.append(f"for r_start in range(0, {self.r.count}, {self.tiling.r_block}):")
-        lines += [f"    {line}" for line in loop]
-        for n, statement in reductions:
-            lines += self._reduced(n, statement, f"r{n}", f"q{n}")
-        return lines
+        head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"
+        return [head, *(f"    {line}" for line in loop)]
+
+    def _whole_blocks(self) -> int:
+        """Up to where blocks need no mask, if one would keep all of them from being read 16 bytes at a time.
+
+        Triton reads neighbours together if it knows that they have one mask, as it does where rows end at a multiple.
+        """
+        walks = (s.access.strides for s in self.nest.body if isinstance(s, Load | Store))
+        has_neighbours = any(self.r.step(strides) == 1 for strides in walks)
+        whole = self.r.count // self.r.block * self.r.block
+        return whole if has_neighbours and self.r.count % _MOST_TOGETHER else 0
+
+    @contextmanager
+    def _without_overhang(self) -> Iterator[None]:
+        """Inside, what is written is for whole blocks of the reduced space."""
+        side, sides = self.r, self.sides
+        self.r = replace(side, has_whole_blocks=True)
+        self.sides = (self.x, self.y, self.r)
+        try:
+            yield
+        finally:
+            self.r, self.sides = side, sides
 
     def _taken(self, n: int, statement: Reduce) -> list[str]:
         """``e{n}``: the tile of values that a reduction takes, its identity outside of the reduced space."""

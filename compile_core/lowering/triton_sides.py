@@ -20,12 +20,14 @@ class Side:
         axes: the nest's axes that the index runs over, outermost first.
         extents: theirs.
         block: how many indices a tile has.
+        has_whole_blocks: what is written is for blocks that do not reach beyond the side.
     """
 
     name: str
     axes: tuple[int, ...]
     extents: tuple[int, ...]
     block: int
+    has_whole_blocks: bool = False
 
     @property
     def count(self) -> int:
@@ -34,7 +36,7 @@ class Side:
     @property
     def overhangs(self) -> bool:
         """Whether the last block reaches beyond the side."""
-        return self.count % self.block != 0 or self.count == 0
+        return not self.has_whole_blocks and (self.count % self.block != 0 or self.count == 0)
 
     def step(self, strides: Sequence[int]) -> int | None:
         """What each step of the flat index adds to an address; ``None`` where steps differ."""

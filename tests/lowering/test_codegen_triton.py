@@ -15,6 +15,7 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KernelSource
+from compile_core.ir.loops import Load, Store
 from compile_core.lowering import build_triton, triton_compiler
 from compile_core.lowering.build_triton import compile_triton_for
 from compile_core.lowering.codegen_triton import generate_triton
@@ -54,6 +55,18 @@ def test_hand_written_nests_compile(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "int64" not in name])
 def test_scalar_operations_compile(name: str, folder: Path) -> None:
     assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), SM_90, folder)
+
+
+def test_aligned_rows_of_odd_length_are_read_16_bytes_at_a_time(folder: Path) -> None:
+    nest, buffers = softmax(2, 70001)
+    body = [
+        replace(s, access=replace(s.access, strides=(70008, 1))) if isinstance(s, Load | Store) else s
+        for s in nest.body
+    ]
+    ptx = compile_triton_for(generate_triton(replace(nest, body=tuple(body)), buffers), SM_90, folder).asm[
+        "ptx"
+    ]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
 def test_without_alignment_it_compiles_too(folder: Path) -> None:
