@@ -63,7 +63,7 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
         on_cpu = buffers[buffers_of(step.members[0])[0]].device.type == "cpu"
         return (generate_cpp_batch if on_cpu else generate_triton_batch)(step, buffers)
     if isinstance(step, BandNest):
-        rows, bases = rebased(step.rows)
+        rows, bases = rebased(step.rows, buffers)
         source = generate_bands(replace(step, rows=rows), buffers)
         return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     devices = {buffers[name].device for name in buffers_of(step)}
