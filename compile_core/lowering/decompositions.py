@@ -156,6 +156,18 @@ def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (exponentials / torch.sum(exponentials, dim, keepdim=True)).to(result_dtype)
 
 
+def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Attention's softmax: a row in which everything is masked, by minus infinity, is 0 and not NaN."""
+    result_dtype = dtype or self.dtype
+    x = self.to(_compute_dtype(result_dtype))
+    if x.numel() == 0:
+        return x.to(result_dtype).clone()
+    largest = torch.amax(x, dim, keepdim=True)
+    exponentials = torch.exp(x - torch.where(largest == -torch.inf, 0.0, largest))
+    total = torch.sum(exponentials, dim, keepdim=True)
+    return (exponentials / torch.where(total == 0.0, 1.0, total)).to(result_dtype)
+
+
 def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     x = self.to(_compute_dtype(self.dtype))
     result_dtype = x.dtype if half_to_float else self.dtype
@@ -251,6 +263,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
+    aten._safe_softmax.default: _safe_softmax,
     aten.var_mean.correction: _var_mean,
     aten.var.correction: _var,
     aten.nll_loss_forward.default: _nll_loss_forward,

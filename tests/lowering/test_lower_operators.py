@@ -40,6 +40,7 @@ UNARY: list[Function] = [
     lambda x: torch.where(x > 0, x, 0.5), lambda x: x.masked_fill(x > 0, -1.0), lambda x: F.softmax(x, -1),
     lambda x: F.log_softmax(x, 0), lambda x: torch.logsumexp(x, 1), lambda x: F.layer_norm(x, x.shape[-1:]),
     lambda x: x.var(1), lambda x: x.std(0), lambda x: torch.var_mean(x, (0, 1), correction=0),
+    lambda x: torch.ops.aten._safe_softmax(x.masked_fill((x > 0.5) | (x[:, :1] > 0), -torch.inf), 1),
 ]  # fmt: skip
 
 
