@@ -69,7 +69,7 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     devices = {buffers[name].device for name in buffers_of(step)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
-        nest, bases = rebased(step, buffers)
+        nest, bases = rebased(step, buffers, all_aligned=kinds == {"cuda"})
         source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
         return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     named = ", ".join(sorted(map(str, devices)))

@@ -30,14 +30,16 @@ def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -
         Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
     """
     pairs = [rebased(member, buffers) for member in batch.members]
-    places = [[(name, bases.get(name, 0)) for name in buffers_of(nest)] for nest, bases in pairs]
-    given = {place: number for number, place in enumerate(dict.fromkeys(p for each in places for p in each))}
-    writer = _BatchWriter([nest for nest, _ in pairs], [[given[p] for p in each] for each in places], buffers)
-    names = [name for name, _ in given]
-    source = triton_source(
-        batch.name, names, buffers, writer.lines(), writer.grid(), (("num_warps", writer.tiling.num_warps),)
-    )
-    return replace(source, bases=tuple(base for _, base in given))
+    given = {
+        name: k for k, name in enumerate(dict.fromkeys(n for nest, _ in pairs for n in buffers_of(nest)))
+    }
+    taken = [
+        [f"p{given[name]}" + (f" + {bases[name]}" if name in bases else "") for name in buffers_of(nest)]
+        for nest, bases in pairs
+    ]
+    writer = _BatchWriter([nest for nest, _ in pairs], taken, buffers)
+    meta = (("num_warps", writer.tiling.num_warps),)
+    return triton_source(batch.name, tuple(given), buffers, writer.lines(), writer.grid(), meta)
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ class _BatchWriter(TritonWriter):
 
     Args:
         members: they have one body, but for the names of the buffers.
-        taken: for each member the kernel's arguments that are its buffers.
+        taken: for each member where its buffers are, in terms of the kernel's arguments.
     """
 
     def __init__(
-        self, members: Sequence[LoopNest], taken: Sequence[Sequence[int]], buffers: Mapping[str, TensorSpec]
+        self, members: Sequence[LoopNest], taken: Sequence[Sequence[str]], buffers: Mapping[str, TensorSpec]
     ) -> None:
         first = members[0]
         sizes = [prod(member.extents) for member in members]
@@ -93,7 +95,7 @@ class _BatchWriter(TritonWriter):
 
     def lines(self) -> list[str]:
         shared = [k for k, given in enumerate(zip(*self.taken, strict=True)) if len(set(given)) == 1]
-        lines = [f"q{k} = p{self.taken[0][k]}" for k in shared]
+        lines = [f"q{k} = {self.taken[0][k]}" for k in shared]
         own = [k for k in range(len(self.taken[0])) if k not in shared]
         lines.append("program = tl.program_id(0)")
         lines += self._choice(0, len(self.taken), own)
@@ -103,7 +105,7 @@ class _BatchWriter(TritonWriter):
     def _choice(self, begin: int, end: int, own: Sequence[int]) -> list[str]:
         """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
         if end - begin == 1:
-            lines = [f"q{k} = p{self.taken[begin][k]}" for k in own]
+            lines = [f"q{k} = {self.taken[begin][k]}" for k in own]
             lines.append(f"first = {self.starts[begin]}")
             return [*lines, f"count = {self.sizes[begin]}"] if self.is_open else lines
         middle = (begin + end) // 2

@@ -1,8 +1,8 @@
 """Where in a buffer a kernel begins is told by its caller, so that kernels that differ only in that are one.
 
 Equal layers of a model draw their random numbers from seeds that lie in one tensor, each at an offset of its own, and
-take parts of one projection. Built into the kernels, the offsets would make as many kernels of what is one. A kernel
-that walks along a buffer is given an address that is as aligned as the buffer.
+take parts of one projection. Built into the kernels, the offsets would make as many kernels of what is one. Where a
+kernel walks along a buffer, the address that it is given is as aligned as the buffer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from compile_core.ir.tensor_spec import TensorSpec
 _ALIGNED_BYTES = 16
 
 
-def rebased(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> tuple[LoopNest, Mapping[str, int]]:
-    """The nest with offsets counted from where it begins in each buffer, and that beginning by buffer."""
+def rebased(
+    nest: LoopNest, buffers: Mapping[str, TensorSpec], all_aligned: bool = False
+) -> tuple[LoopNest, Mapping[str, int]]:
+    """The nest with offsets counted from where it begins in each buffer, and that beginning by buffer.
+
+    Args:
+        nest, buffers: a nest and the specs of its buffers.
+        all_aligned: addresses of single elements are to be aligned as well.
+    """
     accesses = [s.access for s in nest.body if isinstance(s, Load | Store)]
     moving = {access.buffer for access in accesses if any(access.strides) or access.gathers}
     bases: dict[str, int] = {}
     for access in accesses:
         bases[access.buffer] = min(access.offset, bases.get(access.buffer, access.offset))
-    for name in moving:
+    for name in bases if all_aligned else moving:
         bases[name] -= bases[name] % (_ALIGNED_BYTES // buffers[name].dtype.itemsize)
     bases = {name: offset for name, offset in bases.items() if offset}
     if not bases:

@@ -52,6 +52,11 @@ def _parts(x: Tensor) -> list[Tensor]:
     return [part.exp() for part in x.split(64)]
 
 
+def _scaled(xs: list[Tensor], numbers: Tensor) -> list[Tensor]:
+    """Each by a number of its own, which lie in one tensor."""
+    return [x * numbers.select(0, k) for k, x in enumerate(xs)]
+
+
 def _list(*sizes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=generator) for size in sizes]
@@ -70,6 +75,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
     "softmax": (_softmax, (_list(*[(6, 50)] * 4),), [4, 4, 4, 4]),
     "rows": (_rows, (*_list((9, 8)), *_INDICES), [3]),
     "counts": (_counts, ([torch.tensor(k) for k in range(5)],), [5]),
+    "scaled": (_scaled, (_list((9,), (5, 4), (21,)), *_list((3,))), [3]),
     "parts": (_parts, (*_list((192,)),), [3]),
 }
 

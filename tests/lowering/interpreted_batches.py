@@ -6,15 +6,12 @@ Triton is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall
 from compile_core.lowering.build import generate
 from compile_core.runtime.link_program import link_program
@@ -27,24 +24,13 @@ from tests.lowering.product_programs import on
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def begun(source: KernelSource, folder: Path) -> Callable[..., None]:
-    """The kernel for whole tensors: the interpreter takes no addresses."""
-    kernel = interpreted(source, folder)
-
-    def launch(*tensors: torch.Tensor) -> None:
-        kernel(*(tensor.view(-1)[base:] for tensor, base in zip(tensors, source.bases, strict=True)))
-
-    return launch
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_batch(name: str, tmp_path: Path) -> None:
     function, inputs, _ = PROGRAMS[name]
     program = batch_program(name)
     sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
-    kernels = {source.name: begun(source, tmp_path) for source in sources if 0 not in source.grid}
+    kernels = {source.name: interpreted(source, tmp_path) for source in sources if 0 not in source.grid}
     kernels |= {source.name: lambda *_: None for source in sources if 0 in source.grid}
-    whole = [replace(source, bases=()) for source in sources]
-    run = link_program(on(torch.device("cpu"), program), whole, kernels)
+    run = link_program(on(torch.device("cpu"), program), sources, kernels)
     flat = tree_leaves(inputs)
     compare(run([*flat]), tree_leaves(function(*inputs)))
