@@ -17,7 +17,7 @@ from compile_core.lowering.choose_products import choose_products
 from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse_and_explain
 from compile_core.lowering.gemm_speed import gemm_speed
-from compile_core.lowering.join_columns import join_column_sums
+from compile_core.lowering.join_columns import join_and_explain
 from compile_core.lowering.lower import lower
 from compile_core.lowering.overwrite_inputs import overwrite_inputs
 from compile_core.lowering.tiling_split import split_reductions
@@ -62,7 +62,8 @@ def generate_region(
         program = choose_gemm(program, gemm_speed(options.cache_folder))
     with timed("fuse"):
         program, refusals = fuse_and_explain(program)
-        program = split_reductions(join_column_sums(program))
+        program, refusals = join_and_explain(program, refusals)
+        program = split_reductions(program)
     dump(f"{compute.name}.unfused", "\n".join(map(str, refusals)))
     if options.max_autotune:
         with timed("choose_products"):

@@ -29,6 +29,7 @@ from compile_core.ir.loops import (
     operands,
 )
 from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.fuse import Refusal
 from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, live_statements, only_statements
 from compile_core.lowering.lower_body import BodyBuilder
 from compile_core.lowering.passes import analyse, buffers_of
@@ -41,21 +42,34 @@ from compile_core.lowering.tiling_triton import tile_for_gpu
 
 def join_column_sums(program: LoopProgram) -> LoopProgram:
     """An equivalent program in which column sums on GPUs happen in the kernels of their rows where that pays."""
-    return _Joining(program).run()
+    return join_and_explain(program, ())[0]
+
+
+def join_and_explain(
+    program: LoopProgram, refusals: Iterable[Refusal]
+) -> tuple[LoopProgram, tuple[Refusal, ...]]:
+    """``join_column_sums``, and what is left of ``fuse``'s refusals, with better reasons for rows and columns."""
+    joining = _Joining(program)
+    program = joining.run()
+    left = [
+        replace(refusal, reason=joining.apart.get((refusal.first, refusal.second), refusal.reason))
+        for refusal in refusals
+        if (refusal.first, refusal.second) not in joining.together
+    ]
+    return program, tuple(left)
+
+
+class _ApartError(Exception):
+    """Why column sums stay apart from rows."""
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """A nest of rows with sums of columns: the value of each, and where it goes.
-
-    Attributes:
-        taken: names of the column nests that it holds.
-    """
+    """A nest of rows with sums of columns, as ``BandNest`` has them."""
 
     rows: LoopNest
     sums: tuple[tuple[int, str], ...]
     band: int
-    taken: tuple[str, ...] = ()
 
 
 class _Joining:
@@ -68,17 +82,25 @@ class _Joining:
         self.direct = dict(enumerate(direct_dependencies(program.steps)))
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = returned | set(program.inputs) | set(program.destinations)
+        self.together: set[tuple[str, str]] = set()
+        self.apart: dict[tuple[str, str], str] = {}
 
     def run(self) -> LoopProgram:
         rows = {number: nest for number in self.steps if (nest := self._rows_nest(number)) is not None}
         columns = {number: nest for number in self.steps if (nest := self._column_nest(number)) is not None}
         for number, nest in rows.items():
             joined = _Joined(nest, (), 0)
-            for other, sums in columns.items():
-                if sums.extents == nest.extents[::-1] and sums.name not in joined.taken:
-                    joined = self._with_sums(number, joined, other, sums) or joined
-            for name in joined.taken:
-                columns = {other: sums for other, sums in columns.items() if sums.name != name}
+            for other, sums in list(columns.items()):
+                if sums.extents != nest.extents[::-1] or not self._shared_bytes(joined.rows, sums):
+                    continue
+                pairs = ((nest.name, sums.name), (sums.name, nest.name))
+                try:
+                    joined = self._with_sums(number, joined, other, sums)
+                except _ApartError as reason:
+                    self.apart.update(dict.fromkeys(pairs, str(reason)))
+                else:
+                    self.together.update(pairs)
+                    del columns[other]
             if joined.sums:
                 self.steps[number] = BandNest(nest.name, joined.rows, joined.band, joined.sums)
         order = topological_order(self.direct, {number: number for number in self.steps})
@@ -116,20 +138,25 @@ class _Joining:
 
     # -- joining
 
-    def _with_sums(self, number: int, joined: _Joined, other: int, columns: LoopNest) -> _Joined | None:
-        """The nest of rows with one more nest of column sums, of which the second half stays; ``None`` if not."""
+    def _with_sums(self, number: int, joined: _Joined, other: int, columns: LoopNest) -> _Joined:
+        """The nest of rows with one more nest of column sums, of which the second half stays.
+
+        Raises:
+            _ApartError: the two are better apart, or have to be.
+        """
         if self._depends(self.direct[other] - {number}, number) or self._depends({number}, other):
-            return None  # a step must run between them
+            raise _ApartError("another step must run between the rows and their sums")
         rows = joined.rows
         count = sum(isinstance(s, Reduce) for s in columns.body)
         band = band_of(rows, len(joined.sums) + count)
-        if band is None or (joined.band and band != joined.band):
-            return None
-        if (reads(rows) & writes(columns)) or (writes(rows) & writes(columns)):
-            return None
-        dead = self._dead_stores(writes(rows), number, other)
-        if self._saved_bytes(rows, columns, dead) <= count * partial_bytes(rows, band):
-            return None
+        if band is None:
+            raise _ApartError("the rows are too few or too long for bands")
+        if (reads(rows) | writes(rows)) & writes(columns):
+            raise _ApartError("the sums' nest stores where the rows' nest reads or stores")
+        dead = self._dead_stores(writes(rows) - reads(rows), number, other)
+        saved = self._shared_bytes(rows, columns) + sum(self.buffers[name].bytes for name in dead)
+        if saved <= count * partial_bytes(rows, band):
+            raise _ApartError("the bands' sums would move more bytes")
         split = ReductionSplit(columns, columns.extents[1] // band, self._device(columns))
         first = [n for n in split.first_statements() if n not in split.partials]
         builder = BodyBuilder(rows.extents, lambda name: self.buffers[name].dtype)
@@ -138,8 +165,8 @@ class _Joining:
             kept = transplant.copy(rows, ([(0, 1)], [(1, 1)]))
             part = replace(columns, body=only_statements(columns.body, first))
             added = dict(zip(first, transplant.copy(part, ([(1, 1)], [(0, 1)])), strict=True))
-        except OtherPointsError:
-            return None
+        except OtherPointsError as reason:
+            raise _ApartError(str(reason)) from None
         sums = [(kept[value], name) for value, name in joined.sums]
         for n, name in split.partials.items():
             (argument,) = operands(columns.body[n])
@@ -150,8 +177,7 @@ class _Joining:
         self.direct[number] = (self.direct[number] | self.direct[other]) - {number}
         self.direct[other] = self.direct[other] | {number}
         nest = replace(nest, origins=tuple(dict.fromkeys([*rows.origins, *columns.origins])))
-        taken = (*joined.taken, columns.name)
-        return _Joined(nest, tuple((places[value], name) for value, name in sums), band, taken)
+        return _Joined(nest, tuple((places[value], name) for value, name in sums), band)
 
     def _device(self, nest: LoopNest) -> torch.device:
         return self.buffers[buffers_of(nest)[0]].device
@@ -173,9 +199,10 @@ class _Joining:
         readers = {name for n, step in self.steps.items() if n not in (number, other) for name in reads(step)}
         return {name for name in names if name not in readers and name not in self.kept}
 
-    def _saved_bytes(self, rows: LoopNest, columns: LoopNest, dead: set[str]) -> int:
+    def _shared_bytes(self, rows: LoopNest, columns: LoopNest) -> int:
+        """What the sums would not have to read."""
         shared = (reads(rows) | writes(rows)) & reads(columns)
-        return sum(self.buffers[name].bytes for name in shared) + sum(self.buffers[n].bytes for n in dead)
+        return sum(self.buffers[name].bytes for name in shared)
 
 
 def _walks_rows(nest: LoopNest, axis: int) -> bool:

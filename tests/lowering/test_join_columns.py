@@ -13,7 +13,8 @@ from compile_core.ir.step_effects import writes
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.build import generate
 from compile_core.lowering.build_triton import compile_triton_for
-from compile_core.lowering.join_columns import join_column_sums
+from compile_core.lowering.fuse import Refusal
+from compile_core.lowering.join_columns import join_and_explain, join_column_sums
 from compile_core.lowering.tiling_split import split_reductions
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.loop_evaluator import evaluate
@@ -63,6 +64,14 @@ def test_sums_of_what_the_rows_overwrite_stay_apart() -> None:
     (*_, bands, second) = join_column_sums(on(GPU, earlier)).steps
     assert isinstance(bands, BandNest) and len(bands.sums) == 1
     assert isinstance(second, LoopNest) and second.name == "before"
+
+
+def test_reasons_are_kept() -> None:
+    program = on(GPU, norm_backward(1031, 40))
+    apart = Refusal("rows", "sums", 100, "they reduce over different axes")
+    (better,) = join_and_explain(program, [apart])[1]
+    assert "too few or too long" in str(better)
+    assert not join_and_explain(on(GPU, norm_backward()), [apart])[1]
 
 
 def test_the_kernel_compiles_without_spills(tmp_path: Path) -> None:
