@@ -32,6 +32,9 @@ _DISTANCE_WEIGHT = 1.1
 _MAX_DISTANCE = 100
 # A value that stays inside kernels unless it is saved costs its writing too.
 _EXTRA_WRITE_WEIGHT = 2
+# Sums of branches are in memory anyway, and where the branches are saved at half the bytes, as under autocast, the
+# backward begins by adding all of them up again: it has both in memory then.
+_RESIDUAL_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ def _capacity(node: Node, free: set[Node], distance: int) -> float:
     if node in free:
         return _PRIMAL_BYTES
     extra = 1 if _is_written(node) else _EXTRA_WRITE_WEIGHT
+    if _is_residual(node):
+        extra *= _RESIDUAL_WEIGHT
     return max(bytes_of(node), 1) * extra * _DISTANCE_WEIGHT ** min(distance, _MAX_DISTANCE)
 
 

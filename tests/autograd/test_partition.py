@@ -130,3 +130,21 @@ def test_transformer_block_saves_few_bytes():
     # Two normalised inputs, q k v, attention's result, the residual sum, gelu's argument and result; and
     # statistics.
     assert graph.saved_bytes <= (2 + 3 + 1 + 1 + 4 + 4) * one + one // 2
+
+
+def test_sums_of_branches_are_saved_rather_than_narrow_branches() -> None:
+    """The backward would have to add the branches up again, for a few bytes less."""
+
+    def residuals(x, first, second, third):
+        for weight in (first, second, third):
+            normal = torch.nn.functional.layer_norm(x, (32,))
+            x = x + (normal.bfloat16() @ weight.bfloat16())
+        return torch.nn.functional.layer_norm(x, (32,)).sum()
+
+    weights = [leaf(32, 32) for _ in range(3)]
+    graph = partitioned_graph(residuals, leaf(64, 32), *weights)
+    (backward,) = [graph.backward]
+    assert backward is not None
+    saved = [node.meta["val"] for node in backward.graph.nodes if node.name in graph.saved]
+    wide = [value for value in saved if value.shape == (64, 32) and value.dtype == torch.float32]
+    assert len(wide) == 4, "the input and three sums"
