@@ -71,13 +71,8 @@ def masked_attention(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
     if mask is not None and _is_refused(mask):
         arguments["attn_mask"] = _with_rows(mask)
     result = scaled_dot_product_attention(**arguments)
-    laid_out = all(
-        size == 1 or found == stride
-        for size, found, stride in zip(result.shape, result.stride(), strides, strict=True)
-    )
-    if laid_out:
-        return result
-    return in_memory_order(result, TensorSpec(tuple(result.shape), strides, result.dtype, result.device))
+    spec = TensorSpec(tuple(result.shape), strides, result.dtype, result.device)
+    return result if TensorSpec.of(result).layout == spec.layout else in_memory_order(result, spec)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def keep_layouts(module: GraphModule, specs: Sequence[TensorSpec]) -> GraphModul
     results = list(output.args[0])
     with module.graph.inserting_before(output):
         for position, spec in enumerate(specs):
-            if _layout(TensorSpec.of(results[position].meta["val"])) == _layout(spec):
+            if TensorSpec.of(results[position].meta["val"]).layout == spec.layout:
                 continue
             if not spec.is_dense:
                 raise Unsupported(
@@ -38,13 +38,6 @@ def keep_layouts(module: GraphModule, specs: Sequence[TensorSpec]) -> GraphModul
     output.args = (tuple(results),)
     module.recompile()
     return module
-
-
-def _layout(spec: TensorSpec) -> list[int]:
-    """Strides that say something: not those of dims of one element, and none of an empty tensor."""
-    if spec.numel == 0:
-        return []
-    return [stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size != 1]
 
 
 def _copied(value: Node, spec: TensorSpec) -> Node:

@@ -1,4 +1,4 @@
-"""Cleans a traced graph before it is partitioned: no-ops out, equal nodes merged, dead nodes dropped.
+"""Cleans a traced graph before it is partitioned: no-ops and copies out, equal nodes merged, dead nodes dropped.
 
 Random operators are never merged or dropped: each advances torch's generator as eager would. Of two checkpoints neither
 reads what is computed in the other, which would have to be saved for it.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.autograd.drop_copies import drop_copies
 from compile_core.autograd.recompute_regions import mark_of
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
@@ -49,6 +50,7 @@ def simplify(module: GraphModule) -> GraphModule:
         if twin is not node:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
+    drop_copies(graph)
     graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
     )

@@ -69,6 +69,13 @@ class TensorSpec:
         return True
 
     @property
+    def layout(self) -> list[int]:
+        """Strides that say something: not those of dims of one element, and none of an empty tensor."""
+        if self.numel == 0:
+            return []
+        return [stride for size, stride in zip(self.shape, self.stride, strict=True) if size != 1]
+
+    @property
     def memory_order(self) -> tuple[list[int], list[int]]:
         """The dims as they lie in memory, outermost first, and the permutation back from that order."""
         order = sorted(range(len(self.shape)), key=lambda dim: -value_at_compilation(self.stride[dim]))

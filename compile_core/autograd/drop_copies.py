@@ -1,0 +1,58 @@
+"""Leaves out copies that change neither values nor layout: in a functional graph nothing tells them from the original.
+
+A copy of a transposed copy is first made one of the original, whose layout it then often has: what a program turns to
+one layout and back is not moved at all.
+
+Copies of inputs stay, since an input may be changed after the graph has run, and those in checkpoints, which the
+partition's orders name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from compile_core.autograd.recompute_regions import mark_of
+from compile_core.autograd.separate_results import memory_of
+from compile_core.ir.tensor_spec import TensorSpec
+
+aten = torch.ops.aten
+
+# Views that a tensor of any layout has.
+_TURNS = frozenset(
+    {aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim}
+)
+
+
+def drop_copies(graph: Graph) -> None:
+    """Changes ``graph``; what it leaves out stays there as dead nodes."""
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        spec = TensorSpec.of(node.meta["val"])
+        if mark_of(node) is not None or spec.is_open:
+            continue
+        source = _of_original(node.args[0])
+        node.args = (source,)
+        same = TensorSpec.of(source.meta["val"]).layout == spec.layout
+        if same and memory_of(source).op == "call_function":
+            node.replace_all_uses_with(source)
+
+
+def _of_original(value: Any) -> Any:
+    """A view of a copy as the same view of what was copied, where nobody else reads the copy."""
+    turns: list[Any] = []
+    copy = value
+    while copy.target in _TURNS and len(copy.users) == 1:
+        turns.append(copy)
+        copy = copy.args[0]
+    if copy.target is not aten.clone.default or len(copy.users) != 1 or mark_of(copy) is not None:
+        return value
+    original = copy.args[0]
+    for turn in reversed(turns):
+        arguments = (original, *turn.args[1:])
+        fakes = (original.meta["val"], *turn.args[1:])
+        with turn.graph.inserting_before(turn):
+            original = turn.graph.call_function(turn.target, arguments)
+        original.meta = {**turn.meta, "val": turn.target(*fakes)}
+    return original

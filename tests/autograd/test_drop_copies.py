@@ -1,0 +1,59 @@
+"""Copies that a traced graph does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import compile_core
+from compile_core.autograd.trace_joint import trace_joint
+
+
+def copies(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
+    """How many copies are in the joint graph of a function."""
+    with FakeTensorMode():
+        examples = [torch.empty(shape, requires_grad=True) for shape in shapes]
+    graph = trace_joint(fx.symbolic_trace(function), examples, {}).module.graph
+    return len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
+
+
+def test_what_is_turned_and_turned_back_is_not_copied() -> None:
+    def turn(x: Tensor) -> Tensor:
+        turned = x.exp().transpose(1, 2).contiguous()
+        return turned.permute(0, 2, 1, 3).contiguous().view(2, -1).sin()
+
+    assert copies(turn, (2, 3, 4, 5)) == 0
+
+
+def test_a_copy_to_another_layout_stays() -> None:
+    assert copies(lambda x: (x.exp().t().contiguous() + 1).view(-1), (2, 3)) == 1
+
+
+def test_a_copy_of_a_copy_is_one_copy() -> None:
+    assert copies(lambda x: x.exp().t().contiguous().unsqueeze(0).clone().view(-1).sin(), (2, 3)) == 1
+
+
+def test_a_copy_that_has_other_readers_stays() -> None:
+    def read_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        turned = x.exp().t().contiguous()
+        return turned.view(-1).sin(), turned.t().contiguous().view(-1).cos()
+
+    assert copies(read_twice, (2, 3)) == 2
+
+
+def test_copies_of_inputs_stay() -> None:
+    assert copies(lambda x: x.clone().sin(), (2, 3)) == 1
+
+
+def test_results_that_were_copies_are_tensors_of_their_own() -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        result = x.exp()
+        return result, result.clone()
+
+    first, second = compile_core.compile(twice, backend="aot_eager")(torch.zeros(3))
+    first.add_(1)
+    assert second.tolist() == [1.0, 1.0, 1.0]
