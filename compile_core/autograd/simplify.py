@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from compile_core.autograd.drop_copies import drop_copies
 from compile_core.autograd.recompute_regions import mark_of
+from compile_core.ir.max_pooling import PLACES, POSITIONS
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 
@@ -36,7 +37,7 @@ def simplify(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
-        inverse = _undone_transpose(node)
+        inverse = _undone(node)
         if inverse is not None:
             node.replace_all_uses_with(inverse)
             graph.erase_node(node)
@@ -68,10 +69,16 @@ def _find_twin(equal: dict[int | None, Node], node: Node) -> Node:
     return equal.get(None) or equal.setdefault(region, node)
 
 
-def _undone_transpose(node: Node) -> Node | None:
-    """The value that a transpose of a transpose gives back, as in ``x.t().t()``."""
+# Operators and what undoes them, if given the same further arguments.
+_INVERSES = {aten.t.default: aten.t.default, PLACES: POSITIONS}
+
+
+def _undone(node: Node) -> Node | None:
+    """The value that an operator and its inverse give back, as in ``x.t().t()``."""
     source = node.args[0] if node.args else None
-    if node.target is aten.t.default and isinstance(source, Node) and source.target is aten.t.default:
+    if not isinstance(source, Node) or node.target not in _INVERSES:
+        return None
+    if source.target is _INVERSES[node.target] and source.args[1:] == node.args[1:]:
         return source.args[0]  # type: ignore[return-value]
     return None
 

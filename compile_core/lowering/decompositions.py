@@ -25,7 +25,7 @@ from torch._decomp import get_decompositions
 
 from compile_core.lowering import convolution_layouts
 from compile_core.lowering.decompose_foreach import foreach_decompositions
-from compile_core.lowering.decompose_pooling import max_pool2d_backward
+from compile_core.lowering.decompose_pooling import max_pool2d, max_pool2d_backward
 
 aten = torch.ops.aten
 
@@ -271,6 +271,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
+    aten.max_pool2d_with_indices.default: max_pool2d,
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
     aten.convolution.default: convolution_layouts.convolution,
     aten.convolution_backward.default: convolution_layouts.convolution_backward,

@@ -36,6 +36,7 @@ from compile_core.lowering.lower_plan import (
     plan_graph,
     use_kind,
 )
+from compile_core.lowering.lower_pooling import POOLING, lower_pooling
 from compile_core.lowering.lower_values import Argument, Cost, Emitter, LazyTensor
 from compile_core.lowering.reduction_rules import (
     has_positions,
@@ -205,6 +206,10 @@ class _Lowering:
                 return self._reduction(node, args, kwargs)
             elif node.target is aten.cat.default:
                 return concatenate(self.builder, node, args, kwargs, self.plan.places.get(node))
+            elif node.target in POOLING:
+                readers = [user for user in node.users if user.target is operator.getitem]
+                used = [user.args[1] for user in readers if user in self.plan.alive]
+                return lower_pooling(self.builder, node, args, used, self.plan.places.get(node))
         return lower_call(self.builder, self.plan, node, args, kwargs)
 
     def _constant(self, node: torch.fx.Node) -> LazyTensor:

@@ -19,6 +19,7 @@ from compile_core.ir.loops import View
 from compile_core.ir.random_operators import is_random
 from compile_core.lowering.extern_rules import scalar_factor
 from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
+from compile_core.lowering.lower_pooling import POOLING
 from compile_core.lowering.reduction_rules import is_reduction
 from compile_core.lowering.scalar_rules import is_pointwise
 from compile_core.lowering.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
@@ -77,7 +78,7 @@ def use_kind(node: torch.fx.Node) -> str:
         return MEMORY
     if is_pointwise(target) or target in INDEX_RULES:
         return INLINE
-    if is_reduction(target) or target is aten.cat.default:
+    if is_reduction(target) or target is aten.cat.default or target in POOLING:
         return NEST
     return MEMORY
 

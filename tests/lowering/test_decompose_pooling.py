@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compile_core.ir.max_pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
 from tests.autograd.compare_with_eager import check, compile_program
 
 CASES = [
@@ -49,6 +50,38 @@ def test_a_window_is_remembered_in_a_byte():
     x = torch.randn(2, 3, 16, 16, requires_grad=True)
     compiled = compile_program(lambda x: F.max_pool2d(x, 2), [x], backend="triton")
     assert compiled.partitioned.saved_bytes == 2 * 3 * 8 * 8
+
+
+def test_nothing_is_left_to_torch():
+    """One nest pools, one gathers; the program neither scatters nor sees a position."""
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    compiled = compile_program(_pool(CASES[0]), [x], backend="triton")
+    graphs = (compiled.partitioned.forward, compiled.partitioned.backward)
+    targets = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert {MAX_POOL, GRADIENT} <= targets
+    assert not {POSITIONS, PLACES, torch.ops.aten.scatter_add.default} & targets
+
+
+def test_positions():
+    x = torch.randn(2, 3, 13, 14)
+    check(lambda x: F.max_pool2d(x * 2, **CASES[0], return_indices=True)[1], x, backend="triton")
+
+
+def test_a_window_of_the_lowest_value():
+    """The first element inside of the plane gets the gradient, not a place of the padding."""
+    x = torch.full((1, 1, 8, 8), -float("inf"), requires_grad=True)
+    check(lambda x: F.max_pool2d(x, **CASES[0]), x, backend="triton")
+
+
+def test_of_several_nans_the_last_gets_the_gradient():
+    x = torch.randn(1, 2, 8, 8)
+    x[:, :, 2:5, 3:5] = float("nan")
+    check(lambda x: F.max_pool2d(x, **CASES[0]), x.requires_grad_(), backend="triton")
+
+
+def test_no_images():
+    x = torch.randn(0, 3, 8, 8, requires_grad=True)
+    check(lambda x: F.max_pool2d(x, **CASES[0]), x, backend="triton")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
