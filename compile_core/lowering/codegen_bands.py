@@ -37,6 +37,7 @@ class _BandWriter(TritonWriter):
     ) -> None:
         super().__init__(step.rows, buffers, positions, tile_bands(step))
         self.step = step
+        self.blocks_in_order = True
 
     def grid(self) -> tuple[int, int, int]:
         return (self.x.count // self.step.band, 1, 1)
@@ -61,12 +62,7 @@ class _BandWriter(TritonWriter):
             f"x = program * {band} + row + tl.arange(0, {tiling.x_block})[:, None]",
             *self.masks_and_axes(self.x),
         ]
-        for n, statement in enumerate(self.nest.body):
-            if isinstance(statement, Reduce):
-                inner += self._taken(n, statement)
-                inner += self._reduced(n, statement, f"e{n}", "r")
-            elif n not in once:
-                inner += self.statement(n)
+        inner += [line for n in self.loads_first() if n not in once for line in self.whole_statement(n)]
         inner += [f"c{value} += tl.broadcast_to(v{value}, {shape})" for value, _ in self.step.sums]
         lines.append(f"for row in range(0, {band}, {tiling.x_block}):")
         lines += [f"    {line}" for line in inner]

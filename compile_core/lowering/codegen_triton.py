@@ -161,13 +161,30 @@ class TritonWriter:
 
     def _persistent(self) -> list[str]:
         lines = ["r = r_base", *self.masks_and_axes(self.r)]
-        for n, statement in enumerate(self.nest.body):
-            if isinstance(statement, Reduce):
-                lines += self._taken(n, statement)
-                lines += self._reduced(n, statement, f"e{n}", "r")
-            else:
-                lines += self.statement(n)
-        return lines
+        return lines + [line for n in self.loads_first() for line in self.whole_statement(n)]
+
+    def loads_first(self) -> list[int]:
+        """The body's statements, what can be loaded at once first. A reduction is a barrier, which the compiler moves
+        no load across: one behind it would wait for memory once more."""
+        stored = {s.access.buffer for s in self.nest.body if isinstance(s, Store)}
+        loads = [
+            n
+            for n, s in enumerate(self.nest.body)
+            if isinstance(s, Load) and not self.analysis.levels[n] and s.access.buffer not in stored
+        ]
+        early = set(loads)
+        while loads:
+            new = set(operands(self.nest.body[loads.pop()])) - early
+            early |= new
+            loads += new
+        return [*sorted(early), *(n for n in range(len(self.nest.body)) if n not in early)]
+
+    def whole_statement(self, n: int) -> list[str]:
+        """A statement of a tile that holds rows as a whole."""
+        statement = self.nest.body[n]
+        if isinstance(statement, Reduce):
+            return [*self._taken(n, statement), *self._reduced(n, statement, f"e{n}", "r")]
+        return self.statement(n)
 
     def _looped(self, step: Pass) -> list[str]:
         reductions = [

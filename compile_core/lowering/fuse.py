@@ -8,7 +8,7 @@ happen once.
 
 The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and
 TorchInductor's scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced
-axes, so row sums and column sums of one matrix stay apart.
+axes, so row sums and column sums of one matrix stay apart here (``join_columns.py``).
 """
 
 from __future__ import annotations

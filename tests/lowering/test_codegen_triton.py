@@ -26,6 +26,7 @@ from tests.lowering.codegen_nests import (
     NestBuilder,
     column_sums,
     layer_norm,
+    layer_norm_backward,
     norm_weight_gradients,
     residual_add,
     softmax,
@@ -130,6 +131,11 @@ def test_tiles_follow_the_shape() -> None:
     assert tiling(transpose(512, 512)).y_axes
     assert not tiling(residual_add((512, 512))).y_axes
     assert tiling(total((10, 7))).persistent
+
+
+def test_loads_wait_for_no_reduction() -> None:
+    text = generate_triton(*layer_norm_backward(512, 768)).text
+    assert text.rindex("tl.load") < text.index("tl.sum")
 
 
 def test_addresses_beyond_int32_are_int64() -> None:
