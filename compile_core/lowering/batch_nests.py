@@ -163,7 +163,7 @@ class _Batching:
         for number in batch.members:
             step, position = self.steps[number], self.position[number]
             if position < place:
-                names |= {name for name in reads(step) if self.last_reader[name] == number}
+                names |= {name for name in reads(step) if self.position[self.last_reader[name]] < place}
             elif position > place:
                 names |= writes(step) - set(self.program.inputs)
         return sum(self.program.buffers[name].bytes for name in names - self.kept)
@@ -189,8 +189,8 @@ class _Batching:
         for number, earlier in self.before.items():
             if earlier & chosen:
                 self.before[number] = (earlier & ~chosen) | before | 1 << first
-        for name, number in self.last_reader.items():
-            if number in gone:
+        for name in reads(self.steps[first]):
+            if self.last_reader[name] in gone or self.position[self.last_reader[name]] < place:
                 self.last_reader[name] = first
 
     def _joined(self, numbers: Sequence[int]) -> NestBatch:

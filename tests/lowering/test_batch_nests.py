@@ -123,14 +123,60 @@ def test_other_dtypes_are_other_loops() -> None:
     assert batches(batch_nests(program)) == []
 
 
-def test_batches_hold_few_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_run_before_the_first_that_reads_them() -> None:
     def products(xs: list[Tensor], w: Tensor) -> list[Tensor]:
         return [torch.mm(x.exp(), w) for x in xs]
 
+    program = program_of(
+        products, [torch.randn(4, 4), torch.randn(6, 4), torch.randn(8, 4)], torch.randn(4, 4)
+    )
+    assert [type(step) for step in program.steps] == [NestBatch, ExternCall, ExternCall, ExternCall]
+
+
+def test_members_wait_for_what_the_last_one_reads() -> None:
+    def products(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+        return [torch.mm(x, w).exp() for x in xs]
+
+    program = program_of(
+        products, [torch.randn(4, 4), torch.randn(6, 4), torch.randn(8, 4)], torch.randn(4, 4)
+    )
+    assert [type(step) for step in program.steps] == [ExternCall, ExternCall, ExternCall, NestBatch]
+
+
+def test_what_does_not_move_stays_where_it_is() -> None:
+    def program(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+        product = torch.mm(w, w)
+        return [product, xs[0].exp(), torch.mm(product, product), xs[1].exp(), torch.mm(w, product)]
+
+    batched = program_of(program, [torch.randn(4), torch.randn(6)], torch.randn(4, 4))
+    assert [type(step) for step in batched.steps] == [ExternCall, NestBatch, ExternCall, ExternCall]
+
+
+@pytest.mark.parametrize("reads_temporaries", [True, False])
+def test_batches_hold_few_bytes(reads_temporaries: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+        return [torch.mm(x, w).exp() if reads_temporaries else torch.mm(x.exp(), w) for x in xs]
+
     inputs = [torch.randn(8, 8) for _ in range(6)], torch.randn(8, 8)
     assert batches(program_of(products, *inputs)) == [6]
+    # The one that does not move holds nothing.
     monkeypatch.setattr(batching, "_MOST_HELD_BYTES", 2 * 8 * 8 * 4)
     assert batches(program_of(products, *inputs)) == [3, 3]
+
+
+def test_inputs_that_wait_for_a_batch_are_held() -> None:
+    """Activations that the backward reads for the last time."""
+
+    def program(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+        results = []
+        for x in xs:
+            w = torch.mm(w, w)
+            results.append(x * w)
+        return results
+
+    inputs = [torch.randn(1024, 1024) for _ in range(6)], torch.randn(1024, 1024)
+    batched = program_of(program, *inputs)
+    assert batches(batched) == [3, 3]  # an input and a product of 4 MiB for each one that waits
 
 
 def test_a_batch_prints_its_first_nest_and_all_sizes() -> None:
