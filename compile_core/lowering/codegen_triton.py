@@ -26,13 +26,11 @@ from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
 from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
-from compile_core.lowering.tiling_triton import GpuTiling, tile_for_gpu
+from compile_core.lowering.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
 from compile_core.lowering.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_GRID_Y = 65535
-# Elements of a byte that one thread reads or writes at once.
-_MOST_TOGETHER = 16
 
 
 def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -133,8 +131,7 @@ class TritonWriter:
             lines.append(f"x = {program} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}")
         lines += self.masks_and_axes(self.x)
         if not self.nest.reduced_axes:
-            numbers = range(len(self.nest.body))
-            return lines + [line for n in numbers for line in self.statement(n)]
+            return lines + self._pointwise()
         lines.append(
             f"r_base = tl.arange(0, {tiling.r_block})[None, :]" + (".to(tl.int64)" if self.wide else "")
         )
@@ -156,6 +153,20 @@ class TritonWriter:
             if strides[axis]
         }
         return side.index_lines(needed)
+
+    def _pointwise(self) -> list[str]:
+        def body() -> list[str]:
+            return [line for n in range(len(self.nest.body)) for line in self.statement(n)]
+
+        # Blocks of a long row, each program one.
+        whole = self._whole_blocks(self.x) if self.y.axes and self.y.block == 1 else 0
+        if not whole:
+            return body()
+        with self._without_overhang():
+            inside = [f"    {line}" for line in body()]
+        blocks = -(-self.x.count // self.x.block)
+        last = [f"    {line}" for line in body()]
+        return [f"if program % {blocks} < {whole // self.x.block}:", *inside, "else:", *last]
 
     # ---- reductions -------------------------------------------------------------------------------------
 
@@ -199,7 +210,7 @@ class TritonWriter:
                 lines.append(f"q{n} = tl.full({shape}, 0, tl.int64)")
             elif statement.operation == "deviations":
                 lines.append(f"q{n} = tl.full({shape}, 0, {kind})")
-        whole = self._whole_blocks()
+        whole = self._whole_blocks(self.r)
         if whole:
             with self._without_overhang():
                 lines += self._blocks(step, 0, whole)
@@ -221,26 +232,28 @@ class TritonWriter:
         head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"
         return [head, *(f"    {line}" for line in loop)]
 
-    def _whole_blocks(self) -> int:
+    def _whole_blocks(self, side: Side) -> int:
         """Up to where blocks need no mask, if one would keep all of them from being read 16 bytes at a time.
 
         Triton reads neighbours together if it knows that they have one mask, as it does where rows end at a multiple.
         """
         walks = (s.access.strides for s in self.nest.body if isinstance(s, Load | Store))
-        has_neighbours = any(self.r.step(strides) == 1 for strides in walks)
-        whole = self.r.count // self.r.block * self.r.block
-        return whole if has_neighbours and self.r.count % _MOST_TOGETHER else 0
+        has_neighbours = any(side.step(strides) == 1 for strides in walks)
+        return side.count // side.block * side.block if has_neighbours and side.count % MOST_TOGETHER else 0
 
     @contextmanager
     def _without_overhang(self) -> Iterator[None]:
-        """Inside, what is written is for whole blocks of the reduced space."""
-        side, sides = self.r, self.sides
-        self.r = replace(side, has_whole_blocks=True)
+        """Inside, what is written is for whole blocks of the last side."""
+        x, r, sides = self.x, self.r, self.sides
+        if self.nest.reduced_axes:
+            self.r = replace(r, has_whole_blocks=True)
+        else:
+            self.x = replace(x, has_whole_blocks=True)
         self.sides = (self.x, self.y, self.r)
         try:
             yield
         finally:
-            self.r, self.sides = side, sides
+            self.x, self.r, self.sides = x, r, sides
 
     def _taken(self, n: int, statement: Reduce) -> list[str]:
         """``e{n}``: the tile of values that a reduction takes, its identity outside of the reduced space."""

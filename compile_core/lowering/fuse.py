@@ -25,6 +25,7 @@ from compile_core.lowering.batch_nests import batch_key
 from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified, without_dead_statements
 from compile_core.lowering.fuse_match import NoMatchError, axis_terms, match
 from compile_core.lowering.lower_body import BodyBuilder
+from compile_core.lowering.one_term_sums import without_one_term_sums
 from compile_core.lowering.step_order import direct_dependencies, topological_order
 
 # Beyond these, registers and compile time cost more than memory traffic saves.
@@ -130,7 +131,9 @@ class _Fusion:
 
     def _build_dependencies(self) -> None:
         steps = [
-            simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
+            simplified(without_one_term_sums(step, self.buffer_dtype), self.buffer_dtype)
+            if isinstance(step, LoopNest)
+            else step
             for step in self.program.steps
         ]
         for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):

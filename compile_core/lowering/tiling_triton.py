@@ -27,6 +27,9 @@ _TRANSPOSED_SIDE = 32
 # Elements times live values that the registers of one program hold without spilling.
 _PERSISTENT_BUDGET = 32768
 _WANTED_PROGRAMS = 256
+_ROW_BLOCK = 2048
+# Elements of a byte that one thread reads or writes at once.
+MOST_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,22 @@ def tile_for_gpu(nest: LoopNest) -> GpuTiling:
         y_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[transposed]))
         x_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[parallel - 1]))
         return GpuTiling(others, (transposed,), x_block, y_block, 1, False, 4)
+    if _has_odd_rows(nest):
+        return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 8)
     count = prod(nest.extents)
     # Small arrays go in small blocks, so that more than a few processors work.
     block = max(128, min(_POINTWISE_TILE, power_of_two(count // _WANTED_PROGRAMS)))
     return GpuTiling(tuple(range(parallel)), (), block, 1, 1, False, max(1, min(4, block // 128)))
+
+
+def _has_odd_rows(nest: LoopNest) -> bool:
+    """Whether rows are long, and end where threads that take 16 bytes each would not.
+
+    A block of the flat index would run from one row into the next, at no aligned address.
+    """
+    if len(nest.extents) < 2 or nest.extents[-1] < 2 * _ROW_BLOCK or nest.extents[-1] % MOST_TOGETHER == 0:
+        return False
+    return any(s.access.strides[-1] == 1 for s in nest.body if isinstance(s, Load | Store))
 
 
 def power_of_two(size: int) -> int:

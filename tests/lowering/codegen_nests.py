@@ -449,6 +449,7 @@ def inputs_for(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
 HAND_WRITTEN = {
     "bias_gelu": bias_gelu(),
     "bias_gelu_bf16": bias_gelu(dtype=torch.bfloat16),
+    "bias_gelu_of_odd_rows": bias_gelu(3, 5001, torch.bfloat16),
     "bias_gelu_f16": bias_gelu(dtype=torch.float16),
     "residual_add": residual_add(),
     "layer_norm": layer_norm(),
@@ -476,6 +477,7 @@ HAND_WRITTEN = {
     "embedding": embedding(),
     "gather_elements": gather_elements(),
     "masked_pad": masked_pad(),
+    "masked_pad_of_odd_rows": masked_pad(3, 5001, 4),
     "masked_points": masked_points(),
     "positions": positions(),
     "flat_positions": flat_positions(),

@@ -23,7 +23,9 @@ from compile_core.lowering.tiling_axes import simplify
 from compile_core.lowering.tiling_triton import tile_for_gpu
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
+    Case,
     NestBuilder,
+    bias_gelu,
     column_sums,
     layer_norm,
     layer_norm_backward,
@@ -58,10 +60,13 @@ def test_scalar_operations_compile(name: str, folder: Path) -> None:
     assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), SM_90, folder)
 
 
-def test_aligned_rows_of_odd_length_are_read_16_bytes_at_a_time(folder: Path) -> None:
-    nest, buffers = softmax(2, 70001)
+@pytest.mark.parametrize("case", [softmax(2, 70001), bias_gelu(3, 70001)], ids=["softmax", "bias_gelu"])
+def test_aligned_rows_of_odd_length_are_read_16_bytes_at_a_time(case: Case, folder: Path) -> None:
+    nest, buffers = case
     body = [
-        replace(s, access=replace(s.access, strides=(70008, 1))) if isinstance(s, Load | Store) else s
+        replace(s, access=replace(s.access, strides=(70008, 1)))
+        if isinstance(s, Load | Store) and all(s.access.strides)
+        else s
         for s in nest.body
     ]
     ptx = compile_triton_for(generate_triton(replace(nest, body=tuple(body)), buffers), SM_90, folder).asm[
