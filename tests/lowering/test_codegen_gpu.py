@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import LoopNest
+from compile_core.ir.loops import BandNest, ExternCall, LoopNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build import build, generate
-from compile_core.lowering.tiling_split import split_nest
+from compile_core.lowering.join_columns import join_column_sums
+from compile_core.lowering.tiling_split import split_nest, split_reductions
+from compile_core.runtime.link_program import link_program
+from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,
@@ -25,7 +28,8 @@ from tests.lowering.codegen_nests import (
 )
 from tests.lowering.codegen_operations import OPERATIONS, operands_for
 from tests.lowering.compare_nests import compare_buffers
-from tests.lowering.loop_evaluator import evaluate_nest
+from tests.lowering.loop_evaluator import evaluate, evaluate_nest
+from tests.lowering.product_programs import on as programs_on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,6 +94,18 @@ def test_split_reductions(case: Case, folder: Path) -> None:
     moved |= {name: torch.empty(spec.shape, dtype=spec.dtype, device=GPU) for name, spec in partials.items()}
     run(nests, {**buffers, **partials}, moved, folder)
     compare_buffers(case, moved, evaluate_nest(case[0], storages), 1e-3)
+
+
+def test_column_sums_of_bands_of_rows(folder: Path) -> None:
+    program = norm_backward(2048, 768)
+    result = split_reductions(join_column_sums(programs_on(GPU, program)))
+    assert isinstance(result.steps[0], BandNest)
+    sources = [generate(step, result.buffers) for step in result.steps if not isinstance(step, ExternCall)]
+    run = link_program(result, sources, build(sources, folder))
+    inputs = inputs_of(program)
+    found = run([tensor.to(GPU) for tensor in inputs])
+    for mine, expected in zip(found, evaluate(program, inputs), strict=True):
+        torch.testing.assert_close(mine.cpu(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_addresses_that_are_not_aligned(folder: Path) -> None:
