@@ -26,7 +26,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.index_rules import INDEX_RULES
 from compile_core.lowering.lower_builder import ProgramBuilder, pointwise, static_spec
 from compile_core.lowering.lower_calls import lower_call
-from compile_core.lowering.lower_concatenation import concatenate, parts_along_last_dim, reduce_parts
+from compile_core.lowering.lower_concatenation import Concatenations, parts_along_last_dim, reduce_parts
 from compile_core.lowering.lower_index import Index
 from compile_core.lowering.lower_plan import (
     INLINE,
@@ -92,6 +92,7 @@ class _Lowering:
             if node.op == "placeholder":
                 self.values[node] = self._placeholder(node)
         self.plan = plan_graph(graph, self._destinations(results))
+        self.concatenations = Concatenations(self.builder, graph, self.plan)
         for node in graph.nodes:
             if node in self.plan.alive and node.op in ("call_function", "get_attr"):
                 self.values[node] = self._lower_node(node)
@@ -205,7 +206,7 @@ class _Lowering:
             elif is_reduction(node.target):
                 return self._reduction(node, args, kwargs)
             elif node.target is aten.cat.default:
-                return concatenate(self.builder, node, args, kwargs, self.plan.places.get(node))
+                return self.concatenations.lower(node, args)
             elif node.target in POOLING:
                 readers = [user for user in node.users if user.target is operator.getitem]
                 used = [user.args[1] for user in readers if user in self.plan.alive]

@@ -2,11 +2,15 @@
 
 Reductions over dims that were not concatenated go to the parts instead: their nests then fuse with those that
 store the parts. (Attention's gradients are concatenated, stored and summed over rows in one nest this way.)
+
+Where a concatenation begins with all parts of another, as each layer of a dense block adds one, both are one buffer: of
+the longest the others are views, and a part is stored once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +18,7 @@ import torch
 from compile_core.ir.loops import View
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides
-from compile_core.lowering.lower_plan import numel_of
+from compile_core.lowering.lower_plan import GraphPlan, numel_of
 from compile_core.lowering.lower_values import LazyTensor
 from compile_core.lowering.reduction_rules import Reduction, lower_reduction
 from compile_core.lowering.view_rules import reshaped, restride
@@ -22,24 +26,87 @@ from compile_core.lowering.view_rules import reshaped, restride
 aten = torch.ops.aten
 
 
-def concatenate(
-    builder: ProgramBuilder, node: torch.fx.Node, args: Any, kwargs: Any, place: View | None
-) -> LazyTensor:
-    fake = node.meta["val"]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    dim = dim % max(fake.dim(), 1)
-    spec = TensorSpec(tuple(fake.shape), dense_strides(fake.shape, fake.stride()), fake.dtype, fake.device)
-    place = place or builder.new_buffer(node.name, spec)
-    start = 0
-    for tensor in args[0]:
-        if tensor.shape == (0,) and fake.dim() != 1:
-            continue
-        length = tensor.shape[dim]
-        window = restride(place, lambda t, start=start, length=length: t.narrow(dim, start, length))
-        assert window is not None
-        builder.store_into(window, tensor)
-        start += length
-    return builder.in_memory(place, tuple(fake.stride()), node.name)
+@dataclass
+class _Growing:
+    """The buffer of concatenations that begin alike, and how many of their parts have been stored."""
+
+    place: View
+    stored: int = 0
+
+
+class Concatenations:
+    """Those of one graph."""
+
+    def __init__(self, builder: ProgramBuilder, graph: torch.fx.Graph, plan: GraphPlan) -> None:
+        self.builder = builder
+        self.plan = plan
+        self.longest = _longest_with_the_same_beginning(graph, plan)
+        self.growing: dict[torch.fx.Node, _Growing] = {}
+
+    def lower(self, node: torch.fx.Node, args: Any) -> LazyTensor:
+        """Stores the parts that are not stored yet."""
+        fake, dim = node.meta["val"], _dim(node)
+        longest = self.longest.get(node, node)
+        growing = self.growing.get(longest)
+        if growing is None:
+            growing = self.growing[longest] = _Growing(self._place(longest))
+        start = 0
+        for number, tensor in enumerate(args[0]):
+            if tensor.shape == (0,) and fake.dim() != 1:
+                continue
+            length = tensor.shape[dim]
+            if number >= growing.stored:
+                self.builder.store_into(_window(growing.place, dim, start, length), tensor)
+            start += length
+        growing.stored = max(growing.stored, len(args[0]))
+        return self.builder.in_memory(_window(growing.place, dim, 0, start), tuple(fake.stride()), node.name)
+
+    def _place(self, node: torch.fx.Node) -> View:
+        fake = node.meta["val"]
+        strides = dense_strides(fake.shape, fake.stride())
+        spec = TensorSpec(tuple(fake.shape), strides, fake.dtype, fake.device)
+        return self.plan.places.get(node) or self.builder.new_buffer(node.name, spec)
+
+
+def _longest_with_the_same_beginning(
+    graph: torch.fx.Graph, plan: GraphPlan
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For concatenations that only loops read, one that begins with all of their parts.
+
+    Torch's kernels and the caller want memory without gaps.
+    """
+    by_beginning: dict[Any, list[torch.fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts: Any = node.args[0]
+        if (
+            node in plan.alive
+            and node not in plan.places
+            and all(part.meta["val"].dim() > 1 for part in parts)
+        ):
+            by_beginning.setdefault((parts[0], _dim(node), node.meta["val"].dtype), []).append(node)
+    longest: dict[torch.fx.Node, torch.fx.Node] = {}
+    for nodes in by_beginning.values():
+        nodes.sort(key=lambda node: -len(_parts(node)))
+        for number, node in enumerate(nodes):
+            if node not in plan.in_memory:
+                parts = _parts(node)
+                longest[node] = next(n for n in nodes[: number + 1] if _parts(n)[: len(parts)] == parts)
+    return longest
+
+
+def _parts(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return list(node.args[0])  # type: ignore[arg-type]
+
+
+def _dim(node: torch.fx.Node) -> int:
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return dim % max(node.meta["val"].dim(), 1)
+
+
+def _window(place: View, dim: int, start: int, length: int) -> View:
+    window = restride(place, lambda tensor: tensor.narrow(dim, start, length))
+    assert window is not None
+    return window
 
 
 def parts_along_last_dim(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> list[LazyTensor] | None:

@@ -28,7 +28,7 @@ _MOST_OPERATIONS = 150
 
 
 def lower_pooling(
-    builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], used: Sequence[int], place: View | None
+    builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], used: Sequence[Any], place: View | None
 ) -> LazyTensor | list[LazyTensor | None]:
     """Emits the nest of a node; ``used`` says which of its results anything reads."""
     if node.target is GRADIENT:
@@ -37,7 +37,7 @@ def lower_pooling(
 
 
 def _pool(
-    builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], used: Sequence[int]
+    builder: ProgramBuilder, node: torch.fx.Node, args: Sequence[Any], used: Sequence[Any]
 ) -> list[LazyTensor | None]:
     x, kernel, stride, padding, _ = args
     _settle(builder, x, kernel[0] * kernel[1])
