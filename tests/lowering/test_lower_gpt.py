@@ -56,9 +56,9 @@ def test_nests_per_block_in_float32() -> None:
     assert len(calls(forward)) == 5 * LAYERS + 1
     # A block's backward: two norms (gradient of the input; of scale, shift and the bias before it), gelu with
     # its bias's gradient, the joining of the attention's gradients with their bias's. Calls: 8 products,
-    # attention. Besides: softmax, last norm (2), position embedding, sum of the tied embedding's gradients; 2
-    # products, 2 scatters.
-    assert len(nests(backward)) == 6 * LAYERS + 5
+    # attention. Besides: softmax and what it takes of each row, last norm (2), position embedding, sum of the
+    # tied embedding's gradients; 2 products, 2 scatters.
+    assert len(nests(backward)) == 6 * LAYERS + 6
     assert len(calls(backward)) == 9 * LAYERS + 4
 
 
