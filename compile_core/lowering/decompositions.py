@@ -147,13 +147,15 @@ def _sum_outer(value: Tensor, dims: list[int]) -> Tensor:
     return torch.sum(value, dims) if dims else value
 
 
+# A softmax divides once a row: a quotient an element is most of the time of a kernel over short rows.
 def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     x = self.to(_compute_dtype(self.dtype))
     result_dtype = x.dtype if half_to_float else self.dtype
     if x.numel() == 0:
         return x.to(result_dtype).clone()
     exponentials = torch.exp(x - torch.amax(x, dim, keepdim=True))
-    return (exponentials / torch.sum(exponentials, dim, keepdim=True)).to(result_dtype)
+    total = torch.sum(exponentials, dim, keepdim=True)
+    return (exponentials * torch.reciprocal(total)).to(result_dtype)
 
 
 def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -165,7 +167,7 @@ def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> T
     largest = torch.amax(x, dim, keepdim=True)
     exponentials = torch.exp(x - torch.where(largest == -torch.inf, 0.0, largest))
     total = torch.sum(exponentials, dim, keepdim=True)
-    return (exponentials / torch.where(total == 0.0, 1.0, total)).to(result_dtype)
+    return (exponentials * torch.reciprocal(torch.where(total == 0.0, 1.0, total))).to(result_dtype)
 
 
 def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:

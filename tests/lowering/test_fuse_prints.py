@@ -75,14 +75,15 @@ def test_softmax() -> None:
     _is(
         check(lambda x: F.softmax(x, -1), torch.randn(3, 2, 4)),
         """
-        nest fused_amax_sub_exp_sum_div_0 [i:6 | j:4]
+        nest fused_amax_sub_exp_sum_reciprocal_mul_0 [i:6 | j:4]
           %0 = load arg0_1[4*i + j] float32
           %1 = reduce_max(%0) float32
           %2 = sub(%0, %1) float32
           %3 = exp(%2) float32
           %4 = reduce_sum(%3) float32
-          %5 = div(%3, %4) float32
-          div[4*i + j] = %5
+          %5 = reciprocal(%4) float32
+          %6 = mul(%3, %5) float32
+          mul[4*i + j] = %6
         """,
     )
 
