@@ -48,19 +48,19 @@ def simplify_masks(
         return module
     known = known_values(module, passed.union(masks.values()), given)
     flags = {mask: _as_flag(known[mask]) for mask in set(masks.values()) if mask in known}
-    simplified = copy_module(module)
-    copies = dict(zip(module.graph.nodes, simplified.graph.nodes, strict=True))
-    changed = False
-    for node, mask in masks.items():
-        settings = _settings(node, flags.get(mask), keep_random_numbers)
-        if settings is not None:
-            copies[node].target = masked_attention
-            copies[node].args, copies[node].kwargs = (), {**_arguments(copies[node]), **settings}
-            changed = True
-    for node in checkpoints:
-        changed |= _simplify_body(module, simplified, node, known, keep_random_numbers)
-    if not changed:
+    changes = {node: _changes(node, flags.get(mask), keep_random_numbers) for node, mask in masks.items()}
+    bodies = [_simplified_body(module, node, known, keep_random_numbers) for node in checkpoints]
+    if len(dict(bodies)) < len(bodies):
+        bodies = []  # What holds for one call of a body need not hold for another.
+    if not any(changes.values()) and all(body is getattr(module, name) for name, body in bodies):
         return module
+    simplified = copy_module(module)
+    for node, copy in zip(module.graph.nodes, simplified.graph.nodes, strict=True):
+        if changes.get(node):
+            copy.target = masked_attention
+            copy.args, copy.kwargs = (), {**_arguments(copy), **changes[node]}
+    for name, body in bodies:
+        setattr(simplified, name, body)
     simplified.recompile()
     return simplified
 
@@ -79,22 +79,27 @@ def _arguments(node: Node) -> dict[str, Any]:
     return {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
 
 
-def _settings(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> dict[str, Any] | None:
-    """How the arguments of a masked call change; ``None`` where it stays as it is."""
+def _changes(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> dict[str, Any]:
+    """The arguments of ``masked_attention`` that differ from those of a masked call; none where that stays.
+
+    ``is_causal`` says the same as its mask.
+    """
     arguments = _arguments(node)
     nodes = [*(arguments[name] for name in ("query", "key", "attn_mask")), node]
-    examples = [node.meta["example_value"] for node in nodes]
+    examples = [node.meta.get("example_value") for node in nodes]
+    if not all(isinstance(example, Tensor) and example.layout is torch.strided for example in examples):
+        return {}
     query, key, mask, result = map(TensorSpec.of, examples)
     if any(spec.is_open for spec in (query, key, mask, result)) or not result.is_dense:
-        return None
+        return {}
     if arguments.get("is_causal", False) is not False:
-        return None
+        return {}
     if arguments.get("dropout_p", 0.0) != 0.0 and keep_random_numbers:
-        return None
+        return {}
     strides = {"strides": result.stride}
     if is_causal is not None and _fits(mask.shape, (*query.shape[:-1], key.shape[-2])):
         return {"attn_mask": None, "is_causal": is_causal, **strides}
-    return strides if _is_refused(examples[2]) else None
+    return strides if _is_refused(examples[2]) else {}
 
 
 def _fits(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
@@ -139,14 +144,10 @@ def _with_rows(mask: Tensor) -> Tensor:
     return one.clone(memory_format=torch.contiguous_format).expand(mask.shape)
 
 
-def _simplify_body(
-    module: GraphModule,
-    simplified: GraphModule,
-    node: Node,
-    known: Mapping[Node, Tensor],
-    keep_random_numbers: bool,
-) -> bool:
-    """The same for the body of a checkpoint; says whether that changed."""
+def _simplified_body(
+    module: GraphModule, node: Node, known: Mapping[Node, Tensor], keep_random_numbers: bool
+) -> tuple[str, GraphModule]:
+    """The body of a checkpoint in ``module``, by its name."""
     names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
     (name,) = [name for name in names if isinstance(getattr(module, name), GraphModule)]
     body: GraphModule = getattr(module, name)
@@ -157,6 +158,4 @@ def _simplify_body(
         for placeholder, source in zip(placeholders, arguments, strict=True)
         if isinstance(source, Node) and source in known
     }
-    ours = simplify_masks(body, keep_random_numbers, given)
-    setattr(simplified, name, ours)
-    return ours is not body
+    return name, simplify_masks(body, keep_random_numbers, given)
