@@ -56,10 +56,13 @@ def run(
     sources = [generate(nest, buffers) for nest in nests]
     functions = build(sources, folder)
     for source in sources:
-        places = [
-            storages[name].view(-1)[base:] for name, base in zip(source.buffers, source.bases, strict=True)
-        ]
-        functions[source.name](*(place.data_ptr() for place in places))
+        # A base may lie before its buffer.
+        functions[source.name](
+            *(
+                storages[name].data_ptr() + base * storages[name].element_size()
+                for name, base in zip(source.buffers, source.bases or (0,) * len(source.buffers), strict=True)
+            )
+        )
 
 
 def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance: float = 1e-5) -> None:
