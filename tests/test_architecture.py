@@ -36,7 +36,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "capture": (*BASE, "toolchain"),
     "autograd": BASE,
     "lowering": (*BASE, "toolchain"),
-    "runtime": BASE,
+    "runtime": (*BASE, "toolchain"),
     "observe": BASE,
     "backends": (*BASE, "autograd", "lowering", "runtime", "observe"),
     "pipeline": (*BASE, *STAGES, "bind_sizes"),

@@ -305,22 +305,8 @@ PyObject* check(PyObject* self, PyObject* const* arguments, intptr_t count) {
     return result;
 }
 
-// What the loader needs to write the words of a tensor: dtype, layout, device type, device index.
-PyObject* describe(PyObject*, PyObject* const* arguments, intptr_t) {
-    void* impl = implementation(arguments[0]);
-    int32_t numbers[4];
-    if (gs_get_dtype(&impl, numbers) || gs_get_layout(&impl, numbers + 1) ||
-        gs_get_device_type(&impl, numbers + 2) || gs_get_device_index(&impl, numbers + 3))
-        return PyList_New(0);
-    PyObject* result = PyList_New(4);
-    for (int index = 0; result && index < 4; ++index)
-        PyList_SetItem(result, index, PyLong_FromLongLong(numbers[index]));
-    return result;
-}
-
 }  // namespace
 
 extern "C" {
 MethodDefinition gs_check = {"check", check, 0x80, nullptr};        // METH_FASTCALL
-MethodDefinition gs_describe = {"describe", describe, 0x80, nullptr};
 }

@@ -39,6 +39,7 @@ from compile_core.ir.sources import (
     ReferenceSource,
     Source,
 )
+from compile_core.toolchain.torch_library import device_codes, dtype_code, strided_code
 
 
 class _Instruction(IntEnum):
@@ -200,9 +201,9 @@ class _ProgramWriter:
             self._constant(kind),
             interpreter.lazy_keys(is_conj, is_neg),
             requires_grad,
-            interpreter.dtype_code(dtype),
-            interpreter.strided_code,
-            *interpreter.device_codes(device),
+            dtype_code(dtype),
+            strided_code(),
+            *device_codes(device),
             len(shape),
             *shape,
             *stride,

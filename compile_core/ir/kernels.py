@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,3 +38,39 @@ class KernelSource:
     pointers: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
     meta: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """How a CUDA kernel is launched.
+
+    Attributes:
+        device: with its index.
+        grid: number of blocks along each of three dims.
+        threads: of a block.
+        shared_bytes: of a block's shared memory.
+    """
+
+    device: torch.device
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """A kernel that runs, called with the tensors of its source's buffers or with their addresses.
+
+    Attributes:
+        call: the function itself, which saves a call.
+        address: of what runs without Python, or 0: a C function of an array of addresses, which returns 0 unless an
+            index was out of range; with a ``launch``, the driver's handle of a kernel, which takes addresses aligned to
+            16 bytes.
+    """
+
+    call: Callable[..., None]
+    address: int
+    launch: CudaLaunch | None = None
+
+    def __call__(self, *buffers: Any) -> None:
+        self.call(*buffers)

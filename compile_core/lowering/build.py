@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compile_core.errors import Unsupported
-from compile_core.ir.kernels import KernelSource
+from compile_core.ir.kernels import BuiltKernel, KernelSource
 from compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.build_cpp import start_cpp
@@ -24,7 +24,7 @@ from compile_core.lowering.passes import buffers_of
 
 def start_build(
     sources: Sequence[KernelSource], cache_folder: Path
-) -> Callable[[], Mapping[str, Callable[..., None]]]:
+) -> Callable[[], Mapping[str, BuiltKernel]]:
     """Starts to compile the kernels of a program, in the background.
 
     Args:
@@ -32,8 +32,7 @@ def start_build(
         cache_folder: where results are kept; processes may share it.
 
     Returns:
-        A function that waits for the kernels. It returns a function for each kernel's name, whose arguments are the
-        buffers of ``KernelSource.buffers``, in order, as tensors or as ``tensor.data_ptr()``.
+        A function that waits for the kernels, and returns them by name.
 
     Raises:
         CompileError: a compiler is missing or failed; from here or when the kernels are waited for.
@@ -45,7 +44,7 @@ def start_build(
     return lambda: {**wait_for_cpp(), **wait_for_triton()}
 
 
-def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, Callable[..., None]]:
+def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, BuiltKernel]:
     """``start_build``, and waits."""
     return start_build(sources, cache_folder)()
 

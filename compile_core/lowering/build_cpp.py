@@ -7,9 +7,9 @@ stages of the backward run while the forward's kernels are compiled.
 Each kernel is a cache entry of its own, under the hash of its text, so that a program that changed in one place is
 compiled in one place. Kernels of a unit share its object, which their entries hold by hard links.
 
-A kernel becomes a builtin function of Python (see ``toolchain.cpp_compiler``); tensors are asked for their addresses in
-C. The OpenMP runtime is the one that torch has loaded already: the object is linked against that very file, so that
-there is one pool of threads and ``torch.set_num_threads`` rules over both.
+A kernel becomes a builtin function of Python (see ``toolchain.cpp_compiler``), which asks tensors for their addresses,
+and a function of C for who has the addresses. The OpenMP runtime is the one that torch has loaded already: the object
+is linked against that very file, so that there is one pool of threads and ``torch.set_num_threads`` rules over both.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
 from compile_core.lowering.cpp_machine import compiler_identity, kernel_flags, openmp_runtime
 from compile_core.toolchain.cpp_compiler import builtin_function, run_compiler
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 from compile_core.toolchain.processors import usable_processors
+from compile_core.toolchain.torch_library import word_at
 
 # What a unit costs beside its kernels is about what two small kernels cost.
 _FEWEST_IN_UNIT = 2
 _SOURCE = "kernels.cpp"
 _OBJECT = "kernels.so"
 
-Kernels = dict[str, Callable[..., None]]
+_METHOD_DEFINITION_BYTES = 32  # what the address of the function of C lies behind
+
+Kernels = dict[str, BuiltKernel]
 
 # Text of a kernel -> its function. Kernels of one process that are the same text are the same function.
 _loaded: Kernels = {}
@@ -74,7 +77,7 @@ def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[
     return lambda: {source.name: _wait(source.text) for source in sources}
 
 
-def _wait(text: str) -> Callable[..., None]:
+def _wait(text: str) -> BuiltKernel:
     future = _compiling.get(text)
     if future is not None:
         try:
@@ -118,7 +121,12 @@ def _build_unit(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache
 
 def _load(built: Path, texts: Sequence[str]) -> Kernels:
     library = ctypes.CDLL(str(built))
-    return {text: builtin_function(library, _symbol(text)) for text in texts}
+    return {text: _kernel(library, _symbol(text)) for text in texts}
+
+
+def _kernel(library: ctypes.CDLL, symbol: str) -> BuiltKernel:
+    definition = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
+    return BuiltKernel(builtin_function(library, symbol), word_at(definition, _METHOD_DEFINITION_BYTES))
 
 
 def _compile(source: str, folder: Path, cache_folder: Path, key: str) -> None:

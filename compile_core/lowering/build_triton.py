@@ -4,10 +4,10 @@ Kernels are compiled ahead of their first call, by processes beside this one, in
 them. Each is an entry of the disk cache, whatever it is called, and is loaded from there without Triton looking at its
 source again.
 
-They are launched through the compiled kernel's own launcher: Triton's ``kernel[grid](...)`` looks at every argument
-to choose a specialisation, and takes ten times as long. What it would choose is known here: all arguments are
-pointers, and torch aligns what it allocates to 16 bytes. A call with an address that is not so aligned (a slice of
-the caller's) goes to a second kernel, compiled when it first happens.
+They are launched by the driver, given their handle, or else through the compiled kernel's own launcher: Triton's
+``kernel[grid](...)`` looks at every argument to choose a specialisation, and takes ten times as long. What it would
+choose is known here: all arguments are pointers, and torch aligns what it allocates to 16 bytes. A call with an address
+that is not so aligned (a slice of the caller's) goes to a second kernel, compiled when it first happens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from compile_core.errors import CompileError
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
 from compile_core.lowering import triton_compiler
 from compile_core.toolchain.compile_workers import CompileWorkers
 from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
@@ -33,14 +33,14 @@ _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
 _OPTIONS = {"enable_fp_fusion": False}
 
-Kernel = Callable[..., None]
-
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
-_loaded: dict[KernelSource, Kernel] = {}
+_loaded: dict[KernelSource, BuiltKernel] = {}
 _workers = CompileWorkers(Path(triton_compiler.__file__))
 
 
-def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[], Mapping[str, Kernel]]:
+def start_triton(
+    sources: Sequence[KernelSource], cache_folder: Path
+) -> Callable[[], Mapping[str, BuiltKernel]]:
     """Finds kernels in the cache and starts to compile the others.
 
     Args:
@@ -48,9 +48,8 @@ def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Callabl
         cache_folder: where results are kept.
 
     Returns:
-        A function that waits for the kernels and loads them onto their devices. It returns for each name a function of
-        the kernel's buffers, in order: tensors, or addresses as integers, the quicker way. That launches the kernel on
-        the current stream of the kernel's device, whichever device is current.
+        A function that waits for the kernels and loads them onto their devices. It returns the kernels by name; called
+        from Python, one is launched on the current stream of its device, whichever device is current.
 
     Raises:
         CompileError: Triton is not installed, or fails; from here or when the kernels are waited for.
@@ -67,7 +66,7 @@ def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Callabl
         }
         pool.shutdown(wait=False)
 
-    def wait() -> Mapping[str, Kernel]:
+    def wait() -> Mapping[str, BuiltKernel]:
         for key, future in compiling.items():
             compiled = future.result()
             if key not in _loaded:
@@ -174,10 +173,10 @@ def _target(device: torch.device) -> tuple[str, int, int]:
     return "cuda", 10 * major + minor, 32
 
 
-def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> Kernel:
-    """A function of the kernel's addresses that launches it."""
+def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKernel:
+    """What launches the kernel."""
     if aligned is None:
-        return _nothing
+        return BuiltKernel(_nothing, 0)
     device = _device_of(source)
     stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     index = device.index
@@ -209,7 +208,16 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> Kernel:
                 *source.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses
             )
 
-    return launch
+    handle = function if _is_plain(aligned.metadata) else 0
+    threads, shared_bytes = 32 * aligned.metadata.num_warps, aligned.metadata.shared
+    return BuiltKernel(launch, handle, CudaLaunch(device, (grid_x, grid_y, grid_z), threads, shared_bytes))
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether nothing but the addresses is needed to launch a kernel."""
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    is_cuda = metadata.target.backend == "cuda"
+    return is_cuda and metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in needs)
 
 
 def _nothing(*buffers: Any) -> None:

@@ -104,23 +104,24 @@ def _called_in_parallel(
 
 
 def entry_function(count: int, arguments: str, releases_lock: bool) -> list[str]:
-    """The function that Python calls with ``count`` buffers, and its method definition.
+    """What runs the kernel given an array of addresses, and the function that Python calls with ``count`` buffers.
 
     Args:
         arguments: what the kernel's loops take, of ``p``, the array of the buffers' addresses.
         releases_lock: whether other threads may run Python meanwhile.
     """
-    call = f"  int status = {KERNEL_SYMBOL}_loops({arguments});"
+    call = f"  int status = {KERNEL_SYMBOL}_run(p);"
     unlocked = ["  void *state = PyEval_SaveThread();", call, "  PyEval_RestoreThread(state);"]
     return [
+        f"static int {KERNEL_SYMBOL}_run(void **p) {{ return {KERNEL_SYMBOL}_loops({arguments}); }}",
         f"static PyObject *{KERNEL_SYMBOL}_call(PyObject *, PyObject *const *arguments, intptr_t given) {{",
         f"  void *p[{max(1, count)}];",
         f"  if (!read_pointers(arguments, given, {count}, p)) return nullptr;",
         *(unlocked if releases_lock else [call]),
         "  return finished(status);",
         "}",
-        f'extern "C" MethodDefinition {KERNEL_SYMBOL} = '
-        f'{{"{KERNEL_SYMBOL}", {KERNEL_SYMBOL}_call, METH_FASTCALL_FLAG, nullptr}};',
+        f'extern "C" KernelDefinition {KERNEL_SYMBOL} = '
+        f'{{{{"{KERNEL_SYMBOL}", {KERNEL_SYMBOL}_call, METH_FASTCALL_FLAG, nullptr}}, {KERNEL_SYMBOL}_run}};',
     ]
 
 

@@ -333,8 +333,8 @@ template <class Body> INLINE int parallel_ranges(int64_t count, int64_t grain, B
 // ---- the call from Python ----------------------------------------------------------------------------
 
 // Declared here, not included: an interpreter need not come with its headers, and these few are stable. A
-// kernel is a builtin function made from its PyMethodDef; it takes each buffer as a tensor or as the integer
-// of its data_ptr().
+// kernel is a builtin function made from its PyMethodDef, which takes each buffer as a tensor or as the integer
+// of its data_ptr(), and behind that a function of C of the array of addresses.
 extern "C" {
 struct PyObject;
 struct PyTypeObject;
@@ -357,6 +357,10 @@ struct MethodDefinition {
   FastFunction function;
   int flags;
   const char *documentation;
+};
+struct KernelDefinition {
+  MethodDefinition method;
+  int (*run)(void **);
 };
 enum { METH_FASTCALL_FLAG = 0x0080 };
 

@@ -51,7 +51,7 @@ def test_kernels_of_the_same_text_are_one(
     functions = build([first, replace(first, name="twin"), generate_cpp(*softmax(3, 7))], tmp_path)
     assert functions["residual_add"] is functions["twin"]
     assert len(compiled) == 1
-    assert compiled[0].count("MethodDefinition gs_") == 2
+    assert compiled[0].count("KernelDefinition gs_") == 2
     build([replace(first, name="triplet")], tmp_path)
     assert len(compiled) == 1
 
@@ -104,7 +104,7 @@ def test_a_program_that_changed_in_one_place_is_compiled_in_one_place(
     build_cpp._loaded.clear()
     changed = replace(generate_cpp(*residual_add((7, 19))), name="changed")
     build([replace(source, name=f"again_{k}") for k, source in enumerate(unchanged)] + [changed], tmp_path)
-    assert [source.count("MethodDefinition gs_") for source in compiled] == [3, 1]
+    assert [source.count("KernelDefinition gs_") for source in compiled] == [3, 1]
 
 
 def test_kernels_are_shared_among_as_many_compilers_as_there_are_processors(
@@ -115,7 +115,7 @@ def test_kernels_are_shared_among_as_many_compilers_as_there_are_processors(
     sources = [replace(generate_cpp(*residual_add((2, n))), name=f"add_{n}") for n in range(3, 9)]
     start_build(sources, tmp_path)
     functions = start_build(sources, tmp_path)()  # a second program that needs what is being compiled
-    assert sorted(source.count("MethodDefinition gs_") for source in compiled) == [3, 3]
+    assert sorted(source.count("KernelDefinition gs_") for source in compiled) == [3, 3]
     assert len(functions) == 6
 
 

@@ -16,6 +16,8 @@ from compile_core.runtime.link_program import LinkedProgram, link_program
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.usefixtures("region_form")
+
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
     return TensorSpec.contiguous(shape, dtype, CPU)

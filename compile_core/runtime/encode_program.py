@@ -1,0 +1,269 @@
+"""Writes a region as a program of ``region_interpreter.cpp``.
+
+Registers hold the region's buffers, those that the caller gives first, and what a call needs besides. An operand that
+is not negative is a register, a negative one the constant of index ``~operand``. The words of the instructions:
+
+    CONSTANT register, constant
+    ALLOCATE register, dtype, device type, device index, function, dimensions, sizes, strides
+    VIEW     register, base, offset from where the base begins, dimensions, sizes, strides
+    RUN      address of a C function of the buffers' addresses, function, count, a register and an offset in bytes each
+    LAUNCH   kernel's handle, function, count, the grid's three sizes, threads, shared bytes, registers and offsets
+    CALL     function, names of keywords or -1, line, count of operands, count of results, operands, results
+    PACK     register, whether a list (or a tuple), count, operands
+    FREE     count, registers
+    RETURN   count, operands
+
+``function`` is the Python function that means the same. A view does not know its base, so that it costs a third of what
+``as_strided`` does. Where several results lie in one buffer, ``as_strided`` makes them, so that a change of one is
+noticed in the others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
+from compile_core.ir.loops import ExternCall, GeneratedStep, View
+from compile_core.runtime.instructions import (
+    Allocate,
+    Call,
+    Free,
+    Instructions,
+    Launch,
+    is_whole,
+    returns_sequence,
+)
+from compile_core.toolchain.torch_library import device_codes, dtype_code
+
+Kernel = Callable[..., None]
+
+
+class _Instruction(IntEnum):
+    CONSTANT = 0
+    ALLOCATE = 1
+    VIEW = 2
+    RUN = 3
+    LAUNCH = 4
+    CALL = 5
+    PACK = 6
+    FREE = 7
+    RETURN = 8
+
+
+@dataclass(frozen=True)
+class EncodedProgram:
+    """A program, the Python objects that it refers to, and the GPU that its kernels are launched on, if any."""
+
+    words: bytes
+    constants: tuple[Any, ...]
+    device: torch.device | None
+
+
+def encode_program(
+    instructions: Instructions,
+    sources: Mapping[str, KernelSource],
+    kernels: Mapping[str, Kernel],
+    first_line: int,
+) -> EncodedProgram:
+    """The program of a region.
+
+    Args:
+        sources, kernels: see ``write_program``; a ``BuiltKernel`` runs without Python.
+        first_line: the line of the first instruction in the text that tracebacks show.
+    """
+    encoder = _Encoder(instructions, sources, kernels)
+    encoder.encode(first_line)
+    header = (encoder.count, len(instructions.given))
+    return EncodedProgram(
+        array("q", (*header, *encoder.words)).tobytes(), tuple(encoder.constants), encoder.device
+    )
+
+
+class _Encoder:
+    def __init__(
+        self, instructions: Instructions, sources: Mapping[str, KernelSource], kernels: Mapping[str, Kernel]
+    ) -> None:
+        self.words: list[int] = []
+        self.constants: list[Any] = []
+        self.device: torch.device | None = None
+        self._instructions = instructions
+        self._program = instructions.program
+        self._sources = sources
+        self._kernels = kernels
+        others = [name for name in self._program.buffers if name not in instructions.given]
+        self._registers = {name: k for k, name in enumerate((*instructions.given, *others))}
+        self.count = len(self._registers)
+        self._constant_places: dict[int, int] = {}
+
+    def encode(self, first_line: int) -> None:
+        for name, tensor in self._program.constants.items():
+            self._emit(_Instruction.CONSTANT, self._registers[name], self._constant(tensor))
+        for line, instruction in enumerate(self._instructions.steps, first_line):
+            match instruction:
+                case Allocate(buffer):
+                    self._allocate(buffer)
+                case Launch(step):
+                    self._launch(step, line)
+                case Call(call):
+                    self._call(call, line)
+                case Free(buffers):
+                    self._free([self._registers[name] for name in buffers])
+        self._return(first_line + len(self._instructions.steps))
+
+    def _emit(self, instruction: _Instruction, *words: int) -> None:
+        self.words += (instruction, *words)
+
+    def _constant(self, value: Any) -> int:
+        place = self._constant_places.setdefault(id(value), len(self.constants))
+        if place == len(self.constants):
+            self.constants.append(value)  # which keeps the identity its own
+        return place
+
+    def _new_register(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _free(self, registers: Sequence[int]) -> None:
+        if registers:
+            self._emit(_Instruction.FREE, len(registers), *registers)
+
+    def _allocate(self, name: str) -> None:
+        spec = self._program.buffers[name]
+        function = partial(torch.empty_strided, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        register = self._registers[name]
+        if spec.device.type == "cpu" or (spec.device.type == "cuda" and spec.device.index is not None):
+            codes = (dtype_code(spec.dtype), *device_codes(spec.device), self._constant(function))
+            self._emit(_Instruction.ALLOCATE, register, *codes, len(spec.shape), *spec.shape, *spec.stride)
+        else:
+            self._call_function(function, (), (), (register,), 0)
+
+    def _launch(self, step: GeneratedStep, line: int) -> None:
+        source, kernel = self._sources[step.name], self._kernels[step.name]
+        registers = [self._registers[name] for name in source.buffers]
+        bases = source.bases or (0,) * len(registers)
+        itemsizes = [self._program.buffers[name].dtype.itemsize for name in source.buffers]
+        offsets = [base * itemsize for base, itemsize in zip(bases, itemsizes, strict=True)]
+        pairs = [word for pair in zip(registers, offsets, strict=True) for word in pair]
+        if isinstance(kernel, BuiltKernel) and kernel.address and self._is_launched_here(kernel.launch):
+            words = (kernel.address, self._constant(kernel.call), len(registers))
+            if kernel.launch is None:
+                self._emit(_Instruction.RUN, *words, *pairs)
+            else:
+                launch = kernel.launch
+                self._emit(
+                    _Instruction.LAUNCH, *words, *launch.grid, launch.threads, launch.shared_bytes, *pairs
+                )
+            return
+        function = kernel.call if isinstance(kernel, BuiltKernel) else kernel
+        if any(offsets):
+            function = partial(_call_with_offsets, function, offsets)
+        self._call_function(function, registers, (), (), line)
+
+    def _is_launched_here(self, launch: CudaLaunch | None) -> bool:
+        """Whether it is on the one GPU whose stream the interpreter is given."""
+        if launch is not None and self.device is None:
+            self.device = launch.device
+        return launch is None or launch.device == self.device
+
+    def _call(self, call: ExternCall, line: int) -> None:
+        temporary: list[int] = []
+        view = (
+            self._view
+            if call.out or not _may_alias(call.target)
+            else partial(self._view_with_base, line=line)
+        )
+        keywords = {**call.keywords, **call.out}
+        operands = [self._operand(value, view, temporary) for value in (*call.arguments, *keywords.values())]
+        results: list[int] = []
+        if not call.out and any(name is not None for name in call.outputs):
+            results = [-1 if name is None else self._registers[name] for name in call.outputs]
+            if len(results) > 1 or returns_sequence(call):
+                results.append(-1)
+        # Without the Python function that an operator is at first.
+        function = getattr(call.target, "_op", call.target)
+        self._call_function(function, operands, tuple(keywords), results, line)
+        self._free(temporary)
+
+    def _call_function(
+        self,
+        function: Any,
+        operands: Sequence[int],
+        keywords: tuple[str, ...],
+        results: Sequence[int],
+        line: int,
+    ) -> None:
+        names = self._constant(keywords) if keywords else -1
+        counts = (len(operands), len(results))
+        self._emit(_Instruction.CALL, self._constant(function), names, line, *counts, *operands, *results)
+
+    def _operand(self, value: Any, make_view: Callable[[View], int], temporary: list[int]) -> int:
+        """The operand for an argument; registers that are needed for it are noted."""
+        if isinstance(value, View):
+            if is_whole(value, self._program):
+                return self._registers[value.buffer]
+            temporary.append(make_view(value))
+            return temporary[-1]
+        if isinstance(value, (list, tuple)) and _has_views(value):
+            items = [self._operand(item, make_view, temporary) for item in value]
+            temporary.append(self._new_register())
+            self._emit(_Instruction.PACK, temporary[-1], isinstance(value, list), len(items), *items)
+            return temporary[-1]
+        return ~self._constant(value)
+
+    def _view(self, view: View) -> int:
+        register = self._new_register()
+        spec = (*view.shape, *view.stride)
+        base = self._registers[view.buffer]
+        self._emit(_Instruction.VIEW, register, base, view.offset, len(view.shape), *spec)
+        return register
+
+    def _view_with_base(self, view: View, line: int) -> int:
+        """A view whose changes are noticed in its base."""
+        register = self._new_register()
+        self._call_function(
+            partial(_as_strided, view=view), [self._registers[view.buffer]], (), [register], line
+        )
+        return register
+
+    def _return(self, line: int) -> None:
+        in_buffer = Counter(view.buffer for view in self._program.outputs if view is not None)
+        operands = []
+        for view in self._program.outputs:
+            if view is None:
+                operands.append(~self._constant(None))
+            elif is_whole(view, self._program):
+                operands.append(self._registers[view.buffer])
+            elif in_buffer[view.buffer] == 1 and view.buffer in self._instructions.allocated:
+                operands.append(self._view(view))
+            else:
+                operands.append(self._view_with_base(view, line))
+        self._emit(_Instruction.RETURN, len(operands), *operands)
+
+
+def _may_alias(target: Any) -> bool:
+    """Whether an operator may return something in the memory of an argument."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _as_strided(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    return torch.as_strided(tensor, view.shape, view.stride, tensor.storage_offset() + view.offset)
+
+
+def _call_with_offsets(function: Kernel, offsets: Sequence[int], *tensors: torch.Tensor) -> None:
+    function(*(tensor.data_ptr() + offset for tensor, offset in zip(tensors, offsets, strict=True)))
+
+
+def _has_views(value: Iterable[Any]) -> bool:
+    return any(
+        isinstance(item, View) or (isinstance(item, (list, tuple)) and _has_views(item)) for item in value
+    )

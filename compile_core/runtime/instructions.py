@@ -1,0 +1,112 @@
+"""What a region does, step by step: when each buffer is allocated and when it is freed.
+
+From these instructions a program is made for the interpreter (``encode_program``), and the Python function that does
+the same (``write_program``), one line an instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
+from compile_core.ir.step_effects import reads, writes
+
+
+@dataclass(frozen=True)
+class Allocate:
+    buffer: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Runs the kernel of a nest."""
+
+    step: GeneratedStep
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls one of torch's operators."""
+
+    call: ExternCall
+
+
+@dataclass(frozen=True)
+class Free:
+    """Nothing reads these any more."""
+
+    buffers: tuple[str, ...]
+
+
+Instruction = Allocate | Launch | Call | Free
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """A program's instructions in order.
+
+    Attributes:
+        given: buffers that the caller passes, in order.
+        allocated: those that an ``Allocate`` makes, which begin where their storage does.
+    """
+
+    program: LoopProgram
+    given: tuple[str, ...]
+    steps: tuple[Instruction, ...]
+    allocated: frozenset[str] = field(default_factory=frozenset)
+
+
+def instructions_of(program: LoopProgram) -> Instructions:
+    """A temporary is allocated before the first step that touches it and freed after the last one."""
+    given = (*program.inputs, *program.destinations)
+    known = {*given, *program.constants}
+    steps: list[Instruction] = []
+
+    def allocate(names: Sequence[str]) -> None:
+        steps.extend(Allocate(name) for name in dict.fromkeys(names) if name not in known)
+        known.update(names)
+
+    freed_after = _freed_after(program)
+    for position, step in enumerate(program.steps):
+        # What is read and was not written has no elements.
+        touched = reads(step) | writes(step)
+        if isinstance(step, ExternCall):
+            results = {name for name in step.outputs if name is not None}
+            allocate(sorted(touched - results))
+            steps.append(Call(step))
+            known |= results
+        else:
+            allocate(sorted(touched))
+            steps.append(Launch(step))
+        if freed_after[position]:
+            steps.append(Free(tuple(freed_after[position])))
+    allocate([view.buffer for view in program.outputs if view is not None])
+    allocated = frozenset(step.buffer for step in steps if isinstance(step, Allocate))
+    return Instructions(program, given, tuple(steps), allocated)
+
+
+def _freed_after(program: LoopProgram) -> list[list[str]]:
+    """For each step, the inputs and temporaries that nothing reads or writes after it."""
+    kept = set(program.constants)
+    kept |= {view.buffer for view in program.outputs if view is not None}
+    last: dict[str, int] = {}
+    for position, step in enumerate(program.steps):
+        last.update(dict.fromkeys(reads(step) | writes(step), position))
+    freed: list[list[str]] = [[] for _ in program.steps]
+    for name, position in last.items():
+        if name not in kept:
+            freed[position].append(name)
+    return freed
+
+
+def is_whole(view: View, program: LoopProgram) -> bool:
+    """Whether a view is its buffer as it is."""
+    spec = program.buffers[view.buffer]
+    return view.offset == 0 and (tuple(view.shape), tuple(view.stride)) == (spec.shape, spec.stride)
+
+
+def returns_sequence(call: ExternCall) -> bool:
+    """Whether an operator returns several tensors, or a list of one."""
+    returns = call.target._schema.returns
+    return len(returns) != 1 or returns[0].type.kind() == "ListType"

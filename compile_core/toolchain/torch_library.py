@@ -1,0 +1,139 @@
+"""C functions of torch, where its objects keep what they are made of, and small C++ files that are built against both.
+
+Such a file includes no header, since a user's machine may lack them and torch's take long to compile: it builds in a
+fifth of a second, once for a machine. What it needs of torch are C symbols that torch exports for ahead-of-time
+compiled programs, and a few functions with well-known mangled names; the loader fills in their addresses. The place of
+the tensor in its Python object has no symbol: it is searched for, on a few tensors. Where anything is missing or
+differs (no compiler, another C++ library, another CPython), loading raises, and Python does what C would have done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from compile_core.errors import CompileError
+from compile_core.options import default_cache_folder
+from compile_core.toolchain.cpp_compiler import run_compiler
+from compile_core.toolchain.disk_cache import DiskCache, content_key
+
+# What loading raises where it does not work here.
+LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)
+
+_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-w")
+_TUPLE_ITEMS_OFFSET = 24
+
+
+def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
+    """Builds a C++ file, or finds it in the cache, and tells it where torch's functions are.
+
+    Args:
+        source: the file.
+        symbols: its variable -> the symbol whose address goes there.
+
+    Raises:
+        LoadErrors: it does not work here.
+    """
+    check_python()
+    text = source.read_text()
+    disk = DiskCache(default_cache_folder())
+    key = content_key(source.stem, text, " ".join(_FLAGS), platform.machine(), sys.platform, sys.version)
+    built = f"{source.stem}.so"
+
+    def build(folder: Path) -> None:
+        (folder / source.name).write_text(text)
+        kept = disk.folder / "failed" / f"{key}.cpp"
+        run_compiler([*_FLAGS, source.name, "-o", built], folder, kept, text)
+
+    with disk.entry(key, build) as folder:
+        library = ctypes.CDLL(str(folder / built))
+    for name, symbol in symbols.items():
+        ctypes.c_void_p.in_dll(library, name).value = _address_of(symbol)
+    return library
+
+
+def check_python() -> None:
+    """The layout of objects that is read without a function of CPython's.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or sys.implementation.name != "cpython":
+        raise ValueError("objects are laid out differently in this Python")
+    probe = (object(), object())
+    words = [word_at(id(probe), place) for place in (8, 16, _TUPLE_ITEMS_OFFSET)]
+    if words != [id(tuple), len(probe), id(probe[0])]:
+        raise ValueError("objects are laid out differently in this Python")
+
+
+@cache
+def place_of_tensor() -> int:
+    """Where in a Python object torch keeps its tensor, which is a pointer.
+
+    Raises:
+        LookupError: it is not found.
+    """
+    with torch.inference_mode(False):
+        plain = torch.zeros(2, 3, device="cpu")
+        tensors = (plain, plain[1], torch.empty(2, device="meta"), torch.nn.Parameter(plain))
+    return find_place(range(16, 48, 8), [id(tensor) for tensor in tensors], [t._cdata for t in tensors])
+
+
+def find_place(places: range, addresses: Sequence[int], values: Sequence[int]) -> int:
+    """The first place at which every address holds its value.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for place in places:
+        if all(word_at(address, place) == value for address, value in zip(addresses, values, strict=True)):
+            return place
+    raise LookupError("torch lays out its tensors in an unknown way")
+
+
+def word_at(address: int, place: int) -> int:
+    """The 64 bits there."""
+    return ctypes.c_uint64.from_address(address + place).value
+
+
+@cache
+def dtype_code(dtype: torch.dtype) -> int:
+    """torch's number of a dtype."""
+    return _ask("aoti_torch_get_dtype", torch.empty(0, dtype=dtype, device="meta"))
+
+
+@cache
+def strided_code() -> int:
+    """torch's number of the strided layout."""
+    return _ask("aoti_torch_get_layout", torch.empty(0, device="meta"))
+
+
+@cache
+def device_codes(device: torch.device) -> tuple[int, int]:
+    """torch's number of a device's type, and the device's index (-1 where the type has but one)."""
+    tensor = torch.empty(0, device=device)
+    index = -1 if device.type in ("cpu", "meta") else _ask("aoti_torch_get_device_index", tensor)
+    return _ask("aoti_torch_get_device_type", tensor), index
+
+
+def _ask(function: str, tensor: torch.Tensor) -> int:
+    handle, answer = ctypes.c_void_p(tensor._cdata), ctypes.c_int32()
+    if getattr(_torch_symbols(), function)(ctypes.byref(handle), ctypes.byref(answer)):
+        raise LookupError(f"{function} fails")
+    return answer.value
+
+
+def _address_of(symbol: str) -> int | None:
+    return ctypes.cast(getattr(_torch_symbols(), symbol), ctypes.c_void_p).value
+
+
+@cache
+def _torch_symbols() -> ctypes.CDLL:
+    return ctypes.CDLL(torch._C.__file__)  # a look-up in it goes on to the libraries that it depends on
