@@ -38,6 +38,7 @@ from compile_core.runtime.instructions import (
     Free,
     Instructions,
     Launch,
+    function_of,
     is_whole,
     returns_sequence,
 )
@@ -187,9 +188,7 @@ class _Encoder:
             results = [-1 if name is None else self._registers[name] for name in call.outputs]
             if len(results) > 1 or returns_sequence(call):
                 results.append(-1)
-        # Without the Python function that an operator is at first.
-        function = getattr(call.target, "_op", call.target)
-        self._call_function(function, operands, tuple(keywords), results, line)
+        self._call_function(function_of(call.target), operands, tuple(keywords), results, line)
         self._free(temporary)
 
     def _call_function(

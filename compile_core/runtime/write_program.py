@@ -23,6 +23,7 @@ from compile_core.runtime.instructions import (
     Instruction,
     Instructions,
     Launch,
+    function_of,
     is_whole,
     returns_sequence,
 )
@@ -129,9 +130,8 @@ class _Writer:
         return f"{name}({', '.join(arguments)})"
 
     def _call(self, call: ExternCall) -> str:
-        # Without the Python function that an operator is at first.
-        called = getattr(call.target, "_op", call.target)
-        function = self._named(f"extern_{str(call.target).replace('.', '_').replace('::', '_')}", called)
+        name = f"extern_{str(call.target).replace('.', '_').replace('::', '_')}"
+        function = self._named(name, function_of(call.target))
         arguments = [self._argument(argument) for argument in call.arguments]
         arguments += [f"{name}={self._argument(value)}" for name, value in call.keywords.items()]
         arguments += [f"{name}={self._view(view)}" for name, view in call.out.items()]
