@@ -46,14 +46,12 @@ def build_region(
     # A parameter may bear the name of a node; no node has a dot in its name.
     stored_names = {destination: f"{destination}.stored" for destination in destinations}
     here = set(nodes)
-    read = dict.fromkeys(
-        source
-        for source in (*(source for node in nodes for source in node.all_input_nodes), *destinations.values())
-        if source not in here
-    )
+    read = {source for node in nodes for source in node.all_input_nodes} | {*destinations.values()}
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in read:
+    # In the graph's order: a region that is all of a schedule takes what that takes.
+    inputs = [node for node in module.graph.nodes if node in read and node not in here]
+    for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:
@@ -69,7 +67,7 @@ def build_region(
     return Compute(
         name=name,
         module=lazy_module(module, graph),
-        inputs=tuple(node.name for node in read),
+        inputs=tuple(node.name for node in inputs),
         outputs=(*(node.name for node in results), *stored_names.values()),
         destinations={stored_names[destination]: destination for destination in destinations},
     )
