@@ -1,10 +1,12 @@
-"""Pooling over planes as operators that the lowering knows: see ``ir.max_pooling``.
+"""Pooling over planes as operators that the lowering knows; for maxima see ``ir.max_pooling``.
 
-Limits: windows without dilation and of few places, whose loads a kernel's body writes out; else torch's kernels run.
+Limits: windows without dilation and of few places, whose loads a kernel's body writes out; means of windows that tile
+the plane. Else torch's kernels run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from compile_core.ir import max_pooling
 
 _MOST_PLACES = 25
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 def max_pool2d(
@@ -46,6 +49,58 @@ def max_pool2d_backward(
         return NotImplemented
     places = max_pooling.PLACES(indices, *windows, self.shape[-1])
     return max_pooling.GRADIENT(grad_output, places, *windows, self.shape[-2:])
+
+
+def avg_pool2d(
+    self: Tensor,
+    kernel_size: list[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    kernel = _tile(self, kernel_size, stride, padding)
+    if kernel is None:
+        return NotImplemented
+    x = self.float() if self.dtype in _NARROW else self
+    total = None
+    for row, column in itertools.product(range(kernel[0]), range(kernel[1])):
+        element = x[..., row :: kernel[0], column :: kernel[1]]
+        total = element if total is None else total + element
+    assert total is not None
+    return (total / (divisor_override or kernel[0] * kernel[1])).to(self.dtype)
+
+
+def avg_pool2d_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    kernel = _tile(self, kernel_size, stride, padding)
+    if kernel is None:
+        return NotImplemented
+    grad = grad_output.float() if grad_output.dtype in _NARROW else grad_output
+    share = (grad / (divisor_override or kernel[0] * kernel[1])).to(grad_output.dtype)
+    *outer, rows, columns = share.shape
+    tiles = share.unsqueeze(-1).unsqueeze(-3).expand(*outer, rows, kernel[0], columns, kernel[1])
+    return tiles.reshape(self.shape)
+
+
+def _tile(
+    x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> list[int] | None:
+    """The sides of windows that tile the plane without overlap, gaps or padding."""
+    windows = _windows(x, kernel_size, stride, padding, (1,))
+    if windows is None or windows[0] != windows[1] or any(windows[2]):
+        return None
+    sides = zip(x.shape[-2:], windows[0], strict=True)
+    return windows[0] if all(isinstance(size, int) and size % side == 0 for size, side in sides) else None
 
 
 def _windows(

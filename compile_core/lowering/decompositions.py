@@ -25,7 +25,12 @@ from torch._decomp import get_decompositions
 
 from compile_core.lowering import convolution_layouts
 from compile_core.lowering.decompose_foreach import foreach_decompositions
-from compile_core.lowering.decompose_pooling import max_pool2d, max_pool2d_backward
+from compile_core.lowering.decompose_pooling import (
+    avg_pool2d,
+    avg_pool2d_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
 
 aten = torch.ops.aten
 
@@ -273,6 +278,8 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
+    aten.avg_pool2d.default: avg_pool2d,
+    aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten.max_pool2d_with_indices.default: max_pool2d,
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
     aten.convolution.default: convolution_layouts.convolution,

@@ -1,4 +1,4 @@
-"""The gradient of max pooling, with and without overlapping windows, padding, channels last and narrow floats."""
+"""Pooling and its gradient, with and without overlapping windows, padding, channels last and narrow floats."""
 
 from __future__ import annotations
 
@@ -89,3 +89,32 @@ def test_values_that_are_not_finite(value):
     x = torch.randn(1, 1, 8, 8)
     x[0, 0, 3, 3] = value
     check(_pool(CASES[0]), x.requires_grad_(), backend="triton", rtol=1e-6, atol=1e-6)
+
+
+MEANS = [
+    ({"kernel_size": 2}, (2, 3, 12, 14)),
+    ({"kernel_size": (3, 2), "divisor_override": 5}, (3, 12, 14)),
+    ({"kernel_size": 2}, (2, 3, 13, 14)),
+    ({"kernel_size": 2, "ceil_mode": True}, (2, 3, 13, 14)),
+    ({"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False}, (2, 3, 13, 14)),
+]
+
+
+@pytest.mark.parametrize(("settings", "shape"), MEANS)
+def test_means(settings, shape):
+    x = torch.randn(*shape, requires_grad=True)
+    check(lambda x: F.avg_pool2d(x * 2, **settings).sin(), x, backend="triton", rtol=1e-6, atol=1e-6)
+
+
+def test_means_of_tiles_are_left_to_no_kernel_of_torch():
+    x = torch.randn(2, 3, 12, 14).to(memory_format=torch.channels_last).requires_grad_()
+    compiled = compile_program(lambda x: F.avg_pool2d(x.sin(), 2), [x], backend="triton")
+    graphs = (compiled.partitioned.forward, compiled.partitioned.backward)
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert not any("pool" in name for name in names)
+    check(lambda x: F.avg_pool2d(x.sin(), 2), x, backend="triton", rtol=1e-6, atol=1e-6)
+
+
+def test_means_of_narrow_floats_add_up_in_float32():
+    x = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).view(1, 1, 2, 2).requires_grad_()
+    check(lambda x: F.avg_pool2d(x, 2), x, backend="triton", rtol=0, atol=0)
