@@ -21,7 +21,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
 from compile_core.autograd.recompute_orders import Order
-from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view
+from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view, packet
 from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.random_operators import is_random
 
@@ -194,8 +194,10 @@ def _is_residual(node: Node) -> bool:
     """Whether kernels that cannot be one read the value: a norm, which reduces it and reads it again, and others.
 
     So it is with the sums of residual branches. Were the branches saved instead, at the same number of bytes, the
-    backward would add up all of them again.
+    backward would add up all of them again. The wide copy that a batch norm makes of its narrow input is no such sum.
     """
+    if packet(node) is torch.ops.aten._to_copy:
+        return False
     reductions = sum(is_reduction(user) for user in node.users)
     return reductions > 0 and len(node.users) - reductions > 1
 

@@ -153,3 +153,24 @@ def test_sums_of_branches_are_saved_rather_than_narrow_branches() -> None:
     narrow = [value for value in saved if value.dtype == torch.bfloat16 and value.shape == (64, 32)]
     wide = [value for value in saved if value.dtype == torch.float32 and value.shape == (64, 32)]
     assert len(wide) == 4 and len(narrow) <= 3, "the input and three sums, the products' inputs"
+
+
+def test_a_batch_norm_saves_its_narrow_input() -> None:
+    """Not the copy in float32 that its statistics and its result are computed from."""
+
+    def normalised(x, weight):
+        y = torch.nn.functional.conv2d(x, weight)
+        return torch.nn.functional.conv2d(
+            torch.nn.functional.batch_norm(y, None, None, training=True), weight
+        )
+
+    inputs = [
+        leaf(4, 8, 6, 6).detach().bfloat16().requires_grad_(),
+        leaf(8, 8, 1, 1).detach().bfloat16().requires_grad_(),
+    ]
+    graph = partition(trace_joint(captured(normalised), fakes(inputs), decomposition_table("cuda")))
+    assert graph.backward is not None
+    saved = [node.meta["val"] for node in graph.backward.graph.nodes if node.name in graph.saved]
+    assert not [
+        value for value in saved if value.dtype == torch.float32 and value.dim() == 4 and value.numel() > 8
+    ]
