@@ -27,6 +27,7 @@ from compile_core.lowering.codegen_cpp_body import value_dtype
 from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
+from compile_core.lowering.triton_reductions import TileReduction
 from compile_core.lowering.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
@@ -194,30 +195,23 @@ class TritonWriter:
         """A statement of a tile that holds rows as a whole."""
         statement = self.nest.body[n]
         if isinstance(statement, Reduce):
-            return [*self._taken(n, statement), *self._reduced(n, statement, f"e{n}", "r")]
+            reduction = self._reduction(n, statement)
+            return [*reduction.taken(), *reduction.of_whole_rows()]
         return self.statement(n)
 
     def _looped(self, step: Pass) -> list[str]:
         reductions = [
-            (n, s) for n, s in enumerate(self.nest.body) if n in step.reduces and isinstance(s, Reduce)
+            self._reduction(n, s)
+            for n, s in enumerate(self.nest.body)
+            if n in step.reduces and isinstance(s, Reduce)
         ]
-        shape = f"[{self.tiling.x_block}, {self.tiling.r_block}]"
-        lines = []
-        for n, statement in reductions:
-            kind = scalar_triton.value_type(self._accumulated(statement))
-            lines.append(f"r{n} = tl.full({shape}, {self._identity(statement)}, {kind})")
-            if _is_positional(statement):
-                lines.append(f"q{n} = tl.full({shape}, 0, tl.int64)")
-            elif statement.operation == "deviations":
-                lines.append(f"q{n} = tl.full({shape}, 0, {kind})")
+        lines = [line for reduction in reductions for line in reduction.start()]
         whole = self._whole_blocks(self.r)
         if whole:
             with self._without_overhang():
                 lines += self._blocks(step, 0, whole)
         lines += self._blocks(step, whole, self.r.count)
-        for n, statement in reductions:
-            lines += self._reduced(n, statement, f"r{n}", f"q{n}")
-        return lines
+        return lines + [line for reduction in reductions for line in reduction.finished()]
 
     def _blocks(self, step: Pass, start: int, stop: int) -> list[str]:
         """A pass over a part of the reduced space."""
@@ -225,12 +219,15 @@ class TritonWriter:
         for n in sorted((*step.values, *step.reduces, *step.stores)):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
-                loop += self._taken(n, statement)
-                loop += self._combined(n, statement)
+                reduction = self._reduction(n, statement)
+                loop += [*reduction.taken(), *reduction.combined()]
             else:
                 loop += self.statement(n)
         head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"
         return [head, *(f"    {line}" for line in loop)]
+
+    def _reduction(self, n: int, statement: Reduce) -> TileReduction:
+        return TileReduction(n, statement, self.dtypes[statement.argument], self.tiling.x_block, self.r)
 
     def _whole_blocks(self, side: Side) -> int:
         """Up to where blocks need no mask, if one would keep all of them from being read 16 bytes at a time.
@@ -254,96 +251,6 @@ class TritonWriter:
             yield
         finally:
             self.x, self.r, self.sides = x, r, sides
-
-    def _taken(self, n: int, statement: Reduce) -> list[str]:
-        """``e{n}``: the tile of values that a reduction takes, its identity outside of the reduced space."""
-        computed = self._accumulated(statement)
-        value = scalar_triton.converted(
-            f"v{statement.argument}", self.dtypes[statement.argument], _argument_dtype(statement, computed)
-        )
-        if statement.operation in ("any", "all"):
-            value = f"{value}.to(tl.int32)"
-        shape = f"[{self.tiling.x_block}, {self.tiling.r_block}]"
-        lines = [f"e{n} = tl.broadcast_to({value}, {shape})"]
-        if self.r.overhangs:
-            lines.append(f"e{n} = tl.where(r_inside, e{n}, {self._identity(statement)})")
-        return lines
-
-    def _combined(self, n: int, statement: Reduce) -> list[str]:
-        match statement.operation:
-            case "sum":
-                return [f"r{n} += e{n}"]
-            case "prod":
-                return [f"r{n} *= e{n}"]
-            case "deviations":
-                return self._deviated(n)
-            case "argmax" | "argmin":
-                position = f"tl.broadcast_to(r, e{n}.shape).to(tl.int64)"
-                function = f"first_{statement.operation[3:]}"
-                return [f"r{n}, q{n} = {function}(r{n}, q{n}, e{n}, {position})"]
-            case _:
-                return [f"r{n} = {self._function(statement)}(r{n}, e{n})"]
-
-    def _deviated(self, n: int) -> list[str]:
-        """Welford's update: each place of the tile has a mean ``r{n}`` and deviations ``q{n}`` of its own."""
-        taken = f"(r_start // {self.tiling.r_block} + 1)"
-        lines = [f"d{n} = e{n} - r{n}"]
-        if self.r.overhangs:
-            lines.append(f"d{n} = tl.where(r_inside, d{n}, 0.0)")
-        return [*lines, f"r{n} += d{n} * (1.0 / {taken})", f"q{n} += d{n} * (e{n} - r{n})"]
-
-    def _reduced(self, n: int, statement: Reduce, tile: str, position: str) -> list[str]:
-        """``v{n}`` of the tile, ``[X, 1]``."""
-        result = scalar_triton.value_type(statement.dtype)
-        if statement.operation == "deviations":
-            return self._deviations(n, result)
-        if statement.operation == "sum":
-            return [f"v{n} = tl.sum({tile}, 1, keep_dims=True).to({result})"]
-        if _is_positional(statement):
-            position = f"tl.broadcast_to({position}, {tile}.shape).to(tl.int64)"
-            function = f"first_{statement.operation[3:]}"
-            return [f"_, v{n} = tl.reduce(({tile}, {position}), 1, {function}, keep_dims=True)"]
-        function = "product" if statement.operation == "prod" else self._function(statement)
-        end = " != 0" if statement.dtype == torch.bool else f".to({result})"
-        return [f"v{n} = tl.reduce({tile}, 1, {function}, keep_dims=True){end}"]
-
-    def _deviations(self, n: int, kind: str) -> list[str]:
-        """``v{n}`` of values that are all in the tile, or of the means and deviations that a loop left there."""
-        if self.tiling.persistent:
-            apart = f"e{n} - tl.sum(e{n}, 1, keep_dims=True) / {self.r.count}"
-            if self.r.overhangs:
-                apart = f"tl.where(r_inside, {apart}, 0.0)"
-            return [f"d{n} = {apart}", f"v{n} = tl.sum(d{n} * d{n}, 1, keep_dims=True)"]
-        block = self.tiling.r_block
-        counts = f"tl.broadcast_to((({self.r.count + block - 1} - r_base) // {block}).to({kind}), r{n}.shape)"
-        joined = f"tl.reduce((r{n}, q{n}, {counts}), 1, join_deviations, keep_dims=True)"
-        return [f"_, v{n}, _ = {joined}"]
-
-    def _function(self, statement: Reduce) -> str:
-        side = "max" if statement.operation in ("max", "any") else "min"
-        floats = self._accumulated(statement).is_floating_point
-        return f"nan_{side}" if floats else f"plain_{side}"
-
-    def _accumulated(self, statement: Reduce) -> torch.dtype:
-        if statement.operation in ("any", "all"):
-            return torch.int32
-        if _is_positional(statement):
-            return self.dtypes[statement.argument]
-        return statement.dtype
-
-    def _identity(self, statement: Reduce) -> str:
-        operation, computed = statement.operation, self._accumulated(statement)
-        if operation in ("sum", "any", "deviations"):
-            return "0"
-        if operation in ("prod", "all"):
-            return "1"
-        smallest = operation in ("max", "argmax")
-        if computed.is_floating_point:
-            return "-float('inf')" if smallest else "float('inf')"
-        if computed == torch.bool:
-            return "0" if smallest else "1"
-        limits = torch.iinfo(computed)
-        return str(limits.min if smallest else limits.max)
 
     # ---- statements -------------------------------------------------------------------------------------
 
@@ -478,11 +385,3 @@ def _needs_int64(nest: LoopNest) -> bool:
         if reach > _LARGEST_INT32 - margin:
             return True
     return False
-
-
-def _is_positional(statement: Reduce) -> bool:
-    return statement.operation in ("argmax", "argmin")
-
-
-def _argument_dtype(statement: Reduce, computed: torch.dtype) -> torch.dtype:
-    return torch.bool if statement.operation in ("any", "all") else computed
