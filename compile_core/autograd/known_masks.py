@@ -1,8 +1,8 @@
 """Attention without the masks that say nothing: these cost the fused kernels, or memory traffic.
 
 A mask whose values are known when the program is compiled (``known_values``) is left out where nothing is masked, and
-becomes a flag where just the later positions are masked. Of a mask on a GPU that fused kernels refuse, since its last
-dim is expanded, the part that is not expanded is copied.
+becomes a flag where just the later positions are masked. Other masks stay as they are, also those that the fused
+kernels refuse since their last dim is expanded: they mask whole rows, for which cuDNN's kernel gives no zeros.
 
 Torch lays out the result as the kernel does that it chooses, and the program may have relied on what it saw: the result
 is copied where that becomes another layout.
@@ -57,7 +57,7 @@ def simplify_masks(
     simplified = copy_module(module)
     for node, copy in zip(module.graph.nodes, simplified.graph.nodes, strict=True):
         if changes.get(node):
-            copy.target = masked_attention
+            copy.target = attention_laid_out
             copy.args, copy.kwargs = (), {**_arguments(copy), **changes[node]}
     for name, body in bodies:
         setattr(simplified, name, body)
@@ -65,11 +65,8 @@ def simplify_masks(
     return simplified
 
 
-def masked_attention(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
-    """``scaled_dot_product_attention`` with a mask for its fused kernels, and a result with these strides."""
-    mask = arguments["attn_mask"]
-    if mask is not None and _is_refused(mask):
-        arguments["attn_mask"] = _with_rows(mask)
+def attention_laid_out(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
+    """``scaled_dot_product_attention`` whose result has these strides."""
     result = scaled_dot_product_attention(**arguments)
     spec = TensorSpec(tuple(result.shape), strides, result.dtype, result.device)
     return result if TensorSpec.of(result).layout == spec.layout else in_memory_order(result, spec)
@@ -80,26 +77,26 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _changes(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> dict[str, Any]:
-    """The arguments of ``masked_attention`` that differ from those of a masked call; none where that stays.
+    """The arguments of ``attention_laid_out`` that differ from those of a masked call; none where that stays.
 
-    ``is_causal`` says the same as its mask.
+    ``is_causal`` says the same as its mask, if anything does.
     """
     arguments = _arguments(node)
     nodes = [*(arguments[name] for name in ("query", "key", "attn_mask")), node]
     examples = [node.meta.get("example_value") for node in nodes]
-    if not all(isinstance(example, Tensor) and example.layout is torch.strided for example in examples):
+    if is_causal is None or not all(
+        isinstance(example, Tensor) and example.layout is torch.strided for example in examples
+    ):
         return {}
     query, key, mask, result = map(TensorSpec.of, examples)
     if any(spec.is_open for spec in (query, key, mask, result)) or not result.is_dense:
         return {}
-    if arguments.get("is_causal", False) is not False:
+    drops = arguments.get("dropout_p", 0.0) != 0.0
+    if arguments.get("is_causal", False) is not False or (drops and keep_random_numbers):
         return {}
-    if arguments.get("dropout_p", 0.0) != 0.0 and keep_random_numbers:
+    if not _fits(mask.shape, (*query.shape[:-1], key.shape[-2])):
         return {}
-    strides = {"strides": result.stride}
-    if is_causal is not None and _fits(mask.shape, (*query.shape[:-1], key.shape[-2])):
-        return {"attn_mask": None, "is_causal": is_causal, **strides}
-    return strides if _is_refused(examples[2]) else {}
+    return {"attn_mask": None, "is_causal": is_causal, "strides": result.stride}
 
 
 def _fits(mask: tuple[int, ...], scores: tuple[int, ...]) -> bool:
@@ -128,20 +125,6 @@ def _unexpanded(mask: Tensor) -> Tensor:
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
     return mask
-
-
-def _is_refused(mask: Tensor) -> bool:
-    """Whether torch's fused kernels refuse a mask for its strides."""
-    return mask.device.type == "cuda" and mask.dim() > 1 and mask.shape[-1] > 1 and mask.stride(-1) != 1
-
-
-def _with_rows(mask: Tensor) -> Tensor:
-    """The mask with contiguous rows, still expanded over samples and heads."""
-    one = mask
-    for dim in range(mask.dim() - 2):
-        if mask.stride(dim) == 0:
-            one = one.narrow(dim, 0, 1)
-    return one.clone(memory_format=torch.contiguous_format).expand(mask.shape)
 
 
 def _simplified_body(

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import compile_core
-from compile_core.autograd.known_masks import masked_attention, simplify_masks
+from compile_core.autograd.known_masks import attention_laid_out, simplify_masks
 
 SIZE = 6
 
@@ -119,7 +118,7 @@ def simplified(
 
 def flags(module: GraphModule) -> list[bool | None]:
     """``is_causal`` of the calls of attention that lost their mask; ``None`` for the others."""
-    targets = (scaled_dot_product_attention, masked_attention)
+    targets = (scaled_dot_product_attention, attention_laid_out)
     calls = [node for node in module.graph.nodes if node.target in targets]
     return [None if node.kwargs.get("attn_mask") is not None else node.kwargs["is_causal"] for node in calls]
 
@@ -247,27 +246,5 @@ def test_a_program_relies_on_the_layout_that_it_saw() -> None:
     query = torch.empty(2, 3, SIZE, 4)
     strides = (3 * SIZE * 4, 4, 12, 1)
     for wanted in (query.stride(), strides):
-        result = masked_attention(query=query, key=query, value=query, attn_mask=None, strides=wanted)
+        result = attention_laid_out(query=query, key=query, value=query, attn_mask=None, strides=wanted)
         assert result.stride() == wanted
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.gpu
-def test_a_mask_with_an_expanded_last_dim_goes_to_a_fused_kernel() -> None:
-    query = torch.randn(2, 2, 64, 8, device="cuda", dtype=torch.bfloat16)
-    given = torch.rand(2, 64, device="cuda") < 0.5
-    mask = given[:, None, :, None].expand(-1, 1, 64, 64)
-    with _Operators() as operators:
-        found = masked_attention(query=query, key=query, value=query, attn_mask=mask, strides=query.stride())
-    assert any("efficient_attention" in name or "cudnn_attention" in name for name in operators.seen)
-    expected = scaled_dot_product_attention(*[query.float()] * 3, attn_mask=mask)
-    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
