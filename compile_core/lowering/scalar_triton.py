@@ -77,6 +77,7 @@ _INTEGER = {
 
 # {S} is "32" or "64".
 _FLOAT = {
+    "neg": "{0} * -1.0",  # Triton's own is 0 - x, which loses the sign of 0.0
     "div": "{0} / {1}",
     "maximum": "nan_max({0}, {1})",
     "minimum": "nan_min({0}, {1})",

@@ -29,7 +29,13 @@ from tests.lowering.codegen_nests import (
     inputs_for,
     total,
 )
-from tests.lowering.codegen_operations import LIBDEVICE, LIBDEVICE_F64, OPERATIONS, operands_for
+from tests.lowering.codegen_operations import (
+    LIBDEVICE,
+    LIBDEVICE_F64,
+    OPERATIONS,
+    operands_for,
+    operation_case,
+)
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
 from tests.lowering.interpreted_gpt import interpreted
@@ -74,6 +80,22 @@ def test_scalar_operations(name: str, folder: Path) -> None:
     if is_float and operation in (LIBDEVICE_F64 if name.endswith("float64") else LIBDEVICE):
         pytest.skip("the interpreter has no libdevice")
     check(case, operands_for(operation, case), folder)
+
+
+@pytest.mark.parametrize(
+    "operation", ["neg", "tanh", "expm1", "log1p", "sin", "erf", "round", "trunc", "ceil", "sqrt"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_have_their_signs(operation: str, dtype: torch.dtype, folder: Path) -> None:
+    if dtype == torch.float64 and operation in LIBDEVICE_F64:
+        pytest.skip("the interpreter has no libdevice")
+    case = operation_case(operation, dtype)
+    storages = operands_for(operation, case)
+    run(case, storages, folder)
+    expected = getattr(torch, operation)(storages["x0"])
+    zeros = expected == 0
+    assert zeros.any()
+    torch.testing.assert_close(storages["y"][zeros].signbit(), expected[zeros].signbit())
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
