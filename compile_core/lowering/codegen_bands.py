@@ -16,7 +16,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_triton import TritonWriter, triton_source
 from compile_core.lowering.passes import buffers_of
-from compile_core.lowering.tiling_bands import tile_bands
+from compile_core.lowering.tiling_bands import REGISTERS, ROWS_IN_FLIGHT, tile_bands
 
 
 def generate_bands(step: BandNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -27,7 +27,7 @@ def generate_bands(step: BandNest, buffers: Mapping[str, TensorSpec]) -> KernelS
     """
     names = tuple(dict.fromkeys([*buffers_of(step.rows), *sorted(writes(step))]))
     writer = _BandWriter(step, buffers, {name: index for index, name in enumerate(names)})
-    meta = (("num_warps", writer.tiling.num_warps),)
+    meta = (("num_warps", writer.tiling.num_warps), ("maxnreg", REGISTERS))
     return triton_source(step.name, names, buffers, writer.lines(), writer.grid(), meta)
 
 
@@ -64,7 +64,7 @@ class _BandWriter(TritonWriter):
         ]
         inner += [line for n in self.loads_first() if n not in once for line in self.whole_statement(n)]
         inner += [f"c{value} += tl.broadcast_to(v{value}, {shape})" for value, _ in self.step.sums]
-        lines.append(f"for row in range(0, {band}, {tiling.x_block}):")
+        lines.append(f"for row in tl.range(0, {band}, {tiling.x_block}, num_stages={ROWS_IN_FLIGHT}):")
         lines += [f"    {line}" for line in inner]
         mask = ", mask=r_inside" if self.r.overhangs else ""
         for value, name in self.step.sums:

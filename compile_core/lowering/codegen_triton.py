@@ -120,12 +120,13 @@ class TritonWriter:
         if tiling.y_axes:
             x_programs = -(-self.x.count // tiling.x_block)
             lines.append(f"program = {program}")
+            dims = "[:, None]" if self.nest.reduced_axes else "[None, :]"
             lines.append(
-                f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block})[None, :]"
+                f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}"
             )
-            lines.append(
-                f"y = program // {x_programs} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]"
-            )
+            # A reduction's tile has one parallel side: along the other axes a program is at one point.
+            within = "" if self.nest.reduced_axes else f" + tl.arange(0, {tiling.y_block})[:, None]"
+            lines.append(f"y = program // {x_programs} * {tiling.y_block}{within}")
             lines += self.masks_and_axes(self.y)
         else:
             dims = "[:, None]" if self.nest.reduced_axes else ""

@@ -37,7 +37,8 @@ class GpuTiling:
     """See the file's head.
 
     Attributes:
-        x_axes, y_axes: the parallel axes on each side; ``y_axes`` is empty unless the nest transposes.
+        x_axes, y_axes: the parallel axes on each side. ``y_axes`` is empty unless the nest transposes, or has no block
+            that runs on from one index of these axes to the next.
         x_block, y_block, r_block: sides of the tile, powers of two; 1 where there is no such side.
         persistent: whether ``r_block`` covers the reduced space.
         num_warps: warps of a program.
@@ -92,6 +93,9 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     whole = power_of_two(length)
     by_column = _is_contiguous_along_parallel(nest)
     narrowest = min(_COLUMN_SIDE, power_of_two(rows)) if by_column else 1
+    is_short = whole * _NARROWEST_COLUMNS * _live_values(nest) <= _PERSISTENT_BUDGET
+    if by_column and is_short and -(-rows // narrowest) < _WANTED_PROGRAMS // 2:
+        narrowest = min(narrowest, _NARROWEST_COLUMNS)
     persistent = whole * narrowest * _live_values(nest) <= _PERSISTENT_BUDGET
     if persistent:
         r_block = whole
@@ -104,9 +108,11 @@ def _tile_reduction(nest: LoopNest) -> GpuTiling:
     # Many rows a program are only worth it while there are programs enough.
     while x_block > narrowest and -(-rows // x_block) < _WANTED_PROGRAMS:
         x_block //= 2
-    while persistent and x_block > _NARROWEST_COLUMNS and -(-rows // x_block) < _WANTED_PROGRAMS // 2:
-        x_block //= 2
     warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    outer = parallel - 1
+    if by_column and outer > 0 and nest.extents[outer] % x_block == 0:
+        # The columns of parts of a matrix: which part is a number, not a tensor, and so are addresses of its rows.
+        return GpuTiling((outer,), tuple(range(outer)), x_block, 1, r_block, persistent, warps)
     return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps)
 
 

@@ -168,6 +168,21 @@ def norm_weight_gradients(rows: int = 70, columns: int = 40) -> Case:
     return b.nest("norm_weight_gradients"), b.buffers
 
 
+def columns_of_parts(parts: int = 3, columns: int = 64, rows: int = 50) -> Case:
+    """The first half of a column sum in two: a program's columns lie in one part."""
+    b = NestBuilder((parts, columns, rows), 1)
+    b.buffer("x", (parts, rows, columns))
+    b.buffer("y", (parts, rows, columns), torch.bfloat16)
+    b.buffer("scale", (parts,))
+    b.buffer("mean", (parts, rows))
+    b.buffer("sums", (parts, columns))
+    centred = b.apply("sub", b.load("x", (0, 2, 1)), b.load("mean", (0, 2)))
+    scaled = b.apply("mul", centred, b.load("scale", (0,)))
+    b.store("y", (0, 2, 1), scaled)
+    b.store("sums", (0, 1), b.reduce("sum", scaled))
+    return b.nest("columns_of_parts"), b.buffers
+
+
 def transposed_sums(rows: int = 70, columns: int = 40) -> Case:
     """Column sums of a matrix that lies in columns, and is written in rows."""
     b = NestBuilder((columns, rows), 1)
@@ -462,6 +477,8 @@ HAND_WRITTEN = {
     "column_sums_wide": column_sums(40, 1500),
     "column_sums_f64": column_sums(dtype=F64),
     "norm_weight_gradients": norm_weight_gradients(),
+    "columns_of_parts": columns_of_parts(),
+    "columns_of_parts_many_rows": columns_of_parts(2, 64, 3000),
     "transposed_sums": transposed_sums(),
     "transposed_sums_many_rows": transposed_sums(5000, 70),
     "total": total(),

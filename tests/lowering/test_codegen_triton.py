@@ -27,6 +27,7 @@ from tests.lowering.codegen_nests import (
     NestBuilder,
     bias_gelu,
     column_sums,
+    columns_of_parts,
     layer_norm,
     layer_norm_backward,
     norm_weight_gradients,
@@ -131,6 +132,8 @@ def test_tiles_follow_the_shape() -> None:
     columns = tiling(column_sums(4096, 768))
     assert (columns.persistent, columns.x_block) == (False, 32)
     assert tiling(norm_weight_gradients(8192, 768)).x_block == 32
+    assert tiling(columns_of_parts(16, 768, 512)).y_axes == (0,)
+    assert tiling(columns_of_parts(16, 769, 512)).y_axes == ()
     both = tiling(transposed_sums(8192, 768))
     assert both.x_block == 32 and both.r_block >= 32
     assert tiling(transpose(512, 512)).y_axes
