@@ -11,7 +11,7 @@ from compile_core.lowering.tiling_triton import GpuTiling, power_of_two
 _BUDGET = 32768
 # Measured on a layer norm's backward over 8192 rows of 768 on an H200: threads with 16 elements each, as many as run at
 # once with this many registers, take four fifths of the time of half as many programs whose threads have 8 elements; a
-# row that is loaded while the one before it is worked on saves as much again. Four times fewer bands take twice as long.
+# row that is loaded while the one before it is worked on saves as much again. Four times fewer bands take twice that.
 _ELEMENTS_OF_A_THREAD = 16
 _THREADS = 1 << 16
 REGISTERS = 128
