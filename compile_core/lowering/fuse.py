@@ -14,7 +14,7 @@ axes, so row sums and column sums of one matrix stay apart here (``join_columns.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,7 +134,7 @@ class _Fusion:
             simplified(without_one_term_sums(step, self.buffer_dtype), self.buffer_dtype)
             if isinstance(step, LoopNest)
             else step
-            for step in self.program.steps
+            for step in _without_dead_nests(self.program.steps, self.kept)
         ]
         for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
             self.steps[number] = step
@@ -281,6 +281,16 @@ class _Fusion:
 
     def _is_needed(self, name: str) -> bool:
         return name in self.kept or bool(self.readers.get(name))
+
+
+def _without_dead_nests(steps: Sequence[Step], kept: set[str]) -> list[Step]:
+    """The steps but for nests whose results nobody reads, as where the position of the largest of one is wanted."""
+    needed, alive = set(kept), list[Step]()
+    for step in reversed(steps):
+        if not isinstance(step, LoopNest) or writes(step) & needed:
+            needed |= reads(step)
+            alive.append(step)
+    return alive[::-1]
 
 
 def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:

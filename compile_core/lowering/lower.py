@@ -82,7 +82,8 @@ class _Lowering:
         self.values: dict[torch.fx.Node, Any] = {}
         self.plan = GraphPlan()
         self.destination_buffers: dict[str, str] = {}
-        self.copies_to_inputs: list[tuple[LazyTensor, LazyTensor, str]] = []
+        self.input_places: dict[torch.fx.Node, View] = {}
+        self.copies_to_inputs: list[tuple[torch.fx.Node, LazyTensor, str]] = []
 
     def run(self) -> LoopProgram:
         graph = self.compute.module.graph
@@ -98,7 +99,10 @@ class _Lowering:
                 self.values[node] = self._lower_node(node)
         outputs = tuple(self._output(result, position) for position, result in enumerate(results))
         for target, source, origin in self.copies_to_inputs:
-            self.builder.call(aten.copy_.default, (target, source), {}, (None,), {}, origin)
+            # Where the caller's tensor is; for its readers, it may have been copied elsewhere meanwhile.
+            place = self.input_places[target]
+            result = self.builder.in_memory(place, place.stride, origin)
+            self.builder.call(aten.copy_.default, (result, source), {}, (None,), {}, origin)
         builder = self.builder
         return LoopProgram(
             self.compute.name,
@@ -120,6 +124,7 @@ class _Lowering:
             )
         view = self.builder.new_buffer(node.name, static_spec(fake, node.name))
         self.builder.inputs.append(view.buffer)
+        self.input_places[node] = view
         return self.builder.in_memory(view, view.stride, node.name)
 
     def _destinations(self, results: Sequence[Any]) -> dict[torch.fx.Node, View]:
@@ -183,7 +188,8 @@ class _Lowering:
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target is aten.copy_.default:
-            self.copies_to_inputs.append((args[0], args[1], node.name))
+            target: Any = node.args[0]
+            self.copies_to_inputs.append((target, args[1], node.name))
             return args[0]
         for tensor in tree_leaves(fake):
             if isinstance(tensor, torch.Tensor):

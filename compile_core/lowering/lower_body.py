@@ -88,7 +88,8 @@ class BodyBuilder:
             if dtype == torch.float32 and math.isfinite(value):
                 value = torch.tensor(value, dtype=torch.float32).item()
         else:
-            value = int(value)
+            limits = torch.iinfo(dtype)
+            value = (int(value) - limits.min) % (limits.max - limits.min + 1) + limits.min  # as tensors wrap
         return self.add(Constant(value, dtype))
 
     def load(self, access: Access, mask: int | None = None, other: float | int | bool = 0) -> int:
@@ -190,6 +191,4 @@ class BodyBuilder:
         if function is None or (operation in _ARITHMETIC and dtype == torch.bool):
             return None
         result = function(*known)
-        if not dtype.is_floating_point and dtype != torch.bool and not -(2**31) <= result < 2**31:
-            return None  # integer overflow wraps: left to the generated code
         return self.constant(result, dtype)

@@ -90,6 +90,10 @@ def _truncating_division(emitter: Emitter, values: Sequence[int], dtype: torch.d
     return emitter.apply("trunc_div", values, dtype)
 
 
+def _sign(emitter: Emitter, values: Sequence[int], dtype: torch.dtype) -> int:
+    return values[0] if dtype == torch.bool else emitter.apply("sign", values, dtype)
+
+
 def _relu(emitter: Emitter, values: Sequence[int], dtype: torch.dtype) -> int:
     return emitter.apply("maximum", (values[0], emitter.constant(0, dtype)), dtype)
 
@@ -112,7 +116,7 @@ def _clamp(emitter: Emitter, values: Sequence[int], dtype: torch.dtype, low: boo
 
 
 _UNARY = (
-    "neg", "abs", "sign", "reciprocal", "floor", "ceil", "round", "trunc", "bitwise_not",
+    "neg", "abs", "reciprocal", "floor", "ceil", "round", "trunc", "bitwise_not",
 )  # fmt: skip
 _UNARY_TRANSCENDENTAL = (
     "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin",
@@ -160,6 +164,7 @@ def _table() -> Mapping[torch._ops.OpOverload, ScalarRule]:
     table[aten.square.default] = ScalarRule(
         lambda emitter, v, dtype: emitter.apply("mul", (v[0], v[0]), dtype)
     )
+    table[aten.sign.default] = ScalarRule(_sign)
     table[aten.relu.default] = ScalarRule(_relu)
     table[aten.where.self] = ScalarRule(_where, operands=3, conditional=True)
     table[aten.where.ScalarOther] = table[aten.where.ScalarSelf] = table[aten.where.Scalar] = table[

@@ -72,6 +72,8 @@ _INTEGER = {
     "random_word": "random_word({0}, {1})",
     "shift_left": "{0} << {1}",
     "shift_right": "{0} >> {1}",
+    "pow": "integer_power({0}, {1})",
+    "isinf": "{0} != {0}",
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
 }
 

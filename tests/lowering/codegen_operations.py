@@ -13,7 +13,7 @@ COUNT = 200
 _FLOAT_ONLY = {
     "div", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin",
     "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc",
-    "sigmoid", "lgamma", "atan2", "copysign", "hypot", "nextafter", "isinf", "pow",
+    "sigmoid", "lgamma", "atan2", "copysign", "hypot", "nextafter",
 }  # fmt: skip
 _INTEGER_ONLY = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right"}
 _BOOL_TOO = {
@@ -23,13 +23,6 @@ _BOOL_TOO = {
 _PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"}
 _INT64_ONLY = {"random_bits", "random_word"}
 _DIVISIONS = {"floor_div", "trunc_div", "remainder", "fmod"}
-
-# Where Triton needs libdevice, which its interpreter does not have.
-LIBDEVICE = {
-    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "lgamma", "pow",
-    "atan2", "hypot", "nextafter", "fmod", "remainder", "floor_div",
-}  # fmt: skip
-LIBDEVICE_F64 = LIBDEVICE | {"expm1", "log1p", "log10"}
 
 
 def _dtypes(operation: str) -> list[torch.dtype]:

@@ -254,3 +254,32 @@ def test_an_operator_without_a_rule_is_called_and_counted() -> None:
 
 def test_complex_numbers_pass_through_torch() -> None:
     check(lambda x: torch.view_as_real(torch.view_as_complex(x * 2) * 1j).sum(-1), _x(3, 2))
+
+
+def test_constants_wrap_as_tensors_of_their_dtype_do() -> None:
+    small = _integers(2, 3, low=0, dtype=torch.uint8)
+    check(lambda x: (torch.full_like(x, -1) / 2, torch.full_like(x, 200) + torch.full_like(x, 100)), small)
+
+
+def test_signs_of_truth_values() -> None:
+    check(lambda x: torch.sign(x > 0), _x(3, 4))
+
+
+def test_nests_that_nobody_reads_are_left_out() -> None:
+    """The position of the largest of one is 0, whatever it is."""
+    program = check(lambda x: (x.var().argmax(), x.sum(1)), _x(3, 4))
+    assert sorted(origin for nest in nests(program) for origin in nest.origins) == ["argmax", "sum_2"]
+
+
+def test_a_new_value_goes_where_the_input_is() -> None:
+    """Also where its readers wanted it row by row, and got a copy."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first = x.argmin()
+        x.neg_()
+        return first
+
+    given = torch.arange(12.0).view(4, 3)[::2]
+    program = fuse(lower(compute_of(trace(function, given))))
+    evaluate(program, [given])
+    assert given.tolist() == [[0, -1, -2], [-6, -7, -8]]
