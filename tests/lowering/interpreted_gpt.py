@@ -16,7 +16,6 @@ import torch
 from compile_core.backends import triton
 from compile_core.backends.registry import RegionBackend
 from compile_core.compiled_function import CompiledFunction
-from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopNest
 from compile_core.ir.schedule import Compute
 from compile_core.lowering.codegen_triton import generate_triton
@@ -25,9 +24,9 @@ from compile_core.lowering.lower import lower
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.pipeline import compile_graph
-from compile_core.runtime.link_program import LinkedProgram, link_program
+from compile_core.runtime.link_program import LinkedProgram
 from examples.gpt import GPT, GPTConfig
-from tests.lowering.jit_function import jit_function
+from tests.lowering.interpreted_kernels import link_interpreted
 
 CONFIG = GPTConfig(vocabulary=48, context=16, layers=2, heads=2, width=32)
 
@@ -37,19 +36,8 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     program = fuse(lower(compute))
     nests = [step for step in program.steps if isinstance(step, LoopNest)]
     sources = [generate_triton(nest, program.buffers) for nest in nests]
-    kernels = {source.name: interpreted(source, options.cache_folder) for source in sources}
     print(f"{compute.name}: {len(sources)} kernels")
-    return lambda: link_program(program, sources, kernels)
-
-
-def interpreted(source: KernelSource, folder: Path) -> Callable[..., None]:
-    kernel = jit_function(source, folder)[source.grid]
-
-    def launch(*tensors: torch.Tensor) -> None:
-        # The interpreter has no booleans in memory; bytes are what the kernel's source takes them for.
-        kernel(*(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors))
-
-    return launch
+    return lambda: link_interpreted(program, sources, options.cache_folder)
 
 
 def main(folder: Path) -> None:

@@ -14,10 +14,9 @@ import torch
 from compile_core.ir.loops import LoopNest, ProductNest
 from compile_core.lowering.codegen_product import generate_product
 from compile_core.lowering.codegen_triton import generate_triton
-from compile_core.runtime.link_program import link_program
-from tests.lowering.interpreted_gpt import interpreted
+from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.lowering_harness import compare
-from tests.lowering.product_programs import PROGRAMS, on, product_program
+from tests.lowering.product_programs import PROGRAMS, product_program
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -28,6 +27,5 @@ def test_product(name: str, tmp_path: Path) -> None:
     program, _ = product_program(name)
     sources = [generate_triton(s, program.buffers) for s in program.steps if isinstance(s, LoopNest)]
     sources += [generate_product(s, program.buffers) for s in program.steps if isinstance(s, ProductNest)]
-    kernels = {source.name: interpreted(source, tmp_path) for source in sources}
-    run = link_program(on(torch.device("cpu"), program), sources, kernels)
+    run = link_interpreted(program, sources, tmp_path)
     compare(run([*inputs]), torch.utils._pytree.tree_leaves(function(*inputs)))

@@ -18,10 +18,8 @@ from compile_core.lowering.codegen_triton import generate_triton
 from compile_core.lowering.join_columns import join_column_sums
 from compile_core.lowering.one_walk_variances import one_walk_variances
 from compile_core.lowering.tiling_split import split_reductions
-from compile_core.runtime.link_program import link_program
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
-    BOOL,
     HAND_WRITTEN,
     Case,
     channel_variances,
@@ -29,23 +27,13 @@ from tests.lowering.codegen_nests import (
     inputs_for,
     total,
 )
-from tests.lowering.codegen_operations import (
-    LIBDEVICE,
-    LIBDEVICE_F64,
-    OPERATIONS,
-    operands_for,
-    operation_case,
-)
+from tests.lowering.codegen_operations import OPERATIONS, operands_for, operation_case
 from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
-from tests.lowering.interpreted_gpt import interpreted
-from tests.lowering.jit_function import jit_function
+from tests.lowering.interpreted_kernels import interpreted, link_interpreted
 from tests.lowering.loop_evaluator import evaluate, evaluate_nest
 from tests.lowering.lowering_harness import compare
 from tests.lowering.product_programs import on
-
-# numpy plays the GPU here, and warns of infinities and NaN that IEEE arithmetic defines.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(case: Case, storages: dict[str, torch.Tensor], folder: Path) -> str:
     source = generate_triton(*case)
-    if 0 not in source.grid:
-        pointers = [storages[name] for name in source.buffers]
-        bytes_for_bools = [p.view(torch.uint8) if p.dtype == BOOL else p for p in pointers]
-        jit_function(source, folder)[source.grid](*bytes_for_bools)
+    interpreted(source, folder)(*(storages[name] for name in source.buffers))
     return source.text
 
 
@@ -76,9 +61,6 @@ def test_hand_written_nests(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_scalar_operations(name: str, folder: Path) -> None:
     operation, case = OPERATIONS[name]
-    is_float = case[1]["x0"].dtype.is_floating_point
-    if is_float and operation in (LIBDEVICE_F64 if name.endswith("float64") else LIBDEVICE):
-        pytest.skip("the interpreter has no libdevice")
     check(case, operands_for(operation, case), folder)
 
 
@@ -87,8 +69,6 @@ def test_scalar_operations(name: str, folder: Path) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zeros_have_their_signs(operation: str, dtype: torch.dtype, folder: Path) -> None:
-    if dtype == torch.float64 and operation in LIBDEVICE_F64:
-        pytest.skip("the interpreter has no libdevice")
     case = operation_case(operation, dtype)
     storages = operands_for(operation, case)
     run(case, storages, folder)
@@ -151,7 +131,6 @@ def test_column_sums_of_bands_of_rows(folder: Path) -> None:
     program = norm_backward()
     result = split_reductions(join_column_sums(on(torch.device("cuda", 0), program)))
     sources = [generate(step, result.buffers) for step in result.steps if not isinstance(step, ExternCall)]
-    kernels = {source.name: interpreted(source, folder) for source in sources}
-    run = link_program(on(torch.device("cpu"), result), sources, kernels)
+    run = link_interpreted(result, sources, folder)
     inputs = inputs_of(program)
     compare(run([*inputs]), evaluate(program, inputs))

@@ -25,7 +25,7 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
-from compile_core.ir.step_effects import writes
+from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 
 
@@ -41,11 +41,11 @@ def evaluate(
     buffers.update(program.constants)
     for step in program.steps:
         if isinstance(step, (LoopNest, NestBatch)):
+            # What is read and was not written has no elements.
+            for name in reads(step) | writes(step):
+                _allocate(buffers, program, name)
             # A batch's members run in any order.
             for nest in reversed(step.members) if isinstance(step, NestBatch) else [step]:
-                for statement in nest.body:
-                    if isinstance(statement, Store):
-                        _allocate(buffers, program, statement.access.buffer)
                 run_nest(nest, buffers)
         elif isinstance(step, BandNest):
             _run_bands(step, buffers, program)
@@ -202,7 +202,8 @@ def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch
         return (apart * apart).sum(dims, keepdim=True).to(statement.dtype)
     if operation in ("argmax", "argmin"):
         assert len(dims) == 1
-        return getattr(torch, operation)(argument, dims[0], keepdim=True)
+        ordered = argument.to(torch.uint8) if argument.dtype == torch.bool else argument
+        return getattr(torch, operation)(ordered, dims[0], keepdim=True)
     if not dims or operation in ("max", "min"):
         if not dims:
             return argument.to(statement.dtype)

@@ -18,18 +18,22 @@ from compile_core.lowering.decompositions import decomposition_table
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
 from tests.lowering.loop_evaluator import evaluate
+from tests.lowering.move_graph import on_gpu
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def trace(function: Callable[..., Any], *inputs: Any, decompose: bool = True) -> torch.fx.GraphModule:
-    """A functional ATen graph of ``function``, its output a flat tuple."""
+def trace(
+    function: Callable[..., Any], *inputs: Any, decompose: bool = True, device_type: str = "cpu"
+) -> torch.fx.GraphModule:
+    """A functional ATen graph of ``function``, its output a flat tuple; for ``"cuda"`` as it would be on a GPU."""
 
     def flat(*arguments: Any) -> list[Any]:
         return torch.utils._pytree.tree_leaves(torch.func.functionalize(function)(*arguments))
 
-    table = decomposition_table("cpu") if decompose else {}
-    return make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs)
+    table = decomposition_table(device_type) if decompose else {}
+    module = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*inputs)
+    return module if device_type == "cpu" else on_gpu(module)
 
 
 def trace_joint(function: Callable[..., Any], *inputs: Any) -> torch.fx.GraphModule:
