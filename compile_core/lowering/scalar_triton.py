@@ -121,6 +121,7 @@ _FLOAT32 = {
     "log1p": "log1p32({0})",
     "log10": "tl.log({0}) * 0.43429448",
     "sigmoid": "sigmoid32({0})",
+    "erf": "erf32({0})",
 }
 
 
