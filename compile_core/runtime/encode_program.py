@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -32,6 +32,7 @@ import torch
 
 from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
 from compile_core.ir.loops import ExternCall, GeneratedStep, View
+from compile_core.ir.step_effects import views_in
 from compile_core.runtime.instructions import (
     Allocate,
     Call,
@@ -99,7 +100,7 @@ class _Encoder:
         self._program = instructions.program
         self._sources = sources
         self._kernels = kernels
-        others = [name for name in self._program.buffers if name not in instructions.given]
+        others = [name for name in instructions.buffers if name not in instructions.given]
         self._registers = {name: k for k, name in enumerate((*instructions.given, *others))}
         self.count = len(self._registers)
         self._constant_places: dict[int, int] = {}
@@ -137,8 +138,8 @@ class _Encoder:
             self._emit(_Instruction.FREE, len(registers), *registers)
 
     def _allocate(self, name: str) -> None:
-        spec = self._program.buffers[name]
-        function = partial(torch.empty_strided, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        spec = self._instructions.buffers[name]
+        function = spec.empty
         register = self._registers[name]
         if spec.device.type == "cpu" or (spec.device.type == "cuda" and spec.device.index is not None):
             codes = (dtype_code(spec.dtype), *device_codes(spec.device), self._constant(function))
@@ -148,10 +149,9 @@ class _Encoder:
 
     def _launch(self, step: GeneratedStep, line: int) -> None:
         source, kernel = self._sources[step.name], self._kernels[step.name]
-        registers = [self._registers[name] for name in source.buffers]
-        bases = source.bases or (0,) * len(registers)
-        itemsizes = [self._program.buffers[name].dtype.itemsize for name in source.buffers]
-        offsets = [base * itemsize for base, itemsize in zip(bases, itemsizes, strict=True)]
+        places = self._instructions.kernel_places(source)
+        registers = [self._registers[place.buffer] for place in places]
+        offsets = [place.offset_bytes for place in places]
         pairs = [word for pair in zip(registers, offsets, strict=True) for word in pair]
         if isinstance(kernel, BuiltKernel) and kernel.address and self._is_launched_here(kernel.launch):
             words = (kernel.address, self._constant(kernel.call), len(registers))
@@ -210,7 +210,7 @@ class _Encoder:
                 return self._registers[value.buffer]
             temporary.append(make_view(value))
             return temporary[-1]
-        if isinstance(value, (list, tuple)) and _has_views(value):
+        if isinstance(value, (list, tuple)) and any(views_in(value)):
             items = [self._operand(item, make_view, temporary) for item in value]
             temporary.append(self._new_register())
             self._emit(_Instruction.PACK, temporary[-1], isinstance(value, list), len(items), *items)
@@ -260,9 +260,3 @@ def _as_strided(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 def _call_with_offsets(function: Kernel, offsets: Sequence[int], *tensors: torch.Tensor) -> None:
     function(*(tensor.data_ptr() + offset for tensor, offset in zip(tensors, offsets, strict=True)))
-
-
-def _has_views(value: Iterable[Any]) -> bool:
-    return any(
-        isinstance(item, View) or (isinstance(item, (list, tuple)) and _has_views(item)) for item in value
-    )

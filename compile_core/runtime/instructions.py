@@ -6,14 +6,17 @@ the same (``write_program``), one line an instruction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
 from compile_core.ir.step_effects import reads, writes
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.runtime.place_buffers import Place, Placement, place_buffers
 
 aten = torch.ops.aten
 
@@ -62,17 +65,35 @@ class Instructions:
 
     Attributes:
         given: buffers that the caller passes, in order.
+        buffers: the program's, but for those that lie in another, and those others.
+        places: where the former lie.
         allocated: those that an ``Allocate`` makes, which begin where their storage does.
     """
 
     program: LoopProgram
     given: tuple[str, ...]
     steps: tuple[Instruction, ...]
-    allocated: frozenset[str] = field(default_factory=frozenset)
+    buffers: Mapping[str, TensorSpec]
+    places: Mapping[str, Place]
+    allocated: frozenset[str]
+
+    def kernel_places(self, source: KernelSource) -> list[Place]:
+        """What a kernel is given, in order."""
+        found = []
+        for name, base in zip(source.buffers, source.bases or (0,) * len(source.buffers), strict=True):
+            place = self.places.get(name, Place(name, 0))
+            base_bytes = base * self.program.buffers[name].dtype.itemsize
+            found.append(Place(place.buffer, place.offset_bytes + base_bytes))
+        return found
 
 
-def instructions_of(program: LoopProgram) -> Instructions:
-    """A temporary is allocated before the first step that touches it and freed after the last one."""
+def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instructions:
+    """A temporary is allocated before the first step that touches it and freed after the last one.
+
+    Small ones share a buffer where kernels take addresses instead of tensors.
+    """
+    placement = place_buffers(program) if kernels_take_addresses else Placement({}, {})
+    places = placement.places
     given = (*program.inputs, *program.destinations)
     known = {*given, *program.constants}
     steps: list[Instruction] = []
@@ -81,10 +102,13 @@ def instructions_of(program: LoopProgram) -> Instructions:
         steps.extend(Allocate(name) for name in dict.fromkeys(names) if name not in known)
         known.update(names)
 
-    freed_after = _freed_after(program)
-    for position, step in enumerate(program.steps):
+    all_touched = [
+        {places[name].buffer if name in places else name for name in reads(step) | writes(step)}
+        for step in program.steps
+    ]
+    freed_after = _freed_after(program, all_touched)
+    for position, (step, touched) in enumerate(zip(program.steps, all_touched, strict=True)):
         # What is read and was not written has no elements.
-        touched = reads(step) | writes(step)
         if isinstance(step, ExternCall):
             results = {name for name in step.outputs if name is not None}
             allocate(sorted(touched - results))
@@ -97,16 +121,17 @@ def instructions_of(program: LoopProgram) -> Instructions:
             steps.append(Free(tuple(freed_after[position])))
     allocate([view.buffer for view in program.outputs if view is not None])
     allocated = frozenset(step.buffer for step in steps if isinstance(step, Allocate))
-    return Instructions(program, given, tuple(steps), allocated)
+    buffers = {name: spec for name, spec in program.buffers.items() if name not in places}
+    return Instructions(program, given, tuple(steps), {**buffers, **placement.buffers}, places, allocated)
 
 
-def _freed_after(program: LoopProgram) -> list[list[str]]:
-    """For each step, the inputs and temporaries that nothing reads or writes after it."""
+def _freed_after(program: LoopProgram, all_touched: Sequence[set[str]]) -> list[list[str]]:
+    """For each step, the inputs and temporaries that nothing touches after it, given what each step touches."""
     kept = set(program.constants)
     kept |= {view.buffer for view in program.outputs if view is not None}
     last: dict[str, int] = {}
-    for position, step in enumerate(program.steps):
-        last.update(dict.fromkeys(reads(step) | writes(step), position))
+    for position, touched in enumerate(all_touched):
+        last.update(dict.fromkeys(sorted(touched), position))
     freed: list[list[str]] = [[] for _ in program.steps]
     for name, position in last.items():
         if name not in kept:

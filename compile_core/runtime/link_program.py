@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from compile_core.errors import InternalError
-from compile_core.ir.kernels import KernelSource
+from compile_core.ir.kernels import BuiltKernel, KernelSource
 from compile_core.ir.loops import LoopProgram
 from compile_core.runtime.encode_program import encode_program
 from compile_core.runtime.instructions import Launch, instructions_of
@@ -44,7 +44,8 @@ def link_program(
         kernels: the built kernel of each source, by the nest's name; takes the tensors of
             ``KernelSource.buffers``, or their addresses.
     """
-    instructions = instructions_of(program)
+    built = all(isinstance(kernel, BuiltKernel) for kernel in kernels.values())
+    instructions = instructions_of(program, kernels_take_addresses=built)
     by_name = {source.name: source for source in sources}
     for instruction in instructions.steps:
         if isinstance(instruction, Launch) and instruction.step.name not in by_name:

@@ -86,7 +86,8 @@ class _Writer:
     def __post_init__(self) -> None:
         program = self.instructions.program
         self.program = program
-        self.variables = {name: f"b{k}" for k, name in enumerate(program.buffers)}
+        numbered = {name: f"b{k}" for k, name in enumerate(program.buffers)}
+        self.variables = {name: numbered.get(name, name) for name in self.instructions.buffers}
         self.names.update({self.variables[name]: tensor for name, tensor in program.constants.items()})
 
     def head(self) -> list[str]:
@@ -113,7 +114,7 @@ class _Writer:
                 return f"del {', '.join(self.variables[name] for name in buffers)}"
 
     def _allocation(self, name: str) -> str:
-        spec = self.program.buffers[name]
+        spec = self.instructions.buffers[name]
         dtype, device = self._constant(spec.dtype), self._constant(spec.device)
         arguments = f"{spec.shape}, {spec.stride}, dtype={dtype}, device={device}"
         return f"{self.variables[name]} = empty_strided({arguments})"
@@ -122,11 +123,13 @@ class _Writer:
         source = self.sources[step.name]
         name = f"kernel_{step.name}"
         self.names[name] = self.kernels[step.name]
-        arguments = [self.variables[buffer] for buffer in source.buffers]
-        for k, base in enumerate(source.bases):
-            if base:
-                itemsize = self.program.buffers[source.buffers[k]].dtype.itemsize
-                arguments[k] += f".data_ptr() + {base * itemsize}"
+        places = self.instructions.kernel_places(source)
+        arguments = [
+            f"{self.variables[place.buffer]}.data_ptr() + {place.offset_bytes}"
+            if place.offset_bytes
+            else self.variables[place.buffer]
+            for place in places
+        ]
         return f"{name}({', '.join(arguments)})"
 
     def _call(self, call: ExternCall) -> str:

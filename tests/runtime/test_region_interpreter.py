@@ -236,7 +236,9 @@ def test_launches(driver: FakeDriver, case: str):
         [doubling("nest", "x", "y", 8)], [whole("y", 8)], dict.fromkeys("xy", spec(8))
     )
     source = KernelSource("nest", "triton", "", ("x", "y"), CPU, bases=(1 if case == "unaligned" else 4, 0))
-    encoded = encode_program(instructions_of(program), {"nest": source}, {"nest": kernel}, 3)
+    encoded = encode_program(
+        instructions_of(program, kernels_take_addresses=True), {"nest": source}, {"nest": kernel}, 3
+    )
     assert encoded.device == (None if case == "no handle" else launch.device)
     driver.status = 700 if case == "fails" else 0
     driver.context = None if case == "no context" else 1
