@@ -45,6 +45,8 @@ _LEAST_PROGRAMS, _MOST_PROGRAMS = 512, 1536
 _POINTS_OF_A_PROGRAM = 1 << 14
 _SHORTEST_CHUNK = 64
 _LEAST_POINTS = 1 << 16
+# One kernel sums columns as short as this no slower than several that use all processors.
+_SHORT_COLUMNS = 1024
 # Below this, starting more kernels costs more than idle processors do.
 _LEAST_POINTS_FOR_ROUNDS = 1 << 18
 
@@ -97,7 +99,8 @@ def split_nest(
 
 
 def _leaves_processors_idle(nest: LoopNest) -> bool:
-    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
+    is_long = prod(nest.extents[parallel_axes(nest) :]) > _SHORT_COLUMNS
+    return is_long and prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
 
 
 def _programs(nest: LoopNest) -> int:

@@ -155,9 +155,10 @@ def test_a_variance_in_parts_is_as_exact_as_in_one() -> None:
         column_sums(20, 100),  # small
         column_sums(64, 8192),  # parallel enough
         arg_extremum("argmax", 4, 50_000),
+        channel_variances(512, 1024),  # short columns
         batch_norm_statistics(32, 8, 784),  # stores what follows at every point, but is small
     ],
-    ids=["rounds", "small", "parallel", "positions", "stores"],
+    ids=["rounds", "small", "parallel", "positions", "short", "stores"],
 )
 def test_other_nests_stay_whole(case: Case) -> None:
     (whole,), partials = split_nest(case[0], on_gpu(case[1]))

@@ -26,6 +26,7 @@ from tests.lowering.codegen_nests import (
     Case,
     NestBuilder,
     bias_gelu,
+    channel_variances,
     column_sums,
     columns_of_parts,
     layer_norm,
@@ -136,6 +137,8 @@ def test_tiles_follow_the_shape() -> None:
     assert tiling(columns_of_parts(16, 769, 512)).y_axes == ()
     both = tiling(transposed_sums(8192, 768))
     assert both.x_block == 32 and both.r_block >= 32
+    few = tiling(channel_variances(128, 1024))
+    assert (few.persistent, few.x_block) == (True, 8)
     assert tiling(transpose(512, 512)).y_axes
     assert not tiling(residual_add((512, 512))).y_axes
     assert tiling(total((10, 7))).persistent
