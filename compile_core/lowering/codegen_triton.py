@@ -2,9 +2,9 @@
 
 A value is a tensor of just the sides of the tile over which it varies, with size-1 dims for the others:
 ``[X]`` in a pointwise nest, ``[X, 1]``, ``[1, R]`` or ``[X, R]`` in one that reduces, ``[Y, X]`` in one that
-transposes; broadcasting does the rest. A persistent tile needs no passes: statements follow each other as in
-the nest's body. Otherwise each pass of ``passes.py`` is a loop over blocks of R that accumulates a tile,
-which is reduced once after the loop.
+transposes; broadcasting does the rest. Where each program has a part of one long row, what varies from row to row is a
+scalar. A persistent tile needs no passes: statements follow each other as in the nest's body. Otherwise each pass of
+``passes.py`` is a loop over blocks of R that accumulates a tile, which is reduced once after the loop.
 
 A gathered index that is out of range never leads to an access outside the buffer: a store is left out, a load
 yields NaN (0 for integers). Kernels cannot raise.
@@ -24,6 +24,7 @@ from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Posit
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_cpp_body import value_dtype
+from compile_core.lowering.online_sums import OnlineSum, online_sums
 from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
@@ -97,6 +98,9 @@ class TritonWriter:
         self.sides = (self.x, self.y, self.r)
         self.blocks_in_order = tiling is None
         self.wide = _needs_int64(nest)
+        # Of the rows that a program walks alone, maxima by the sums that need them: both are done in one walk.
+        walks_a_row = self.tiling.x_block == 1 and self.r.block >= 256 and self._has_neighbours(self.r)
+        self.online = online_sums(self.analysis) if walks_a_row and not self.tiling.persistent else {}
 
     def side(self, name: str, axes: Sequence[int], block: int) -> Side:
         return Side(name, tuple(axes), tuple(self.nest.extents[axis] for axis in axes), block)
@@ -120,13 +124,14 @@ class TritonWriter:
         if tiling.y_axes:
             x_programs = -(-self.x.count // tiling.x_block)
             lines.append(f"program = {program}")
-            dims = "[:, None]" if self.nest.reduced_axes else "[None, :]"
+            # Along the axes of Y a program is at one point, unless its tile has both sides.
+            dims, y = "[:, None]" if self.nest.reduced_axes else "", f"program // {x_programs}"
+            if tiling.y_block > 1:
+                dims, y = "[None, :]", f"{y} * {tiling.y_block} + tl.arange(0, {tiling.y_block})[:, None]"
             lines.append(
                 f"x = program % {x_programs} * {tiling.x_block} + tl.arange(0, {tiling.x_block}){dims}"
             )
-            # A reduction's tile has one parallel side: along the other axes a program is at one point.
-            within = "" if self.nest.reduced_axes else f" + tl.arange(0, {tiling.y_block})[:, None]"
-            lines.append(f"y = program // {x_programs} * {tiling.y_block}{within}")
+            lines.append(f"y = {y}")
             lines += self.masks_and_axes(self.y)
         else:
             dims = "[:, None]" if self.nest.reduced_axes else ""
@@ -141,7 +146,7 @@ class TritonWriter:
             return lines + self._persistent()
         for step in self.analysis.passes:
             lines += [line for n in step.before for line in self.statement(n)]
-            if step.walks:
+            if step.walks and not set(step.reduces) & set(self.online.values()):
                 lines += self._looped(step)
         return lines
 
@@ -196,7 +201,7 @@ class TritonWriter:
         """A statement of a tile that holds rows as a whole."""
         statement = self.nest.body[n]
         if isinstance(statement, Reduce):
-            reduction = self._reduction(n, statement)
+            reduction = self._tile_reduction(n, statement)
             return [*reduction.taken(), *reduction.of_whole_rows()]
         return self.statement(n)
 
@@ -227,7 +232,12 @@ class TritonWriter:
         head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"
         return [head, *(f"    {line}" for line in loop)]
 
-    def _reduction(self, n: int, statement: Reduce) -> TileReduction:
+    def _reduction(self, n: int, statement: Reduce) -> TileReduction | OnlineSum:
+        if n in self.online:
+            return OnlineSum(n, self.online[n], statement.argument, self.r)
+        return self._tile_reduction(n, statement)
+
+    def _tile_reduction(self, n: int, statement: Reduce) -> TileReduction:
         return TileReduction(n, statement, self.dtypes[statement.argument], self.tiling.x_block, self.r)
 
     def _whole_blocks(self, side: Side) -> int:
@@ -235,9 +245,13 @@ class TritonWriter:
 
         Triton reads neighbours together if it knows that they have one mask, as it does where rows end at a multiple.
         """
+        is_odd = side.count % MOST_TOGETHER != 0 and self._has_neighbours(side)
+        return side.count // side.block * side.block if is_odd else 0
+
+    def _has_neighbours(self, side: Side) -> bool:
+        """Whether something is read or written along the side, one element next to the other."""
         walks = (s.access.strides for s in self.nest.body if isinstance(s, Load | Store))
-        has_neighbours = any(side.step(strides) == 1 for strides in walks)
-        return side.count // side.block * side.block if has_neighbours and side.count % MOST_TOGETHER else 0
+        return any(side.step(strides) == 1 for strides in walks)
 
     @contextmanager
     def _without_overhang(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from tests.lowering.codegen_nests import (
     channel_variances,
     embedding,
     inputs_for,
+    softmax,
     total,
 )
 from tests.lowering.codegen_operations import OPERATIONS, operands_for, operation_case
@@ -56,6 +57,19 @@ def check(case: Case, storages: dict[str, torch.Tensor], folder: Path, tolerance
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_hand_written_nests(name: str, folder: Path) -> None:
     check(HAND_WRITTEN[name], inputs_for(HAND_WRITTEN[name]), folder, 1e-4 if "many_rows" in name else 1e-5)
+
+
+def test_sums_that_are_taken_along_with_their_maxima(folder: Path) -> None:
+    """Rows in which infinities and NaN come first, last, alone, or are all there is."""
+    case = softmax(8, 20001)
+    storages = inputs_for(case)
+    rows = storages["x"].view(8, 20001)
+    rows[0], rows[1, :9000], rows[2, 9000:] = -torch.inf, -torch.inf, -torch.inf
+    rows[3, 20000], rows[4, 17], rows[5, 17], rows[6] = torch.inf, torch.inf, torch.nan, 3e38
+    rows[7] = -torch.inf
+    rows[7, 12345] = -5.0
+    check(case, storages, folder)
+    assert "tl.reshape" in generate_triton(*case).text, "one walk for both"
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
