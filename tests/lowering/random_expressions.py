@@ -46,6 +46,7 @@ from tests.lowering.expressions import Expression, Step, smaller
 from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import compute_of, trace
+from tests.lowering.move_graph import GPU
 
 _ROUNDED_RUNS = 6
 # As many before something is called wrong: few runs seldom see a step just beside its edge.
@@ -53,8 +54,8 @@ _MOST_ROUNDED_RUNS = 200
 # Kernels may round in another order than eager, and their functions are a few units in the last place off.
 _FACTOR = 4.0
 _UNITS = 2.0
-# What generates kernels, and what runs them: the evaluator of loops, compiled C++, Triton's interpreter.
-RUNNERS = ("loops", "cpp", "triton")
+# What runs an expression: the evaluator of loops, compiled C++, Triton's interpreter, a GPU.
+RUNNERS = ("loops", "cpp", "triton", "gpu")
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Checker:
         self.options = CompileOptions(cache_folder=folder, verify=True)
 
     def prepare(self, expression: Expression) -> Prepared:
-        device_type = "cuda" if self.runner == "triton" else "cpu"
+        device_type = "cuda" if self.runner in ("triton", "gpu") else "cpu"
         module = trace(expression, *expression.inputs(), device_type=device_type)
         program, sources = generate_region(compute_of(module), self.options, StageDump(None))
         outputs: Any = module.graph.output_node().args[0]
@@ -234,20 +235,22 @@ class Checker:
 
     def build(self, prepared: Iterable[Prepared]) -> None:
         """Builds the kernels of many expressions at once; ``run`` finds them."""
-        if self.runner == "cpp":
-            texts = {source.text: source for one in prepared for source in one.sources}
-            named = [replace(source, name=f"{n}_{source.name}") for n, source in enumerate(texts.values())]
+        if self.runner in ("cpp", "gpu"):
+            sources = [source for one in prepared for source in one.sources]
+            named = [replace(source, name=f"{n}_{source.name}") for n, source in enumerate(sources)]
             build(named, self.options.cache_folder)
 
     def run(self, prepared: Prepared) -> str | None:
         """What is wrong with the expression's results."""
         inputs = prepared.expression.inputs()
+        if self.runner == "gpu":
+            inputs = [_on_gpu(tensor) for tensor in inputs]
         results = self._results(prepared, inputs)
         for found, wanted in zip(results, prepared.strides, strict=True):
             steps = zip(found.shape, found.stride(), wanted, strict=True)
             if found.numel() and any(size > 1 and mine != theirs for size, mine, theirs in steps):
                 return f"strides: {found.stride()}, not {wanted}"
-        found = [*results, *inputs]
+        found = [tensor.cpu() for tensor in (*results, *inputs)]
         wrong = _first_difference(prepared.expected, found)
         if wrong is not None:
             wrong = _first_difference(expected_results(prepared.expression, _MOST_ROUNDED_RUNS), found)
@@ -282,6 +285,12 @@ class Checker:
                     if wrong is not None:
                         found[seed] = wrong
         return found
+
+
+def _on_gpu(tensor: Tensor) -> Tensor:
+    """The same view of a copy of the memory."""
+    memory = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    return torch.as_strided(memory.to(GPU), tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @contextmanager

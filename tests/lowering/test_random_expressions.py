@@ -33,6 +33,12 @@ def test_triton_kernels_in_the_interpreter() -> None:
     run_interpreted("-m", "tests.lowering.random_expressions", "--runner", "triton", "--count", "100")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu(tmp_path: Path) -> None:
+    assert check_seeds("gpu", tmp_path, range(60)) == {}
+
+
 def test_what_differs_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (Step("exp", (0,)), Step("neg", (1,)), Step("sum", (2,), ((0,), False)), Step("tanh", (2,)))
     expression = Expression((replace(MATRIX, order=(1, 0), steps=(2, 3)),), steps, (3, 4))
