@@ -20,13 +20,14 @@ from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, 
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.kernel_bases import rebased
+from compile_core.lowering.overwrite_inputs import cannot_fail
 from compile_core.lowering.passes import buffers_of
 from compile_core.lowering.step_order import direct_dependencies, topological_order
 from compile_core.lowering.tiling_axes import simplify
 
 _MOST_HELD_BYTES = 1 << 24
-# On a GPU each is an argument of the kernel, of which there may be 4 KiB.
-_MOST_POINTERS = 480
+# On a GPU each is an argument of the kernel: there may be 4 KiB of them, and each takes time to compile.
+_MOST_POINTERS = 256
 
 
 def batch_nests(program: LoopProgram) -> LoopProgram:
@@ -96,6 +97,7 @@ class _Batching:
         self.program = program
         self.steps: dict[int, Step] = dict(enumerate(program.steps))
         self.direct = dict(enumerate(direct_dependencies(program.steps)))
+        self._keep_failures_first()
         self.followers: dict[int, set[int]] = {number: set() for number in self.steps}
         self.before: dict[int, int] = {}
         self.position: dict[int, float] = {}
@@ -109,6 +111,14 @@ class _Batching:
             self.last_reader.update(dict.fromkeys(reads(step), number))
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = {*returned, *program.destinations, *program.constants}
+
+    def _keep_failures_first(self) -> None:
+        """What might fail stays before the inputs get new values; see ``overwrite_inputs``."""
+        if self.program.overwritten:
+            failing = {number for number, step in self.steps.items() if not cannot_fail(step)}
+            for number, step in self.steps.items():
+                if not writes(step).isdisjoint(self.program.overwritten):
+                    self.direct[number] |= failing
 
     def run(self, candidates: Sequence[Sequence[int]]) -> LoopProgram:
         for alike in candidates:

@@ -3,7 +3,8 @@
 Which member a program works for is a tree of comparisons with constants, at whose leaves the member's pointers, its
 first program and its size are put into variables. All pointers are arguments of the kernel, so that nothing has to be
 copied to the GPU before a launch and a CUDA graph can hold it; and Triton sees through the tree that all of them are
-aligned. What follows is the loop of any one member.
+aligned. Compilers would rather load all arguments into registers and choose among them than jump, so a zero that they
+know nothing of is added to what a leaf chooses. What follows is the loop of any one member.
 """
 
 from __future__ import annotations
@@ -105,9 +106,10 @@ class _BatchWriter(TritonWriter):
     def _choice(self, begin: int, end: int, own: Sequence[int]) -> list[str]:
         """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
         if end - begin == 1:
-            lines = [f"q{k} = {self.taken[begin][k]}" for k in own]
-            lines.append(f"first = {self.starts[begin]}")
-            return [*lines, f"count = {self.sizes[begin]}"] if self.is_open else lines
+            lines = [f'zero = zero_of_branch("mov.b32 $0, 0; // {begin}")']
+            lines += [f"q{k} = {self.taken[begin][k]} + zero" for k in own]
+            lines.append(f"first = {self.starts[begin]} + zero")
+            return [*lines, f"count = {self.sizes[begin]} + zero"] if self.is_open else lines
         middle = (begin + end) // 2
         return [
             f"if program < {self.starts[middle]}:",

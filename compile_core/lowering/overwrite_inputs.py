@@ -2,19 +2,22 @@
 
 It is safe where one loop without reductions computes the new value, reads the old one at the same point or not at all,
 and nothing behind it reads the old one. Nothing behind it may fail either, since a call that fails is made again as
-plain Python: so no gathers, which check their indices, and no calls. Only kernels on the CPU do it: nobody knows when
-a GPU is done.
+plain Python: so no gathers, which check their indices, and no calls; all memory is allocated before.
+
+On a GPU, stores happen in the order of the stream, as a copy would. There the loop must have a single axis: of a tile
+with two sides several threads may load the same element, one of them when another has stored the new value.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from compile_core.ir.loops import BandNest, Load, LoopNest, LoopProgram, Step, Store, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.tiling_axes import simplify
 
 
 def overwrite_inputs(program: LoopProgram, compute: Compute) -> LoopProgram:
@@ -24,7 +27,7 @@ def overwrite_inputs(program: LoopProgram, compute: Compute) -> LoopProgram:
     results = {name: position for position, name in enumerate(compute.outputs)}
     inputs = dict(zip(compute.inputs, program.inputs, strict=True))
     returned = Counter(view.buffer for view in program.outputs if view is not None)
-    uses = _Uses(program.steps)
+    uses = _Uses(program)
     stored: dict[str, str] = {}
     for result, given in compute.replaced.items():
         view, old = program.outputs[results[result]], inputs[given]
@@ -41,14 +44,15 @@ def _fits(program: LoopProgram, view: View, old: str) -> bool:
         return False
     spec, given = program.buffers[view.buffer], program.buffers[old]
     is_whole = view.offset == 0 and (tuple(view.shape), tuple(view.stride)) == (spec.shape, spec.stride)
-    return is_whole and spec == given and given.is_dense and given.device.type == "cpu"
+    return is_whole and spec == given and given.is_dense and given.device.type in ("cpu", "cuda")
 
 
 class _Uses:
     """Which steps write and read each buffer, and from where on no step can fail."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
+    def __init__(self, program: LoopProgram) -> None:
+        self.buffers = program.buffers
+        self.steps = steps = program.steps
         self.writers: dict[str, list[int]] = {}
         self.last_reader: dict[str, int] = {}
         for number, step in enumerate(steps):
@@ -56,7 +60,7 @@ class _Uses:
                 self.writers.setdefault(name, []).append(number)
             self.last_reader.update(dict.fromkeys(reads(step), number))
         self.safe_from = len(steps)
-        while self.safe_from and _cannot_fail(steps[self.safe_from - 1]):
+        while self.safe_from and cannot_fail(steps[self.safe_from - 1]):
             self.safe_from -= 1
 
     def may_store(self, new: str, old: str) -> bool:
@@ -69,6 +73,8 @@ class _Uses:
             return False
         if self.last_reader.get(old, number) > number:
             return False
+        if self.buffers[old].device.type == "cuda" and len(simplify(nest).extents) > 1:
+            return False
         stores = [(n, s) for n, s in enumerate(nest.body) if isinstance(s, Store) and s.access.buffer == new]
         if len(stores) != 1 or stores[0][1].mask is not None:
             return False
@@ -79,7 +85,8 @@ class _Uses:
         return all(n < place and access == replace(store.access, buffer=old) for n, access in loads)
 
 
-def _cannot_fail(step: Step) -> bool:
+def cannot_fail(step: Step) -> bool:
+    """Whether a step runs to its end once its memory is there."""
     return isinstance(step, LoopNest) and not any(
         isinstance(statement, Load | Store) and statement.access.gathers for statement in step.body
     )

@@ -90,7 +90,8 @@ class Instructions:
 def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instructions:
     """A temporary is allocated before the first step that touches it and freed after the last one.
 
-    Small ones share a buffer where kernels take addresses instead of tensors.
+    What is touched after an input got its new value is allocated before: a call that fails for want of memory is made
+    again, with the old values. Small temporaries share a buffer where kernels take addresses instead of tensors.
     """
     placement = place_buffers(program) if kernels_take_addresses else Placement({}, {})
     places = placement.places
@@ -106,6 +107,8 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
         {places[name].buffer if name in places else name for name in reads(step) | writes(step)}
         for step in program.steps
     ]
+    overwritten = set(program.overwritten)
+    returned = [view.buffer for view in program.outputs if view is not None]
     freed_after = _freed_after(program, all_touched)
     for position, (step, touched) in enumerate(zip(program.steps, all_touched, strict=True)):
         # What is read and was not written has no elements.
@@ -115,11 +118,13 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
             steps.append(Call(step))
             known |= results
         else:
+            if not overwritten.isdisjoint(writes(step)):
+                touched = touched.union(returned, *all_touched[position:])
             allocate(sorted(touched))
             steps.append(Launch(step))
         if freed_after[position]:
             steps.append(Free(tuple(freed_after[position])))
-    allocate([view.buffer for view in program.outputs if view is not None])
+    allocate(returned)
     allocated = frozenset(step.buffer for step in steps if isinstance(step, Allocate))
     buffers = {name: spec for name, spec in program.buffers.items() if name not in places}
     return Instructions(program, given, tuple(steps), {**buffers, **placement.buffers}, places, allocated)

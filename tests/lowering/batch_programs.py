@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from compile_core.ir.loops import LoopProgram, NestBatch
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.batch_nests import batch_nests
+from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
+from compile_core.lowering.overwrite_inputs import overwrite_inputs
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.product_programs import on
 
@@ -91,3 +94,22 @@ def batch_program(name: str) -> LoopProgram:
 
 def batches(program: LoopProgram) -> list[NestBatch]:
     return [step for step in program.steps if isinstance(step, NestBatch)]
+
+
+def momentum_in_place(*sizes: tuple[int, ...]) -> LoopProgram:
+    """A step with momentum over parameters of these sizes, as if for a GPU. Inputs: parameters, gradients, momenta; the
+    first and the last are stored where they are."""
+
+    def step(parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+        new = [m * 0.9 + g for m, g in zip(momenta, gradients, strict=True)]
+        return [*(p - 0.1 * m for p, m in zip(parameters, new, strict=True)), *new]
+
+    lists = [_list(*sizes) for _ in range(3)]
+    compute = compute_of(trace(step, *lists))
+    count = len(sizes)
+    inputs = [*compute.inputs[:count], *compute.inputs[2 * count :]]
+    compute = replace(compute, replaced=dict(zip(compute.outputs, inputs, strict=True)))
+    program = fuse(on(torch.device("cuda", 0), lower(compute)))
+    program = batch_nests(overwrite_inputs(program, compute))
+    verify_program(program)
+    return program

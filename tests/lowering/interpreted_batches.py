@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import ExternCall
 from compile_core.lowering.build import generate
-from tests.lowering.batch_programs import PROGRAMS, batch_program
+from tests.lowering.batch_programs import PROGRAMS, batch_program, momentum_in_place
 from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.lowering_harness import compare
 
@@ -26,3 +27,17 @@ def test_batch(name: str, tmp_path: Path) -> None:
     run = link_interpreted(program, sources, tmp_path)
     flat = tree_leaves(inputs)
     compare(run([*flat]), tree_leaves(function(*inputs)))
+
+
+def test_new_values_are_stored_where_the_old_ones_are(tmp_path: Path) -> None:
+    sizes = [(3, 5), (7,), (2, 16), (300,)]
+    program = momentum_in_place(*sizes)
+    sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
+    run = link_interpreted(program, sources, tmp_path)
+    parameters, gradients, momenta = ([torch.randn(size) for size in sizes] for _ in range(3))
+    new = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
+    expected = [*(p - 0.1 * m for p, m in zip(parameters, new, strict=True)), *new]
+    results = run([*parameters, *gradients, *momenta])
+    for result, given in zip(results, [*parameters, *momenta], strict=True):
+        assert result is given
+    compare(results, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from compile_core.lowering.batch_nests import batch_nests
 from compile_core.lowering.build import build, generate
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
+from compile_core.lowering.overwrite_inputs import overwrite_inputs
 from compile_core.runtime.link_program import link_program
 from tests.lowering.lowering_harness import check, compute_of, trace
 
@@ -177,6 +179,19 @@ def test_inputs_that_wait_for_a_batch_are_held() -> None:
     inputs = [torch.randn(1024, 1024) for _ in range(6)], torch.randn(1024, 1024)
     batched = program_of(program, *inputs)
     assert batches(batched) == [3, 3]  # an input and a product of 4 MiB for each one that waits
+
+
+def test_what_may_fail_comes_before_new_values_of_inputs() -> None:
+    """Else a call that fails would be made again with values that are changed already."""
+
+    def program(a: Tensor, b: Tensor, given: Tensor, w: Tensor) -> list[Tensor]:
+        return [a.exp(), torch.mm(w, w), b.exp()]
+
+    compute = compute_of(trace(program, *map(torch.randn, ((5,), (6,), (6,), (2, 2)))))
+    compute = replace(compute, replaced={compute.outputs[2]: compute.inputs[2]})
+    batched = batch_nests(overwrite_inputs(fuse(lower(compute)), compute))
+    assert batched.overwritten
+    assert [type(step) for step in batched.steps] == [ExternCall, NestBatch]
 
 
 def test_a_batch_prints_its_first_nest_and_all_sizes() -> None:

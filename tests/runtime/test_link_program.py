@@ -11,6 +11,7 @@ from compile_core.errors import InternalError
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import Access, Apply, ExternCall, Load, LoopNest, LoopProgram, Step, Store, View
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.runtime.instructions import instructions_of
 from compile_core.runtime.link_program import LinkedProgram, link_program
 
 aten = torch.ops.aten
@@ -216,3 +217,14 @@ def test_buffer_without_elements_that_nothing_writes():
     )
     y, z = run([torch.ones(0)])
     assert y.shape == (0,) and z.item() == 0
+
+
+def test_nothing_is_allocated_once_an_input_has_its_new_value() -> None:
+    """What fails for want of memory is called again, with the values of before."""
+    program = LoopProgram(
+        "test", ("x", "y"), (), {"x": spec(4), "y": spec(4), "z": spec(4), "t": spec(4)}, {},
+        (doubling("first", "y", "t", 4), doubling("second", "t", "x", 4), doubling("third", "t", "z", 4)),
+        (whole("x", 4), whole("z", 4)), ("x",),
+    )  # fmt: skip
+    kinds = [type(step).__name__ for step in instructions_of(program, kernels_take_addresses=False).steps]
+    assert kinds == ["Allocate", "Launch", "Free", "Allocate", "Launch", "Launch", "Free"]
