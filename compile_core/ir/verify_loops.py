@@ -133,7 +133,7 @@ def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: 
 
 def _check_bands(step: BandNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
     nest = step.rows
-    verify_nest(nest, buffers, label)
+    _check_body(nest, buffers, label)
     _rule(len(nest.extents) == 2 and nest.reduced_axes == 1, label, "has other axes than rows and columns")
     rows, columns = nest.extents
     _rule(rows % step.band == 0, label, "its last band is shorter")
@@ -163,9 +163,13 @@ def _check_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec], label: str
 def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = "") -> None:
     """Checks one nest against the specs of its buffers."""
     label = label or f"nest {nest.name}"
+    _rule(any(isinstance(s, Store) for s in nest.body), label, "stores nothing")
+    _check_body(nest, buffers, label)
+
+
+def _check_body(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
     rank = len(nest.extents)
     _rule(0 <= nest.reduced_axes <= rank, label, "has more reduced axes than axes")
-    _rule(any(isinstance(s, Store) for s in nest.body), label, "stores nothing")
     varying: list[frozenset[int]] = []
     for number, statement in enumerate(nest.body):
         where = f"{label}, {print_statement(number, statement)}"

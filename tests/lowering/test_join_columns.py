@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import BandNest, LoopNest, LoopProgram, View
+from compile_core.ir.loops import BandNest, LoopNest, LoopProgram, Store, View
 from compile_core.ir.step_effects import writes
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.build import generate
@@ -42,6 +42,14 @@ def test_sums_join_their_rows() -> None:
     torch.testing.assert_close(
         evaluate(on(torch.device("cpu"), result), inputs), expected, rtol=1e-4, atol=1e-4
     )
+
+
+def test_rows_may_be_for_their_sums_alone() -> None:
+    """Where nobody wants the gradient of what is normalised."""
+    program = norm_backward()
+    wanted = tuple(view for view in program.outputs if view is not None and view.buffer == "dbias_before")
+    (bands, *_) = joined(replace(program, outputs=wanted)).steps
+    assert isinstance(bands, BandNest) and not any(isinstance(s, Store) for s in bands.rows.body)
 
 
 def test_what_others_read_is_stored() -> None:
