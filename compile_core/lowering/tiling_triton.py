@@ -61,8 +61,10 @@ def tile_for_gpu(nest: LoopNest) -> GpuTiling:
     transposed = _transposed_side(nest)
     if transposed is not None:
         others = tuple(axis for axis in range(parallel) if axis != transposed)
-        y_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[transposed]))
-        x_block = min(_TRANSPOSED_SIDE, power_of_two(nest.extents[parallel - 1]))
+        sides = power_of_two(nest.extents[transposed]), power_of_two(nest.extents[parallel - 1])
+        # Beside a short side, as the three colours of a pixel, the other is long.
+        longest = _POINTWISE_TILE // min(_TRANSPOSED_SIDE, *sides)
+        y_block, x_block = (min(side, longest) for side in sides)
         return GpuTiling(others, (transposed,), x_block, y_block, 1, False, 4)
     if _has_odd_rows(nest):
         return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 8)

@@ -500,6 +500,8 @@ HAND_WRITTEN = {
     "flat_positions": flat_positions(),
     "weighted_columns": weighted_columns(),
     "transpose": transpose(),
+    "transpose_three_columns": transpose(3, 1100),
+    "transpose_three_rows": transpose(600, 3),
     "argmax": arg_extremum(),
     "argmin": arg_extremum("argmin"),
     "argmax_columns": arg_extremum(dim=0),
