@@ -8,6 +8,9 @@ is not negative is a register, a negative one the constant of index ``~operand``
     VIEW     register, base, offset from where the base begins, dimensions, sizes, strides
     RUN      address of a C function of the buffers' addresses, function, count, a register and an offset in bytes each
     LAUNCH   kernel's handle, function, count, the grid's three sizes, threads, shared bytes, registers and offsets
+    OPERATOR address, words until the next instruction, and until the one behind that, which follows if this succeeds,
+             counts of arguments and of results, two doubles, a kind and a value for each argument (of a list how
+             many words behind OPERATOR it stands), registers of results or -1, lists; see ``native_operators``
     CALL     function, names of keywords or -1, line, count of operands, count of results, operands, results
     PACK     register, whether a list (or a tuple), count, operands
     FREE     count, registers
@@ -43,6 +46,7 @@ from compile_core.runtime.instructions import (
     is_whole,
     returns_sequence,
 )
+from compile_core.runtime.native_operators import Kind, argument_names, native_call
 from compile_core.toolchain.torch_library import device_codes, dtype_code
 
 Kernel = Callable[..., None]
@@ -54,10 +58,11 @@ class _Instruction(IntEnum):
     VIEW = 2
     RUN = 3
     LAUNCH = 4
-    CALL = 5
-    PACK = 6
-    FREE = 7
-    RETURN = 8
+    OPERATOR = 5
+    CALL = 6
+    PACK = 7
+    FREE = 8
+    RETURN = 9
 
 
 @dataclass(frozen=True)
@@ -188,8 +193,46 @@ class _Encoder:
             results = [-1 if name is None else self._registers[name] for name in call.outputs]
             if len(results) > 1 or returns_sequence(call):
                 results.append(-1)
+        self._operator(call, dict(zip(argument_names(call), operands, strict=True)), results)
         self._call_function(function_of(call.target), operands, tuple(keywords), results, line)
         self._free(temporary)
+
+    def _operator(self, call: ExternCall, operands: Mapping[str, int], results: Sequence[int]) -> None:
+        """The operator in C, if there is one, which skips the call behind it."""
+        (first, *_) = (*call.arguments, *call.keywords.values(), None)
+        if not isinstance(first, View):
+            return
+        native = native_call(call, self._program.buffers[first.buffer].device.type)
+        if native is None:
+            return
+        places = [] if call.out else [*results, *(-1 for _ in call.outputs)][: len(call.outputs)]
+        # Lists stand behind everything else; where, is counted from the instruction.
+        own_words = 8 + 2 * len(native.arguments) + len(places)
+        arguments: list[int] = []
+        lists: list[int] = []
+        for kind, value in native.arguments:
+            if kind in (Kind.TENSOR, Kind.TENSOR_ADDRESS):
+                arguments += (kind, operands[value])
+            elif kind == Kind.NUMBER:
+                arguments += (kind, value)
+            else:
+                arguments += (kind, own_words + len(lists))
+                lists += value
+        own_words += len(lists)
+        words_to_skip = own_words + 6 + len(operands) + len(results)
+        counts = (len(native.arguments), len(places))
+        doubles = array("q", array("d", (*native.doubles, 0.0, 0.0)[:2]).tobytes())
+        self._emit(
+            _Instruction.OPERATOR,
+            native.address,
+            own_words,
+            words_to_skip,
+            *counts,
+            *doubles,
+            *arguments,
+            *places,
+            *lists,
+        )
 
     def _call_function(
         self,

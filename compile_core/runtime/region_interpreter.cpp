@@ -73,7 +73,14 @@ int (*gs_current_context)(void**);
 
 namespace {
 
-enum Instruction : int64_t { CONSTANT, ALLOCATE, VIEW, RUN, LAUNCH, CALL, PACK, FREE, RETURN };
+enum Instruction : int64_t { CONSTANT, ALLOCATE, VIEW, RUN, LAUNCH, OPERATOR, CALL, PACK, FREE, RETURN };
+
+enum Kind : int64_t { NUMBER, TENSOR, TENSOR_ADDRESS, LIST, LIST_ADDRESS };
+
+constexpr int MOST_ARGUMENTS = 24, MOST_RESULTS = 4;
+
+typedef int64_t W;
+typedef int (*Operator)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, double, double);
 
 struct Register {
     PyObject* object;  // owned; null: the handle is
@@ -135,6 +142,9 @@ public:
             case LAUNCH:
                 if (!launch(at, at + 9, at[3])) return nullptr;
                 word += 9 + 2 * at[3];
+                break;
+            case OPERATOR:
+                word += operate(at) ? at[3] : at[2];
                 break;
             case CALL:
                 if (!call(at)) return nullptr;
@@ -291,6 +301,42 @@ private:
         while (made) Py_DecRef(arguments[--made]);
         if (result) Py_DecRef(result);
         return result != nullptr;
+    }
+
+    // An operator in C, which returns 0 if all went well. It takes no more arguments than are given; floats are passed
+    // in registers of their own, so that their place among the others does not matter.
+    bool operate(const int64_t* at) {
+        const int64_t arguments = at[4], results = at[5];
+        if (arguments + results > MOST_ARGUMENTS || results > MOST_RESULTS) return false;
+        const int64_t* places = at + 8 + 2 * arguments;
+        W given[MOST_ARGUMENTS] = {};
+        const void* addresses[MOST_ARGUMENTS];
+        Handle made[MOST_RESULTS] = {};
+        for (int64_t index = 0; index < arguments; ++index) {
+            const int64_t kind = at[8 + 2 * index], value = at[9 + 2 * index];
+            const bool is_tensor = kind == TENSOR || kind == TENSOR_ADDRESS;
+            addresses[index] = is_tensor ? static_cast<const void*>(registers[value].tensor) : at + value;
+            if (is_tensor && !addresses[index]) return false;
+            if (kind == NUMBER) given[index] = value;
+            else if (kind == TENSOR || kind == LIST) given[index] = reinterpret_cast<W>(addresses[index]);
+            else given[index] = reinterpret_cast<W>(&addresses[index]);
+        }
+        for (int64_t index = 0; index < results; ++index) given[arguments + index] = reinterpret_cast<W>(&made[index]);
+        double doubles[2];
+        memcpy(doubles, at + 6, sizeof doubles);
+        release();
+        const W* g = given;
+        const int status = reinterpret_cast<Operator>(at[1])(
+            g[0], g[1], g[2], g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10], g[11], g[12], g[13], g[14], g[15],
+            g[16], g[17], g[18], g[19], g[20], g[21], g[22], g[23], doubles[0], doubles[1]);
+        for (int64_t index = 0; index < results; ++index) {
+            if (!made[index]) continue;
+            if (status == 0 && places[index] >= 0)
+                registers[places[index]].tensor = made[index];
+            else
+                gs_delete(made[index]);
+        }
+        return status == 0;
     }
 
     // function, names of the keywords or -1, line in the text, count of operands and of results, both; no result is

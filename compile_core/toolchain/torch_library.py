@@ -55,7 +55,10 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
     with disk.entry(key, build) as folder:
         library = ctypes.CDLL(str(folder / built))
     for name, symbol in symbols.items():
-        ctypes.c_void_p.in_dll(library, name).value = _address_of(symbol)
+        address = address_of(symbol)
+        if address is None:
+            raise LookupError(f"torch has no {symbol}")
+        ctypes.c_void_p.in_dll(library, name).value = address
     return library
 
 
@@ -130,8 +133,13 @@ def _ask(function: str, tensor: torch.Tensor) -> int:
     return answer.value
 
 
-def _address_of(symbol: str) -> int | None:
-    return ctypes.cast(getattr(_torch_symbols(), symbol), ctypes.c_void_p).value
+@cache
+def address_of(symbol: str) -> int | None:
+    """The address of one of torch's functions, or None if there is none of this name."""
+    try:
+        return ctypes.cast(getattr(_torch_symbols(), symbol), ctypes.c_void_p).value
+    except AttributeError:
+        return None
 
 
 @cache
