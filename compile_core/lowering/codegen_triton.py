@@ -347,7 +347,11 @@ class TritonWriter:
             address = f"{address} + x * 0"  # values of the parallel axes have the shape of x
         masks = self._masks(statement.mask, self.analysis.axes[n]) + valid
         memory = self.buffers[access.buffer].dtype
-        value = scalar_triton.stored(f"v{statement.value}", self.dtypes[statement.value], memory)
+        number = statement.value
+        rounded = self.nest.body[number]
+        if isinstance(rounded, Apply) and rounded.operation == "round_to" and rounded.parameter == memory:
+            number = rounded.arguments[0]  # the store rounds
+        value = scalar_triton.stored(f"v{number}", self.dtypes[number], memory)
         mask = f", mask={' & '.join(masks)}" if masks else ""
         return [*lines, f"tl.store({self.pointer(access.buffer)} + {address}, {value}{mask})"]
 

@@ -199,6 +199,8 @@ def apply(statement: Apply, arguments: Sequence[str], dtypes: Sequence[torch.dty
     if operation == "round_to":
         if statement.parameter is None:
             raise InternalError("round_to without a target dtype")
+        if (statement.parameter, dtypes[0], result) == (torch.bfloat16, torch.float32, torch.float32):
+            return f"rounded_to_bfloat16({arguments[0]})"
         narrow = stored(arguments[0], dtypes[0], statement.parameter)
         return loaded(f"({narrow})", statement.parameter, result)
     computed = dtypes[-1] if operation == "where" else dtypes[0]

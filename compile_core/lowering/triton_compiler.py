@@ -60,6 +60,7 @@ def compile_into(request: Mapping[str, Any], folder: Path) -> None:
         folder: where the files go that ``load_kernel`` reads.
     """
     function = import_function(Path(request["module"]), request["function"])
+    function.fn.__globals__["NVIDIA"] = triton.language.constexpr(request["target"][0] == "cuda")
     names, pointers = function.arg_names, request["pointers"]
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(names))}
     attributes = aligned if request["is_aligned"] else {}

@@ -4,6 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,21 @@ def test_aligned_rows_of_odd_length_are_read_16_bytes_at_a_time(case: Case, fold
         "ptx"
     ]
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+def test_one_instruction_rounds_to_bfloat16(folder: Path) -> None:
+    """And none where a store does it."""
+    counts = []
+    for read_again in (False, True):
+        b = NestBuilder((4096,))
+        b.buffer("x", (4096,), torch.bfloat16)
+        b.buffer("y", (4096,), torch.bfloat16)
+        value = b.apply("exp", b.load("x", (0,)))
+        rounded = b.apply("round_to", value, parameter=torch.bfloat16)
+        b.store("y", (0,), b.apply("sub", value, rounded) if read_again else rounded)
+        kernel = compile_triton_for(generate_triton(b.nest("rounded"), b.buffers), SM_90, folder)
+        counts.append(len(re.findall(r"cvt.rn.bf16x2.f32 \S+ \S+ 0f00000000", kernel.asm["ptx"])))
+    assert counts == [0, 4]
 
 
 def test_without_alignment_it_compiles_too(folder: Path) -> None:
