@@ -24,6 +24,7 @@ from compile_core.ir.loops import LoopProgram, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.index_rules import INDEX_RULES
+from compile_core.lowering.lower_body import compute_dtype
 from compile_core.lowering.lower_builder import ProgramBuilder, pointwise, static_spec
 from compile_core.lowering.lower_calls import lower_call
 from compile_core.lowering.lower_concatenation import Concatenations, parts_along_last_dim, reduce_parts
@@ -272,7 +273,8 @@ class _Lowering:
             return None
         operands = [self._on_device(operand, fake.device, node.name) for operand in operands]
         values = operands[1:] if rule.conditional else operands
-        dtype = operand_dtype(rule, values, fake.dtype)
+        promoted = operand_dtype(rule, values, fake.dtype)
+        dtype = compute_dtype(promoted)
         rounds = (
             node.target in CONVERSIONS
         )  # what the user rounded stays rounded; intermediate results are not
@@ -285,10 +287,13 @@ class _Lowering:
                     value = emitter.broadcast(operand, index)
                     if rule.kind == OPERANDS:
                         # equality with an extremum that went through memory must see the same rounding
-                        value = emitter.round_to(value, operand.dtype)
+                        value = emitter.round_to(emitter.round_to(value, operand.dtype), promoted)
                     emitted.append(emitter.cast(value, wanted))
                 else:
-                    emitted.append(emitter.constant(operand, wanted))
+                    value = emitter.constant(operand, wanted)
+                    if rule.kind == OPERANDS and fake.device.type == "cpu":
+                        value = emitter.round_to(value, promoted)  # as torch does there, and not on GPUs
+                    emitted.append(value)
             value = rule.compute(emitter, emitted, dtype)
             return emitter.round_to(value, fake.dtype) if rounds else value
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from compile_core.lowering.lower_body import compute_dtype
 from compile_core.lowering.lower_values import Argument, Emitter, LazyTensor
 
 aten = torch.ops.aten
@@ -240,11 +239,11 @@ def _with_alpha(rule: ScalarRule, alpha: float) -> ScalarRule:
 
 
 def operand_dtype(rule: ScalarRule, operands: Sequence[Argument], result: torch.dtype) -> torch.dtype:
-    """The dtype in which a call computes."""
+    """The dtype in which eager computes a call; kernels compute in ``compute_dtype`` of it."""
     if rule.kind == TRUTH:
         return torch.bool
     if rule.kind == RESULT:
-        return compute_dtype(result)
+        return result
     # 0-d tensors and Python numbers promote weakly, so stand-ins of the right rank ask torch itself
     stand_ins: list[Any] = [
         torch.empty((1,) * min(len(operand.shape), 1), dtype=operand.dtype, device="meta")
@@ -253,5 +252,5 @@ def operand_dtype(rule: ScalarRule, operands: Sequence[Argument], result: torch.
         for operand in operands
     ]
     if len(stand_ins) == 1:
-        return compute_dtype(stand_ins[0].dtype)
-    return compute_dtype(torch.result_type(stand_ins[0], stand_ins[1]))
+        return stand_ins[0].dtype
+    return torch.result_type(stand_ins[0], stand_ins[1])

@@ -90,10 +90,8 @@ _FLOAT = {
     "rsqrt": "tl.rsqrt({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
     "isinf": "tl.abs({0}) == float('inf')",
-    "copysign": "copysign({0}, {1})",
     "round": "round{S}({0})",
     "trunc": "truncated({0})",
-    "tanh": "tanh{S}({0})",
     **{
         name: f"tl.{name}({{0}})"
         for name in ("sqrt", "exp", "exp2", "log", "log2", "sin", "cos", "erf", "floor", "ceil")
@@ -102,11 +100,11 @@ _FLOAT = {
         name: f"libdevice.{name}({{0}})"
         for name in (
             "expm1", "log10", "log1p", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
-            "atanh", "erfc", "lgamma",
+            "atanh", "erfc", "lgamma", "tanh",
         )
     },
     **{
-        name: f"libdevice.{name}({{0}}, {{1}})" for name in ("pow", "atan2", "hypot", "nextafter", "fmod")
+        name: f"libdevice.{name}({{0}}, {{1}})" for name in ("pow", "atan2", "hypot", "nextafter", "fmod", "copysign")
     },
 }  # fmt: skip
 
@@ -118,6 +116,7 @@ _FLOAT32 = {
     "trunc_div": "truncated(tl.div_rn({0}, {1}))",
     "exp": "exp32({0})",
     "expm1": "expm1_32({0})",
+    "tanh": "tanh32({0})",
     "log1p": "log1p32({0})",
     "log10": "tl.log({0}) * 0.43429448",
     "sigmoid": "sigmoid32({0})",

@@ -59,10 +59,14 @@ def interpreted(source: KernelSource, folder: Path) -> Callable[..., None]:
     bases = source.bases or (0,) * len(source.buffers)
 
     def launch(*tensors: torch.Tensor) -> None:
-        if 0 not in source.grid:
-            # numpy plays the GPU here, and would warn of infinities and NaN that IEEE arithmetic defines.
-            with numpy.errstate(all="ignore"):
-                kernel(*map(_memory, tensors, bases))
+        if 0 in source.grid:
+            return
+        memory = [_Memory(tensor, base) for tensor, base in zip(tensors, bases, strict=True)]
+        # numpy plays the GPU here, and would warn of infinities and NaN that IEEE arithmetic defines.
+        with numpy.errstate(all="ignore"):
+            kernel(*(buffer.seen for buffer in memory))
+        for buffer in memory:
+            buffer.finish()
 
     return launch
 
@@ -74,11 +78,23 @@ def link_interpreted(program: LoopProgram, sources: Sequence[KernelSource], fold
     return link_program(on(torch.device("cpu"), program), whole, kernels)
 
 
-def _memory(tensor: torch.Tensor, base: int) -> torch.Tensor:
-    """What a kernel sees of a tensor, from an element on."""
-    # The interpreter has no booleans in memory; bytes are what the kernel's source takes them for.
-    seen = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return torch.as_strided(seen, (1,), (1,), seen.storage_offset() + base) if seen.numel() else seen
+class _Memory:
+    """What a kernel sees of a tensor, from an element on, which may lie before the tensor's memory."""
+
+    def __init__(self, tensor: torch.Tensor, base: int) -> None:
+        # The interpreter has no booleans in memory; bytes are what the kernel's source takes them for.
+        tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        self._whole = torch.as_strided(
+            tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0
+        )
+        start = tensor.storage_offset() + base
+        self._lead = max(0, -start)
+        longer = torch.cat([self._whole.new_zeros(self._lead), self._whole]) if self._lead else self._whole
+        self.seen = longer[start + self._lead :]
+
+    def finish(self) -> None:
+        if self._lead:
+            self._whole.copy_(self.seen[-len(self._whole) :])
 
 
 def _fused_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:

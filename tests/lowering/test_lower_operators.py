@@ -283,3 +283,9 @@ def test_a_new_value_goes_where_the_input_is() -> None:
     program = fuse(lower(compute_of(trace(function, given))))
     evaluate(program, [given])
     assert given.tolist() == [[0, -1, -2], [-6, -7, -8]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_are_compared_as_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    numbers = torch.arange(2040, 2060)
+    check(lambda x, n: (x >= n, x == n + 1, x < 2051), numbers.to(dtype), numbers)
