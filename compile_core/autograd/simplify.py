@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from compile_core.autograd.drop_copies import drop_copies
 from compile_core.autograd.recompute_regions import mark_of
+from compile_core.autograd.scatter_sums import join_scatter_sums
 from compile_core.ir.max_pooling import PLACES, POSITIONS
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
@@ -52,6 +53,7 @@ def simplify(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
     drop_copies(graph)
+    join_scatter_sums(graph)
     graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node)
     )

@@ -31,6 +31,7 @@ from compile_core.lowering.decompose_pooling import (
     max_pool2d,
     max_pool2d_backward,
 )
+from compile_core.lowering.embedding_gradients import embedding_dense_backward
 
 aten = torch.ops.aten
 
@@ -278,6 +279,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
+    aten.embedding_dense_backward.default: embedding_dense_backward,
     aten.avg_pool2d.default: avg_pool2d,
     aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten.max_pool2d_with_indices.default: max_pool2d,

@@ -21,6 +21,13 @@ OUT_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
     aten.baddbmm.default: aten.baddbmm.out,
 }
 
+# Operators that change a copy of their first argument, which a kernel that computes that argument may have made.
+IN_PLACE_VARIANTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+
 # Operators that run as torch's kernels by choice; any other extern call is a fallback.
 _KEPT_WHOLE = frozenset(
     {
@@ -33,8 +40,8 @@ _KEPT_WHOLE = frozenset(
         "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
         "_cudnn_attention_forward", "_cudnn_attention_backward", "embedding_dense_backward",
         "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put", "scatter_add",
-        "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "sort", "topk", "index_put_", "index_add_",
+        "scatter_add_", "scatter", "native_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "randint",
         "randperm", "uniform", "normal", "empty", "empty_like", "empty_strided", "new_empty", "copy_", "kept_call",
     }
 )  # fmt: skip

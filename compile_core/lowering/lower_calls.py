@@ -14,7 +14,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.extern_rules import OUT_VARIANTS, out_variant
 from compile_core.lowering.lower_builder import ProgramBuilder, dense_strides, pointwise, static_spec
 from compile_core.lowering.lower_index import Index
-from compile_core.lowering.lower_plan import GraphPlan
+from compile_core.lowering.lower_plan import GraphPlan, in_place_variant
 from compile_core.lowering.lower_values import Cost, Emitter, LazyTensor
 
 aten = torch.ops.aten
@@ -27,6 +27,13 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         raise Unsupported("unknown-call", f"the graph calls {target}, which is no torch operator")
     if node in plan.bare:
         return _product_plus_bias(builder, node, args)
+    in_place = in_place_variant(node)
+    if in_place is not None and isinstance(fake, torch.Tensor):
+        place = place or _new_like(builder, node.name, fake)
+        builder.store_into(place, args[0])
+        changed = builder.in_memory(place, tuple(fake.stride()), node.name)
+        builder.call(in_place, (changed, *args[1:]), kwargs, (None,), {}, node.name)
+        return changed
     single = isinstance(fake, torch.Tensor)
     if single and not isinstance(target, KeptCall) and (target in OUT_VARIANTS or place is not None):
         variant = out_variant(target)

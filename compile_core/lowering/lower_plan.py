@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import View
 from compile_core.ir.random_operators import is_random
-from compile_core.lowering.extern_rules import scalar_factor
+from compile_core.lowering.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
 from compile_core.lowering.lower_pooling import POOLING
 from compile_core.lowering.reduction_rules import is_reduction
@@ -200,12 +200,26 @@ def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
             reaches = numel_of(argument)
         plan.widest_user[argument] = max(plan.widest_user.get(argument, 0), reaches)
         if kind == MEMORY:
-            plan.in_memory.add(argument)
+            if not _is_only_copied(user, argument):
+                plan.in_memory.add(argument)
         elif kind == RE_INDEX and user in plan.in_memory:
             # views that lie in memory force their base there once they cover it together
             plan.viewed[argument] = plan.viewed.get(argument, 0) + numel_of(user)
             if plan.viewed[argument] >= numel_of(argument):
                 plan.in_memory.add(argument)
+
+
+def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
+    """What changes a copy of the first argument, where the node's operator does so and a nest can copy it."""
+    variant = IN_PLACE_VARIANTS.get(node.target)  # type: ignore[call-overload]
+    return variant if variant is not None and is_loop_dtype(node.meta["val"].dtype) else None
+
+
+def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    """Whether all that a torch kernel does with an argument is to change a copy of it."""
+    if in_place_variant(user) is None or user.args[0] is not argument:
+        return False
+    return argument not in tree_leaves((user.args[1:], user.kwargs))
 
 
 def _carry_back(node: torch.fx.Node, plan: GraphPlan) -> None:
