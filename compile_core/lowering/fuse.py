@@ -189,6 +189,8 @@ class _Fusion:
         # Two sums over long columns hold too much to be batched.
         if self.before[other] >> one & 1 or first.reduced_axes or len(first.body) != len(second.body):
             return False
+        if writes(first) & writes(second):
+            return False  # parts of one tensor
         key = batch_key(first, self.program.buffers)
         return key is not None and key == batch_key(second, self.program.buffers)
 

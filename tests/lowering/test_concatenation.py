@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,3 +80,15 @@ def test_a_longer_one_may_come_first():
 
     a, b, c = (torch.randn(3, n, requires_grad=True) for n in (2, 3, 4))
     check(program, a, b, c, backend="triton", rtol=1e-5, atol=1e-5)
+
+
+def test_equal_parts_are_stored_together():
+    """By one kernel, although each does the same to buffers of its own, which others leave to a batch."""
+
+    def program(a, b, c):
+        return torch.cat([a, b, c], 1)
+
+    lowered = lower(compute_of(trace(program, *(torch.randn(3, 8) for _ in "abc"))))
+    gpu = torch.device("cuda", 0)
+    buffers = {name: replace(spec, device=gpu) for name, spec in lowered.buffers.items()}
+    assert len(fuse(replace(lowered, buffers=buffers)).steps) == 1
