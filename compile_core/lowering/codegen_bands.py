@@ -56,14 +56,15 @@ class _BandWriter(TritonWriter):
         ]
         lines += [line for n in once for line in self.statement(n)]
         shape = f"[{tiling.x_block}, {tiling.r_block}]"
-        for value, _ in self.step.sums:
+        summed = dict.fromkeys(value for value, _ in self.step.sums)
+        for value in summed:
             lines.append(f"c{value} = tl.full({shape}, 0, {scalar_triton.value_type(self.dtypes[value])})")
         inner = [
             f"x = program * {band} + row + tl.arange(0, {tiling.x_block})[:, None]",
             *self.masks_and_axes(self.x),
         ]
         inner += [line for n in self.loads_first() if n not in once for line in self.whole_statement(n)]
-        inner += [f"c{value} += tl.broadcast_to(v{value}, {shape})" for value, _ in self.step.sums]
+        inner += [f"c{value} += tl.broadcast_to(v{value}, {shape})" for value in summed]
         lines.append(f"for row in tl.range(0, {band}, {tiling.x_block}, num_stages={ROWS_IN_FLIGHT}):")
         lines += [f"    {line}" for line in inner]
         mask = ", mask=r_inside" if self.r.overhangs else ""

@@ -9,11 +9,11 @@ from compile_core.ir.tensor_spec import TensorSpec
 from tests.lowering.codegen_nests import NestBuilder
 
 INPUTS = ("upstream", "residual", "x", "weight", "mean", "rstd")
-OUTPUTS = ("dx", "dx_narrow", "dweight", "dbias", "dbias_before")
+OUTPUTS = ("dx", "dx_narrow", "dweight", "dbias", "dbias_twice", "dbias_before")
 
 
 def norm_backward(rows: int = 1024, columns: int = 40) -> LoopProgram:
-    """Nothing but the sums reads ``gradient``, which the rows' nest stores."""
+    """Nothing but the sums reads ``gradient``, which the rows' nest stores. One of them goes to two places."""
     b = NestBuilder((rows, columns), 1)
     b.buffer("upstream", (rows, columns), torch.bfloat16)
     for name in ("residual", "x", "gradient", "dx"):
@@ -22,7 +22,7 @@ def norm_backward(rows: int = 1024, columns: int = 40) -> LoopProgram:
     b.buffer("weight", (columns,))
     for name in ("mean", "rstd"):
         b.buffer(name, (rows,))
-    for name in ("dweight", "dbias", "dbias_before"):
+    for name in ("dweight", "dbias", "dbias_twice", "dbias_before"):
         b.buffer(name, (columns,))
     gradient = b.apply("add", b.load("upstream", (0, 1)), b.load("residual", (0, 1)))
     b.store("gradient", (0, 1), gradient)
@@ -40,7 +40,8 @@ def norm_backward(rows: int = 1024, columns: int = 40) -> LoopProgram:
     xhat = normalised(sums, (1, 0), (1,))
     gradient = sums.load("gradient", (1, 0))
     sums.store("dweight", (0,), sums.reduce("sum", sums.apply("mul", gradient, xhat)))
-    sums.store("dbias", (0,), sums.reduce("sum", gradient))
+    for name in ("dbias", "dbias_twice"):
+        sums.store(name, (0,), sums.reduce("sum", gradient))
 
     before = NestBuilder((columns, rows), 1)
     before.buffers = b.buffers

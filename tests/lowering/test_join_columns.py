@@ -33,7 +33,7 @@ def test_sums_join_their_rows() -> None:
     program = norm_backward()
     result = joined(program)
     bands, *seconds = result.steps
-    assert isinstance(bands, BandNest) and len(bands.sums) == 3
+    assert isinstance(bands, BandNest) and len(bands.sums) == 4
     assert [step.name for step in seconds if isinstance(step, LoopNest)] == ["sums", "before"]
     # Only the sums read it.
     assert "gradient" not in result.buffers
