@@ -174,6 +174,7 @@ def compile_stages(
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph(module))
+    backend.prepare(_device_type(examples))
     decompositions = backend.decompositions(_device_type(examples), options)
     with_counters = backend.makes_random_numbers and not options.fallback_random
     if with_counters:

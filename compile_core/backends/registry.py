@@ -53,6 +53,7 @@ class RegionBackend:
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
         aligns_products: matrix products are to be padded (``autograd.pad_products``) before it sees them.
         takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
+        prepare: called with the device type when a graph comes, before its regions are known.
         ignored_options: those that mean nothing to it.
     """
 
@@ -63,6 +64,7 @@ class RegionBackend:
     makes_random_numbers: bool = False
     aligns_products: bool = False
     takes_open_sizes: bool = False
+    prepare: Callable[[str], None] = lambda device_type: None
     ignored_options: frozenset[str] = frozenset()
 
 
@@ -98,6 +100,7 @@ _backends: dict[str, Backend] = {
         triton.decompositions,
         makes_random_numbers=True,
         aligns_products=True,
+        prepare=triton.prepare,
     ),
 }
 

@@ -12,6 +12,7 @@ from compile_core.ir.schedule import Compute
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.batch_nests import batch_nests
 from compile_core.lowering.build import build, generate, start_build
+from compile_core.lowering.build_triton import start_workers
 from compile_core.lowering.choose_gemm import choose_gemm
 from compile_core.lowering.choose_products import choose_products
 from compile_core.lowering.decompositions import decomposition_table
@@ -26,6 +27,12 @@ from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.link_program import LinkedProgram, link_program
+
+
+def prepare(device_type: str) -> None:
+    """Starts what takes a while to start, before there is anything to compile."""
+    if device_type == "cuda":
+        start_workers()
 
 
 def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:

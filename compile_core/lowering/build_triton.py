@@ -32,6 +32,7 @@ from compile_core.toolchain.processors import usable_processors
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
 _OPTIONS = {"enable_fp_fusion": False}
+_WORKERS_AHEAD = 8
 
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
@@ -74,6 +75,13 @@ def start_triton(
         return {source.name: _loaded[_without_names(source)] for source in sources}
 
     return wait
+
+
+def start_workers() -> None:
+    """Starts the processes that compile, while there is nothing to compile yet: they import Triton first."""
+    if triton_compiler.triton is not None:
+        with suppress(CompileError):  # raised again where one is needed
+            _workers.start(min(usable_processors(), _WORKERS_AHEAD))
 
 
 def compile_triton_for(

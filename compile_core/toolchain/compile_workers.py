@@ -1,8 +1,8 @@
 """Processes that compile, one request at a time each, while this process does something else.
 
 They are processes and not forks, since this process has threads and a GPU; and they are started when a request finds no
-idle one. A process that dies (killed for its memory, crashed, or gone because it was idle for long) is replaced once; a
-request that kills two is an error. When this process ends, their input does, and so do they.
+idle one, or ahead of the requests. A process that dies (killed for its memory, crashed, or gone because it was idle for
+long) is replaced once; a request that kills two is an error. When this process ends, their input does, and so do they.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ class CompileWorkers:
             return answer
         raise AssertionError("not reached")
 
+    def start(self, count: int) -> None:
+        """Sees to it that so many wait for requests; they take a second to be ready, which nobody waits for here.
+
+        Raises:
+            CompileError: a process could not be started.
+        """
+        for worker in list(self._idle):
+            if worker.has_ended():
+                with suppress(ValueError):  # taken meanwhile
+                    self._idle.remove(worker)
+                    worker.stop()
+        while len(self._idle) < count:
+            self._idle.append(_Worker(self._script))
+
     def close(self) -> None:
         """Ends the idle processes."""
         while self._idle:
@@ -63,7 +77,8 @@ class CompileWorkers:
     def _take(self, fresh: bool) -> _Worker:
         if not fresh:
             with suppress(IndexError):
-                return self._idle.pop()
+                # The one that has been started first is ready.
+                return self._idle.pop(0)
         return _Worker(self._script)
 
     def _forget(self) -> None:
@@ -101,6 +116,9 @@ class _Worker:
         except (BrokenPipeError, subprocess.TimeoutExpired) as error:
             raise _DiedError(str(error)) from None
         return json.loads(received)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def stop(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

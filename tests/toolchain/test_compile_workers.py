@@ -53,6 +53,22 @@ def test_requests_of_several_threads_have_processes_of_their_own(workers: Compil
     assert len({answer["process"] for answer in answers}) == 3
 
 
+def test_processes_that_were_started_ahead_answer(workers: CompileWorkers) -> None:
+    workers.start(2)
+    started = [worker._process.pid for worker in workers._idle]
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(workers.ask, [{"sleep_s": 0.5}] * 3))
+    assert len(started) == 2 and {*started} < {answer["process"] for answer in answers}
+
+
+def test_those_that_left_do_not_count_as_started(workers: CompileWorkers) -> None:
+    left = workers.ask({"leave": True})["process"]
+    for worker in workers._idle:
+        worker._process.wait(10)
+    workers.start(1)
+    assert [worker._process.pid == left for worker in workers._idle] == [False]
+
+
 def test_a_process_that_died_is_replaced(workers: CompileWorkers, tmp_path: Path) -> None:
     assert workers.ask({"die_unless": str(tmp_path / "once"), "text": "alive"})["text"] == "alive"
 
