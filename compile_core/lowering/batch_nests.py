@@ -19,7 +19,7 @@ from math import prod
 from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.kernel_bases import rebased
+from compile_core.lowering.kernel_bases import separated
 from compile_core.lowering.overwrite_inputs import cannot_fail
 from compile_core.lowering.passes import buffers_of
 from compile_core.lowering.step_order import direct_dependencies, topological_order
@@ -45,11 +45,11 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
     """What nests of one batch have in common; ``None`` for a step that can be in none."""
     if not isinstance(step, LoopNest):
         return None
-    names = buffers_of(step)
-    kinds = {buffers[name].device.type for name in names}
+    specs = [buffers[name] for name in buffers_of(step)]
+    kinds = {spec.device.type for spec in specs}
     if kinds == {"cuda"}:
-        step = rebased(simplify(step), buffers)[0]
-        names = buffers_of(step)
+        step, places = separated(simplify(step), buffers)
+        specs = [buffers[name] for name, _ in places.values()]
     elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1 or _gathers(step):
         return None
     space: object = len(step.extents)
@@ -58,7 +58,7 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
     elif kinds == {"cuda"}:
         # One odd size would cost all members their wide accesses.
         space = (space, prod(step.extents) % 16 == 0)
-    numbered = {name: f"{k}" for k, name in enumerate(names)}
+    numbered = {name: f"{k}" for k, name in enumerate(buffers_of(step))}
     body = []
     for statement in step.body:
         if isinstance(statement, Load | Store):
@@ -66,7 +66,7 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
             statement = replace(statement, access=access)
         body.append(statement)
     # The print of a number tells 0.0 from -0.0, and 1 from True.
-    return repr((space, [(buffers[name].dtype, buffers[name].device) for name in names], body))
+    return repr((space, [(spec.dtype, spec.device) for spec in specs], body))
 
 
 def _gathers(nest: LoopNest) -> bool:

@@ -18,7 +18,7 @@ from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopNest, NestBatch
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.codegen_triton import TritonWriter, triton_source
-from compile_core.lowering.kernel_bases import rebased
+from compile_core.lowering.kernel_bases import separated
 from compile_core.lowering.passes import buffers_of
 from compile_core.lowering.tiling_triton import tile_for_gpu
 from compile_core.lowering.triton_sides import Side
@@ -30,15 +30,16 @@ def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -
     Raises:
         Unsupported: a dtype that Triton kernels do not handle (complex, quantised).
     """
-    pairs = [rebased(member, buffers) for member in batch.members]
+    pairs = [separated(member, buffers) for member in batch.members]
     given = {
-        name: k for k, name in enumerate(dict.fromkeys(n for nest, _ in pairs for n in buffers_of(nest)))
+        name: k for k, name in enumerate(dict.fromkeys(n for _, each in pairs for n, _ in each.values()))
     }
     taken = [
-        [f"p{given[name]}" + (f" + {bases[name]}" if name in bases else "") for name in buffers_of(nest)]
-        for nest, bases in pairs
+        [f"p{given[name]}" + (f" + {base}" if base else "") for name, base in each.values()]
+        for _, each in pairs
     ]
-    writer = _BatchWriter([nest for nest, _ in pairs], taken, buffers)
+    specs = {name: buffers[buffer] for name, (buffer, _) in pairs[0][1].items()}
+    writer = _BatchWriter([nest for nest, _ in pairs], taken, specs)
     meta = (("num_warps", writer.tiling.num_warps),)
     return triton_source(batch.name, tuple(given), buffers, writer.lines(), writer.grid(), meta)
 

@@ -158,7 +158,7 @@ class _Fusion:
         saved: dict[int, int] = {}
         flows: set[int] = set()
         for name in reads(step) | writes(step):
-            size = self.program.buffers[name].bytes
+            size = self._touched_bytes(step, name)
             readers, writers = self.readers.get(name, set()), self.writers.get(name, set())
             for other in (readers | writers) - {number}:
                 if not isinstance(self.steps[other], LoopNest):
@@ -180,6 +180,14 @@ class _Fusion:
             if other in flows or near:
                 entries.append((-(size + _LAUNCH_BYTES), first, second))
         return entries
+
+    def _touched_bytes(self, nest: LoopNest, name: str) -> int:
+        """The bytes of a buffer, or of those of its elements of which the nest reads or writes one each."""
+        spec = self.program.buffers[name]
+        accesses = [s.access for s in nest.body if isinstance(s, Load | Store) and s.access.buffer == name]
+        if any(any(access.strides) or access.gathers for access in accesses):
+            return spec.bytes
+        return min(spec.bytes, len(accesses) * spec.dtype.itemsize)
 
     def _may_be_batched(self, one: int, other: int) -> bool:
         """Whether two nests do the same to different buffers, as to an optimizer's parameters: then ``batch_nests``

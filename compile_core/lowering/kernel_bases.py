@@ -43,3 +43,27 @@ def rebased(
         replace(s, access=moved(s.access)) if isinstance(s, Load | Store) else s for s in nest.body
     ]
     return replace(nest, body=tuple(body)), bases
+
+
+def separated(
+    nest: LoopNest, buffers: Mapping[str, TensorSpec]
+) -> tuple[LoopNest, Mapping[str, tuple[str, int]]]:
+    """``rebased``, and every single element that the nest reads and nothing else there is a buffer of its own.
+
+    Returns:
+        The nest, and by the name of each of its buffers the one of ``buffers`` and where in that it begins.
+    """
+    accesses = [s.access for s in nest.body if isinstance(s, Load | Store)]
+    whole = {access.buffer for access in accesses if any(access.strides) or access.gathers}
+    whole |= {s.access.buffer for s in nest.body if isinstance(s, Store)}
+    owners: dict[str, str] = {}
+    body: list[Statement] = []
+    for statement in nest.body:
+        if isinstance(statement, Load) and statement.access.buffer not in whole:
+            name = f"{statement.access.buffer}[{statement.access.offset}]"
+            owners[name] = statement.access.buffer
+            statement = replace(statement, access=replace(statement.access, buffer=name))
+        body.append(statement)
+    nest, bases = rebased(replace(nest, body=tuple(body)), buffers)
+    names = dict.fromkeys(s.access.buffer for s in nest.body if isinstance(s, Load | Store))
+    return nest, {name: (owners.get(name, name), bases.get(name, 0)) for name in names}

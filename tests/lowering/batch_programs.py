@@ -56,8 +56,8 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def _scaled(xs: list[Tensor], numbers: Tensor) -> list[Tensor]:
-    """Each by a number of its own, which lie in one tensor."""
-    return [x * numbers.select(0, k) for k, x in enumerate(xs)]
+    """Each by a number of its own and by one for all, which lie in one tensor."""
+    return [x * numbers.select(0, k) + numbers.select(0, 3) for k, x in enumerate(xs)]
 
 
 def _list(*sizes: tuple[int, ...]) -> list[Tensor]:
@@ -78,7 +78,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
     "softmax": (_softmax, (_list(*[(6, 50)] * 4),), [4, 4, 4, 4]),
     "rows": (_rows, (*_list((9, 8)), *_INDICES), [3]),
     "counts": (_counts, ([torch.tensor(k) for k in range(5)],), [5]),
-    "scaled": (_scaled, (_list((9,), (5, 4), (21,)), *_list((3,))), [3]),
+    "scaled": (_scaled, (_list((9,), (5, 4), (21,)), *_list((4,))), [3]),
     "parts": (_parts, (*_list((192,)),), [3]),
 }
 
