@@ -26,8 +26,9 @@ from compile_core.autograd.recompute_regions import CHECKPOINTS
 
 aten = torch.ops.aten
 
-# The largest value that is computed, in elements: a mask over 4096 by 4096 positions, some tens of milliseconds.
-_LARGEST = 2**24
+# The largest value that is computed, in elements: a mask over 8192 by 8192 positions, about a second; one over 1024 by
+# 1024 takes some milliseconds.
+_LARGEST = 2**26
 
 # What they fill with: a value, or the position of the argument that says it.
 _FILLED_WITH: Mapping[Any, float] = {
