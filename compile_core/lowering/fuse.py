@@ -110,10 +110,7 @@ class _Fusion:
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
         order = topological_order(self.direct, self.position)
-        steps = _renamed(
-            simplified(step, self.buffer_dtype) if isinstance(step, LoopNest) else step
-            for step in (self.steps[number] for number in order)
-        )
+        steps = _renamed(self._simplified(self.steps[number]) for number in order)
         touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
         buffers = {name: spec for name, spec in self.program.buffers.items() if name in touched}
         constants = {name: tensor for name, tensor in self.program.constants.items() if name in touched}
@@ -127,15 +124,15 @@ class _Fusion:
         program = replace(self.program, buffers=buffers, constants=constants, steps=tuple(steps))
         return program, tuple(sorted(refusals, key=lambda refusal: -refusal.bytes))
 
+    def _simplified(self, step: Step) -> Step:
+        if not isinstance(step, LoopNest):
+            return step
+        return simplified(without_one_term_sums(step, self.buffer_dtype), self.buffer_dtype)
+
     # -- dependencies
 
     def _build_dependencies(self) -> None:
-        steps = [
-            simplified(without_one_term_sums(step, self.buffer_dtype), self.buffer_dtype)
-            if isinstance(step, LoopNest)
-            else step
-            for step in _without_dead_nests(self.program.steps, self.kept)
-        ]
+        steps = [self._simplified(step) for step in _without_dead_nests(self.program.steps, self.kept)]
         for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
             self.steps[number] = step
             self.position[number] = self.last_position[number] = number

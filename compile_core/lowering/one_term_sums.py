@@ -59,12 +59,16 @@ def without_one_term_sums(nest: LoopNest, buffer_dtype: Callable[[str], torch.dt
             number[n] = _look_up(builder, terms[n], number, nest.extents[axes[0]], statement.dtype)
         else:
             number[n] = builder.add(renumbered(statement, number))
-    nest = replace(nest, body=without_dead_statements(builder.statements))
-    if any(isinstance(statement, Reduce) for statement in nest.body):
-        return nest
-    moved = {axis for walk in _walks(nest.body) for axis, stride in enumerate(walk) if stride}
-    kept = [axis for axis in range(len(nest.extents)) if axis < parallel_axes(nest) or axis in moved]
-    return replace(with_axes(nest, kept), reduced_axes=0)
+    changed = replace(nest, body=without_dead_statements(builder.statements))
+    if any(isinstance(statement, Reduce) for statement in changed.body):
+        return changed
+    moved = [walk[axes[0]] != 0 for walk in _walks(changed.body)]
+    if not any(moved):
+        kept = [axis for axis in range(len(nest.extents)) if axis < parallel_axes(nest)]
+        return with_axes(changed, kept)
+    # Without a reduction its axis is a parallel one, at each point of which all is stored.
+    stores = [s.access.strides[axes[0]] for s in changed.body if isinstance(s, Store)]
+    return replace(changed, reduced_axes=0) if all(stores) else nest
 
 
 def _look_up(

@@ -80,3 +80,25 @@ def test_the_gradient_of_a_cross_entropy_reduces_nothing() -> None:
     expected = scores.clone().requires_grad_()
     F.cross_entropy(expected, target, reduction="sum").backward()
     torch.testing.assert_close(gradient(scores, target, largest, total), expected.grad)
+
+
+def test_a_row_that_is_computed_once_for_two_readers() -> None:
+    """Long to compute, it goes through memory, until its readers are one nest."""
+
+    def gradient(target: Tensor, value: Tensor, scores: Tensor) -> Tensor:
+        for _ in range(20):
+            value = value * 0.5 + 1
+        slope = one_hot(target, value)
+        return slope - scores * slope.sum(1, keepdim=True)
+
+    program = check(gradient, PLACES, VALUES, torch.randn(ROWS, COLUMNS))
+    assert not reductions(program) and len(nests(program)) == 1
+
+
+def test_what_is_stored_once_a_row_needs_the_reduction() -> None:
+    def program(target: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        slope = one_hot(target, value)
+        largest = scores.amax(1, keepdim=True)
+        return slope.sum(1, keepdim=True) * (scores - largest), largest
+
+    check(program, PLACES, VALUES, torch.randn(ROWS, COLUMNS))
