@@ -313,6 +313,18 @@ def weighted_columns(rows: int = 40, columns: int = 24) -> Case:
     return b.nest("weighted_columns"), b.buffers
 
 
+def scaled_columns(rows: int = 70, columns: int = 24) -> Case:
+    """A factor and a summand for each column, as a batch norm ends with."""
+    b = NestBuilder((rows, columns))
+    for name in ("scale", "shift"):
+        b.buffer(name, (columns,))
+    for name in ("x", "y"):
+        b.buffer(name, (rows, columns), torch.bfloat16)
+    scaled = b.apply("mul", b.load("x", (0, 1)), b.load("scale", (1,)))
+    b.store("y", (0, 1), b.apply("add", scaled, b.load("shift", (1,))))
+    return b.nest("scaled_columns"), b.buffers
+
+
 def transpose(rows: int = 45, columns: int = 70) -> Case:
     b = NestBuilder((columns, rows))
     b.buffer("x", (rows, columns))
@@ -499,6 +511,7 @@ HAND_WRITTEN = {
     "positions": positions(),
     "flat_positions": flat_positions(),
     "weighted_columns": weighted_columns(),
+    "scaled_columns": scaled_columns(),
     "transpose": transpose(),
     "transpose_three_columns": transpose(3, 1100),
     "transpose_three_rows": transpose(600, 3),

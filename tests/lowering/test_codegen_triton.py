@@ -34,6 +34,7 @@ from tests.lowering.codegen_nests import (
     layer_norm_backward,
     norm_weight_gradients,
     residual_add,
+    scaled_columns,
     softmax,
     total,
     transpose,
@@ -153,6 +154,8 @@ def test_tiles_follow_the_shape() -> None:
     assert tiling(columns_of_parts(16, 769, 512)).y_axes == ()
     both = tiling(transposed_sums(8192, 768))
     assert both.x_block == 32 and both.r_block >= 32
+    assert tiling(scaled_columns(16_384, 64)).x_block == 2048
+    assert tiling(residual_add((4096, 512))).x_block == 1024
     few = tiling(channel_variances(128, 1024))
     assert (few.persistent, few.x_block) == (True, 8)
     assert tiling(transpose(512, 512)).y_axes
