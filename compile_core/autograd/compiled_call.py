@@ -6,7 +6,6 @@ costs little more than what is done here, so whatever is the same for all calls 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ from compile_core.autograd.preserved_modes import without_autocast
 from compile_core.autograd.returned_draws import Program
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
-
-Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+from compile_core.ir.pick import Pick, picker
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,12 @@ class DifferentiableProgram:
             num_outputs=graph.num_outputs,
             saved_tensors=len(graph.saved) - saved_numbers,
             saved_numbers=saved_numbers,
-            pick_saved=_picker([places[name] for name in graph.saved]),
+            pick_saved=picker([places[name] for name in graph.saved]),
             constant_outputs=tuple(
                 k for k in range(tensors) if k not in signature.tangents and k not in updated
             ),
             # The first gradient is that of the program itself, as the node counts its inputs.
-            pick_gradients=_picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
+            pick_gradients=picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
             changed=frozenset(mutation.input for mutation in signature.mutated),
             restored=getattr(backward, "restored", list),
         )
@@ -195,13 +193,6 @@ def standalone_outputs(outputs: Sequence[Any], open_sizes: int) -> tuple[Any, ..
         [value if value is None or not value._is_view() else value.detach() for value in tensors]
     )
     return (*standalone, *outputs[len(tensors) :]) if open_sizes else standalone
-
-
-def _picker(places: Sequence[int]) -> Pick:
-    """What takes the values at these places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
 
 
 # ``Function.apply`` without the look at each argument that only functions under torch.func need.

@@ -32,8 +32,10 @@ import torch
 
 from compile_core.errors import InternalError
 from compile_core.ir.change_counts import tell_of_changes
+from compile_core.ir.pick import picker
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from compile_core.runtime.region_interpreter import region_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +206,16 @@ class GraphedProgram:
         self._copied_out = set(copied_out)
         self._forward = forward
         self._kept = dict(kept or {})
+        self._pick_kept = picker(self._kept)
+        # What the places in a recording of the forward are.
+        self._places_of: weakref.WeakKeyDictionary[Recording, tuple[int | None, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._seen: list[int | None] | None = None
         # Inputs that are taken to stay where they are; None where that has to be found out.
         self._watched: list[int] | None = None
+        self._pick_watched = picker(())
+        self._watched_places: tuple[int | None, ...] = ()
         self._recordings: list[Recording] = []
         # Those that are used no more, while a backward may still come for what they kept.
         self._leaving: list[Recording] = []
@@ -281,18 +290,27 @@ class GraphedProgram:
         if self._forward is None:
             return None
         for recording in [*self._forward._recordings, *self._forward._leaving]:
-            if None in self._places_in(recording):
-                # What the forward borrowed from an input of its own is an input like any other.
-                self._kept = {p: k for p, k in self._kept.items() if recording.places[k] is not None}
-                self._watched = None
-            if tuple(map(places.__getitem__, self._kept)) == self._places_in(recording):
+            expected = self._places_in(recording)
+            if self._pick_kept(places) == expected:
                 return recording
         if -1 in places:
             raise InternalError(f"{self._name} got a witness of a recording that is gone")
         return None
 
     def _places_in(self, forward: Recording) -> tuple[int | None, ...]:
-        return tuple(map(forward.places.__getitem__, self._kept.values()))
+        """Where the inputs lie that a recording of the forward computes."""
+        places = self._places_of.get(forward)
+        if places is None:
+            borrowed = [position for position, k in self._kept.items() if forward.places[k] is None]
+            if borrowed:
+                # What the forward borrowed from an input of its own is an input like any other.
+                self._kept = {position: k for position, k in self._kept.items() if position not in borrowed}
+                self._pick_kept = picker(self._kept)
+                self._places_of.clear()
+                self._watched = None
+            places = tuple(map(forward.places.__getitem__, self._kept.values()))
+            self._places_of[forward] = places
+        return places
 
     def _forget_moved(self, places: list[int | None]) -> None:
         assert self._seen is not None
@@ -300,14 +318,17 @@ class GraphedProgram:
             self._watched = [
                 p for p in range(len(places)) if p not in self._copied_in and p not in self._kept
             ]
-        moved = [position for position in self._watched if places[position] != self._seen[position]]
-        if moved:
-            # What is changed cannot be copied, so its new address needs a new recording.
-            self._copied_in.update(set(moved).difference(self._changed))
-            self._seen = places
-            self._watched = None
-            self._leaving += self._recordings
-            self._recordings.clear()
+            self._pick_watched = picker(self._watched)
+            self._watched_places = self._pick_watched(self._seen)
+        if self._pick_watched(places) == self._watched_places:
+            return
+        moved = {position for position in self._watched if places[position] != self._seen[position]}
+        # What is changed cannot be copied, so its new address needs a new recording.
+        self._copied_in.update(moved.difference(self._changed))
+        self._seen = places
+        self._watched = None
+        self._leaving += self._recordings
+        self._recordings.clear()
 
     def _not_yet_copied(self, positions: Sequence[int]) -> set[int]:
         """Those results that would be copied instead, were they known to outlive the next call."""
@@ -359,6 +380,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _places(values: Sequence[Any]) -> list[int | None]:
     """Addresses; that of nothing is -1."""
+    interpreter = region_interpreter()
+    if interpreter is not None:
+        return interpreter.addresses([*values])
     return [-1 if value is None else value.data_ptr() for value in values]
 
 
@@ -375,6 +399,8 @@ def _inference_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies each second tensor into the first, which has the same layout; one launch for those of a dtype."""
+    if not pairs:
+        return
     by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in pairs:
         if not TensorSpec.of(target).is_dense:

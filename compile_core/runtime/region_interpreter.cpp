@@ -33,7 +33,7 @@ struct MethodDefinition {
     const char* documentation;
 };
 
-extern PyObject PyTuple_Type, PyList_Type;
+extern PyObject PyTuple_Type, PyList_Type, _Py_NoneStruct;
 extern PyObject *PyExc_IndexError, *PyExc_TypeError;
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
@@ -46,6 +46,7 @@ PyObject* PyList_New(intptr_t);
 int PyList_SetItem(PyObject*, intptr_t, PyObject*);
 int PyList_SetSlice(PyObject*, intptr_t, intptr_t, PyObject*);
 intptr_t PyList_Size(PyObject*);
+PyObject* PyLong_FromLongLong(long long);
 PyObject* PyLong_FromVoidPtr(void*);
 void* PyLong_AsVoidPtr(PyObject*);
 PyObject* PyObject_Vectorcall(PyObject*, PyObject* const*, size_t, PyObject*);
@@ -87,6 +88,14 @@ struct Register {
     Handle tensor;
     char* data;  // the tensor's address once it was asked for
 };
+
+bool is_tensor(PyObject* object) {
+    return object->type == gs_tensor_type || PyType_IsSubtype(object->type, gs_tensor_type);
+}
+
+Handle handle_in(PyObject* object) {
+    return reinterpret_cast<Handle>(reinterpret_cast<char*>(object) + gs_implementation_offset);
+}
 
 class Run {
 public:
@@ -180,14 +189,6 @@ private:
     }
     void release() {
         if (!thread) thread = PyEval_SaveThread();
-    }
-
-    static bool is_tensor(PyObject* object) {
-        return object->type == gs_tensor_type || PyType_IsSubtype(object->type, gs_tensor_type);
-    }
-
-    static Handle handle_in(PyObject* object) {
-        return reinterpret_cast<Handle>(reinterpret_cast<char*>(object) + gs_implementation_offset);
     }
 
     // Takes the reference.
@@ -417,8 +418,26 @@ PyObject* run(PyObject* self, PyObject* const* arguments, intptr_t count) {
     return region.read(arguments[0]) ? region.run() : nullptr;
 }
 
+// Where the tensors of a list begin, -1 for None.
+PyObject* addresses(PyObject*, PyObject* const* arguments, intptr_t) {
+    const intptr_t count = PyList_Size(arguments[0]);
+    PyObject* result = count < 0 ? nullptr : PyList_New(count);
+    for (intptr_t index = 0; result && index < count; ++index) {
+        PyObject* item = PyList_GetItem(arguments[0], index);
+        void* data = reinterpret_cast<void*>(-1);
+        if (item != &_Py_NoneStruct && (!is_tensor(item) || gs_get_data_ptr(handle_in(item), &data))) {
+            PyErr_SetString(PyExc_TypeError, "not a tensor that has an address");
+            Py_DecRef(result);
+            return nullptr;
+        }
+        PyList_SetItem(result, index, PyLong_FromLongLong(reinterpret_cast<intptr_t>(data)));
+    }
+    return result;
+}
+
 }  // namespace
 
 extern "C" {
+MethodDefinition gs_addresses = {"addresses", addresses, 0x80, nullptr};
 MethodDefinition gs_run = {"run", run, 0x80, nullptr};  // METH_FASTCALL
 }

@@ -43,6 +43,8 @@ class RegionInterpreter:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        # Where the tensors of a list begin, -1 for ``None``.
+        self.addresses: Callable[[list[Any]], list[int | None]] = builtin_function(library, "gs_addresses")
 
     def bind(self, program: EncodedProgram, filename: str) -> Run:
         """The function that runs a program, whose tracebacks name a file."""
