@@ -56,7 +56,7 @@ class OnlineSum:
             f"n{n} = nan_max(r{n}, tl.reduce(e{n}, 1, nan_max, keep_dims=True))",
             # Where all was -inf so far, differences from it would be no numbers.
             f"d{n} = tl.where(n{n} == -float('inf'), 0.0, n{n})",
-            f"r{total} = r{total} * exp32(r{n} - d{n}) + exp32(e{n} - d{n})",
+            f"r{total} = r{total} * exp32(r{n} - d{n}) + quick_exp(e{n} - d{n})",
             f"r{n} = n{n}",
         ]
 
