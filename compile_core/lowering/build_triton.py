@@ -32,6 +32,8 @@ from compile_core.toolchain.processors import usable_processors
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
 _OPTIONS = {"enable_fp_fusion": False}
+# What a block may have on any GPU without asking.
+_SHARED_BYTES_ANYWHERE = 48 << 10
 _WORKERS_AHEAD = 8
 
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
@@ -191,8 +193,7 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
     grid_x, grid_y, grid_z = source.grid
     kernels: dict[bool, Any] = {True: aligned}
     with torch.cuda.device(device):
-        aligned._init_handles()
-    run, function, packed = aligned.run, aligned.function, aligned.packed_metadata
+        handle = _handle_of(aligned, index)
 
     def launch(*buffers: Any) -> None:
         combined = 0
@@ -202,7 +203,10 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
             combined |= buffer
         if combined & 15 or device_of_thread() != index:
             return launch_with_care(combined & 15 == 0, buffers)
-        run(grid_x, grid_y, grid_z, stream_of(index), function, packed, None, None, None, *buffers)
+        # Where the driver has launched the kernel so far, this makes its launcher.
+        run = aligned.run
+        stream, packed = stream_of(index), aligned.packed_metadata
+        run(grid_x, grid_y, grid_z, stream, aligned.function, packed, None, None, None, *buffers)
         return None
 
     def launch_with_care(is_aligned: bool, addresses: Sequence[int]) -> None:
@@ -216,9 +220,22 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
                 *source.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses
             )
 
-    handle = function if _is_plain(aligned.metadata) else 0
     threads, shared_bytes = 32 * aligned.metadata.num_warps, aligned.metadata.shared
     return BuiltKernel(launch, handle, CudaLaunch(device, (grid_x, grid_y, grid_z), threads, shared_bytes))
+
+
+def _handle_of(kernel: Any, device_index: int) -> int:
+    """Loads a kernel; the driver's handle of it, or 0 where it needs more than its addresses to be launched.
+
+    Only where there may be something to refuse is this Triton's work, which makes a launcher, too: C that a compiler
+    takes up to a second for, once for each number of arguments.
+    """
+    if _is_plain(kernel.metadata) and kernel.metadata.shared <= _SHARED_BYTES_ANYWHERE:
+        handle, most_threads = triton_compiler.load_binary(kernel, device_index)
+        if 32 * kernel.metadata.num_warps <= most_threads:
+            return handle
+    kernel._init_handles()
+    return kernel.function if _is_plain(kernel.metadata) else 0
 
 
 def _is_plain(metadata: Any) -> bool:

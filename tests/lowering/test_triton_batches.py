@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from compile_core.lowering.build import build, generate
 from compile_core.lowering.build_triton import compile_triton_for
 from compile_core.lowering.lower import lower
 from compile_core.runtime.link_program import link_program
+from compile_core.runtime.region_interpreter import region_interpreter
 from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, momentum_in_place
 from tests.lowering.lowering_harness import compare, compute_of, trace
 from tests.lowering.product_programs import on
@@ -88,3 +90,21 @@ def test_batch_on_a_gpu(name: str, tmp_path: Path) -> None:
     flat = [tensor.to(GPU) for tensor in tree_leaves(inputs)]
     results = [result.cpu() for result in run([*flat])]
     compare(results, tree_leaves(function(*inputs)))
+
+
+@pytest.mark.gpu
+def test_kernels_need_no_launchers_of_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each would be compiled C, which takes up to a second for every number of arguments."""
+    from triton.backends.nvidia import driver
+
+    if region_interpreter() is None:
+        pytest.skip("regions run in Python here")
+    monkeypatch.setattr(driver, "make_launcher", None)
+    program = batch_program("casts")
+    sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
+    named = [
+        replace(source, text=f"{source.text}\n    # {tmp_path}") for source in sources
+    ]  # built here only
+    run = link_program(program, named, build(named, tmp_path))
+    flat = [tensor.to(GPU) for tensor in tree_leaves(PROGRAMS["casts"][1])]
+    compare([result.cpu() for result in run([*flat])], [tensor.cpu().to(torch.bfloat16) for tensor in flat])
