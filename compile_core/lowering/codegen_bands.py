@@ -16,7 +16,7 @@ from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
 from compile_core.lowering.codegen_triton import TritonWriter, triton_source
 from compile_core.lowering.passes import buffers_of
-from compile_core.lowering.tiling_bands import REGISTERS, ROWS_IN_FLIGHT, tile_bands
+from compile_core.lowering.tiling_bands import rows_in_flight, tile_bands
 
 
 def generate_bands(step: BandNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -27,7 +27,7 @@ def generate_bands(step: BandNest, buffers: Mapping[str, TensorSpec]) -> KernelS
     """
     names = tuple(dict.fromkeys([*buffers_of(step.rows), *sorted(writes(step))]))
     writer = _BandWriter(step, buffers, {name: index for index, name in enumerate(names)})
-    meta = (("num_warps", writer.tiling.num_warps), ("maxnreg", REGISTERS))
+    meta = (("num_warps", writer.tiling.num_warps),)
     return triton_source(step.name, names, buffers, writer.lines(), writer.grid(), meta)
 
 
@@ -63,9 +63,12 @@ class _BandWriter(TritonWriter):
             f"x = program * {band} + row + tl.arange(0, {tiling.x_block})[:, None]",
             *self.masks_and_axes(self.x),
         ]
-        inner += [line for n in self.loads_first() if n not in once for line in self.whole_statement(n)]
+        each = [n for n in range(len(self.nest.body)) if n not in once]
+        inner += [line for n in self.loads_first(each) for line in self.whole_statement(n)]
         inner += [f"c{value} += tl.broadcast_to(v{value}, {shape})" for value in summed]
-        lines.append(f"for row in tl.range(0, {band}, {tiling.x_block}, num_stages={ROWS_IN_FLIGHT}):")
+        lines.append(
+            f"for row in tl.range(0, {band}, {tiling.x_block}, num_stages={rows_in_flight(self.step)}):"
+        )
         lines += [f"    {line}" for line in inner]
         mask = ", mask=r_inside" if self.r.overhangs else ""
         for value, name in self.step.sums:

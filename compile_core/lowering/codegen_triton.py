@@ -33,6 +33,7 @@ from compile_core.lowering.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_GRID_Y = 65535
+_MOST_EARLY_LOADS = 8
 
 
 def generate_triton(nest: LoopNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:
@@ -163,7 +164,7 @@ class TritonWriter:
 
     def _pointwise(self) -> list[str]:
         def body() -> list[str]:
-            return [line for n in range(len(self.nest.body)) for line in self.statement(n)]
+            return [line for n in self.loads_first(range(len(self.nest.body))) for line in self.statement(n)]
 
         # Blocks of a long row, each program one.
         whole = self._whole_blocks(self.x) if self.y.axes and self.y.block == 1 else 0
@@ -179,23 +180,34 @@ class TritonWriter:
 
     def _persistent(self) -> list[str]:
         lines = ["r = r_base", *self.masks_and_axes(self.r)]
-        return lines + [line for n in self.loads_first() for line in self.whole_statement(n)]
+        in_order = self.loads_first(range(len(self.nest.body)))
+        return lines + [line for n in in_order for line in self.whole_statement(n)]
 
-    def loads_first(self) -> list[int]:
-        """The body's statements, what can be loaded at once first. A reduction is a barrier, which the compiler moves
-        no load across: one behind it would wait for memory once more."""
+    def loads_first(self, numbers: Sequence[int]) -> list[int]:
+        """Statements in an order in which loads come first, if these are not too many to hold.
+
+        The compiler moves no load across a barrier, which each reduction is, or across a store, which it cannot tell
+        from others: a load behind one would wait for memory once more. What is the same for all of a tile's X, such as
+        the weights of a layer norm, is near, and stays where it is: it would only take registers.
+        """
         stored = {s.access.buffer for s in self.nest.body if isinstance(s, Store)}
         loads = [
             n
-            for n, s in enumerate(self.nest.body)
-            if isinstance(s, Load) and not self.analysis.levels[n] and s.access.buffer not in stored
+            for n in numbers
+            if isinstance(s := self.nest.body[n], Load)
+            and s.access.buffer not in stored
+            and self.analysis.axes[n] & set(self.x.axes)
         ]
-        early = set(loads)
-        while loads:
-            new = set(operands(self.nest.body[loads.pop()])) - early
-            early |= new
-            loads += new
-        return [*sorted(early), *(n for n in range(len(self.nest.body)) if n not in early)]
+        early: set[int] = set()
+        pending = loads if len(loads) <= _MOST_EARLY_LOADS else []
+        while pending:
+            n = pending.pop()
+            if n in numbers and n not in early:
+                early.add(n)
+                pending += operands(self.nest.body[n])
+        if any(isinstance(self.nest.body[n], Reduce) for n in early):
+            return list(numbers)
+        return [*sorted(early), *(n for n in numbers if n not in early)]
 
     def whole_statement(self, n: int) -> list[str]:
         """A statement of a tile that holds rows as a whole."""
@@ -222,7 +234,7 @@ class TritonWriter:
     def _blocks(self, step: Pass, start: int, stop: int) -> list[str]:
         """A pass over a part of the reduced space."""
         loop = ["r = r_start + r_base", *self.masks_and_axes(self.r)]
-        for n in sorted((*step.values, *step.reduces, *step.stores)):
+        for n in self.loads_first(sorted((*step.values, *step.reduces, *step.stores))):
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
                 reduction = self._reduction(n, statement)

@@ -9,13 +9,14 @@ from compile_core.lowering.tiling_triton import GpuTiling, power_of_two
 
 # A program's registers, in elements: values of a whole row that are live at once, times the row's length.
 _BUDGET = 32768
-# Measured on a layer norm's backward over 8192 rows of 768 on an H200: threads with 16 elements each, as many as run at
-# once with this many registers, take four fifths of the time of half as many programs whose threads have 8 elements; a
-# row that is loaded while the one before it is worked on saves as much again. Four times fewer bands take twice that.
-_ELEMENTS_OF_A_THREAD = 16
+# Measured on three layer norms' backwards over 8192 rows of 768 on an H200: threads with 8 elements each, of which 16
+# warps run on each processor, and two rows that are on their way from memory while one is worked on. Without these it
+# takes a quarter more; threads with 16 elements, which 64 or 128 registers each do not hold, take up to a fifth more.
+_ELEMENTS_OF_A_THREAD = 8
 _THREADS = 1 << 16
-REGISTERS = 128
-ROWS_IN_FLIGHT = 2
+_MOST_ROWS_IN_FLIGHT = 3
+# Of the memory that the programs of a processor share, in which rows arrive.
+_BYTES_IN_FLIGHT = 98304
 _LEAST_BANDS = 128
 _SHORTEST_BAND = 8
 # Short rows go together, so that there is more than a warp to wait for memory.
@@ -41,6 +42,14 @@ def tile_bands(step: BandNest) -> GpuTiling:
     while columns * together < _LEAST_TILE and step.band % (2 * together) == 0:
         together *= 2
     return GpuTiling((0,), (), together, 1, columns, True, _warps(columns * together))
+
+
+def rows_in_flight(step: BandNest) -> int:
+    """How many steps of a program's rows are loaded or worked on at once."""
+    loads = {s.access: s.dtype for s in step.rows.body if isinstance(s, Load) and all(s.access.strides)}
+    row = power_of_two(step.rows.extents[1]) * tile_bands(step).x_block
+    bytes_of_rows = row * sum(dtype.itemsize for dtype in loads.values())
+    return max(1, min(_MOST_ROWS_IN_FLIGHT, _BYTES_IN_FLIGHT // max(1, bytes_of_rows)))
 
 
 def _warps(elements: int) -> int:
