@@ -117,6 +117,8 @@ def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
     for statement in nest.body:
         if isinstance(statement, Reduce) and statement.operation in ("argmax", "argmin"):
             body.append(Constant(0, torch.int64))
+        elif isinstance(statement, Reduce) and statement.operation == "deviations":
+            body.append(Constant(0.0, statement.dtype))
         elif isinstance(statement, Reduce):
             body.append(Apply("cast", (statement.argument,), statement.dtype))
         else:

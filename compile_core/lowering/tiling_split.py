@@ -88,19 +88,32 @@ def split_nest(
         rounds, specs = split_rounds(simple, buffers, device)
     nests: list[LoopNest] = []
     for part in rounds:
-        chunks = _chunks(part)
-        if chunks < 2:
-            nests.append(part)
-            continue
-        split = ReductionSplit(part, chunks, device)
-        nests += [split.first(), split.second()]
-        specs = {**specs, **split.partial_specs()}
+        parts, partials = _in_parts(part, device)
+        nests += parts
+        specs = {**specs, **partials}
     return (tuple(nests), specs) if len(nests) > 1 else ((nest,), {})
 
 
+def _in_parts(nest: LoopNest, device: torch.device) -> tuple[list[LoopNest], dict[str, TensorSpec]]:
+    """A round of reductions as nests, each of which cuts one axis: few images may leave most of it to the next axis."""
+    chunks = _chunks(nest)
+    if chunks < 2:
+        return [nest], {}
+    split = ReductionSplit(nest, chunks, device)
+    first, specs = [split.first()], split.partial_specs()
+    rest = simplify(first[0])
+    if rest.reduced_axes and _has_few_programs(rest):
+        first, partials = _in_parts(rest, device)
+        specs = {**specs, **partials}
+    return [*first, split.second()], specs
+
+
 def _leaves_processors_idle(nest: LoopNest) -> bool:
-    is_long = prod(nest.extents[parallel_axes(nest) :]) > _SHORT_COLUMNS
-    return is_long and prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
+    return prod(nest.extents[parallel_axes(nest) :]) > _SHORT_COLUMNS and _has_few_programs(nest)
+
+
+def _has_few_programs(nest: LoopNest) -> bool:
+    return prod(nest.extents) >= _LEAST_POINTS and _programs(nest) < _ENOUGH_PROGRAMS
 
 
 def _programs(nest: LoopNest) -> int:

@@ -66,7 +66,18 @@ def residual_gradient(rows: int = 20_000, channels: int = 16) -> Case:
     return b.nest("residual_gradient"), b.buffers
 
 
+def sums_of_planes(images: int = 4, side: int = 80, channels: int = 16) -> Case:
+    """Sums over three axes that cannot be one, since the planes have borders."""
+    b = NestBuilder((channels, images, side, side), 3)
+    b.buffer("x", (images, side + 2, side + 2, channels), torch.bfloat16)
+    b.buffer("sums", (channels,))
+    inner = b.load("x", (1, 2, 3, 0), offset=(side + 3) * channels)
+    b.store("sums", (0,), b.reduce("sum", inner))
+    return b.nest("sums_of_planes"), b.buffers
+
+
 CASES = {
+    "planes": sums_of_planes(),
     "residual_gradient": residual_gradient(),
     "columns": column_sums(4096, 70),
     "prime_rows": column_sums(7919, 12),
@@ -90,6 +101,7 @@ NESTS = {
     "centred_channels": 3,
     "softmax_of_few_rows": 5,
     "residual_gradient": 3,
+    "planes": 3,
     "variances_and_values": 3,
     "variances_prime": 5,
 }
