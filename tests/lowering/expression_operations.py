@@ -440,7 +440,8 @@ _add("index", "one_hot", lambda i: F.one_hot(i.long() % 5, 5), EXACT, 1,
      lambda rng, i: None if i.dtype.is_floating_point else ())  # fmt: skip
 _add("index", "embedding_backward", lambda g, i: aten.embedding_dense_backward(
      g.reshape(g.shape[0], -1), i.reshape(-1)[: g.shape[0]].long() % 7, 7, 3, False), ACCUMULATES, 2,
-     lambda rng, g, i: () if not i.dtype.is_floating_point and g.dim() and i.numel() >= len(g) else None)  # fmt: skip
+     lambda rng, g, i: () if not i.dtype.is_floating_point and g.dim() and i.numel() >= len(g)
+     and g.dtype.is_floating_point else None)  # fmt: skip
 _add("product", "matmul", lambda x: x.flatten(1) @ x.flatten(1).t(), ACCUMULATES, 1,
      lambda rng, x: () if x.dim() > 1 and x.dtype.is_floating_point else None)  # fmt: skip
 _add("product", "matmul_two", lambda x, y: x @ y, ACCUMULATES, 2,

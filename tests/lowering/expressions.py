@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lowering.expression_operations import OPERATIONS, Operation
 
-# What a leaf of special values has some of: signs of zero, infinities, NaN, ties, the smallest and large numbers.
+# What a leaf of special values has some of: signs of zero, infinities, NaN, ties, large numbers, the smallest.
 _SPECIAL = (
     0.0,
     -0.0,
@@ -23,11 +23,12 @@ _SPECIAL = (
     -1.0,
     0.5,
     -2.5,
-    1e-40,
-    -1e-45,
     6e4,
     3e38,
+    1e-40,
+    -1e-45,
 )
+_DENORMALS = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Leaf:
         expanded: whether a dim has stride 0.
         steps: how far apart in memory neighbours of a dim are, in elements of that dim.
         start: elements in memory before the first.
-        values: ``"normal"``, ``"ties"`` (few different values) or ``"special"``.
+        values: ``"normal"``, ``"ties"`` (few different values), ``"special"``, or ``"no denormals"``: special, too.
         seed: of the values.
     """
 
@@ -73,7 +74,7 @@ class Leaf:
         if not self.dtype.is_floating_point:
             low, high = (0, 9) if self.values == "ties" else (-9, 100)
             values = torch.randint(low, high, (count,), generator=generator)
-            if self.values == "special" and count:
+            if self.values in ("special", "no denormals") and count:
                 limits = torch.iinfo(self.dtype)
                 extremes = torch.tensor([limits.min, limits.max, limits.max - 1, 0, 1])
                 chosen = torch.randint(0, count, (count // 4,), generator=generator)
@@ -82,9 +83,10 @@ class Leaf:
         if self.values == "ties":
             return torch.randint(-3, 4, (count,), generator=generator).to(self.dtype) * 0.5
         values = torch.randn(count, generator=generator, dtype=torch.float64) * 2
-        if self.values == "special" and count:
+        if self.values in ("special", "no denormals") and count:
+            kinds_count = len(_SPECIAL) - (_DENORMALS if self.values == "no denormals" else 0)
             chosen = torch.randint(0, count, (count // 4,), generator=generator)
-            kinds = torch.randint(0, len(_SPECIAL), (count // 4,), generator=generator)
+            kinds = torch.randint(0, kinds_count, (count // 4,), generator=generator)
             values[chosen] = torch.tensor(_SPECIAL, dtype=torch.float64)[kinds]
         return values.to(self.dtype)
 
@@ -146,6 +148,14 @@ class Expression:
             operands = [*(f"v{argument}" for argument in step.arguments), *map(repr, step.settings)]
             lines.append(f"v{number} = {step.operation}({', '.join(operands)})")
         return "\n".join([*lines, f"return {', '.join(f'v{number}' for number in self.results)}"])
+
+
+def without_denormals(expression: Expression) -> Expression:
+    leaves = [
+        replace(leaf, values="no denormals") if leaf.values == "special" else leaf
+        for leaf in expression.leaves
+    ]
+    return replace(expression, leaves=tuple(leaves))
 
 
 def without_dead_steps(expression: Expression) -> Expression:

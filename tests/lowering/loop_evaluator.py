@@ -22,56 +22,69 @@ from compile_core.ir.loops import (
     NestBatch,
     Position,
     Reduce,
+    Step,
     Store,
     View,
 )
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 
+Buffers = dict[str, torch.Tensor]
+Noise = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_step(step: Step, buffers: Buffers, program: LoopProgram, noisy: Noise | None = None) -> None:
+    """Runs one step on buffers, allocating those that it needs and that do not exist; see ``run_nest``."""
+    if isinstance(step, (LoopNest, NestBatch)):
+        # What is read and was not written has no elements.
+        for name in reads(step) | writes(step):
+            allocate(buffers, program, name)
+        # A batch's members run in any order.
+        for nest in reversed(step.members) if isinstance(step, NestBatch) else [step]:
+            run_nest(nest, buffers, noisy)
+    elif isinstance(step, BandNest):
+        _run_bands(step, buffers, program, noisy)
+    else:
+        assert isinstance(step, ExternCall)
+        _run_call(step, buffers, program)
+
 
 def evaluate(
-    program: LoopProgram, inputs: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor] = ()
+    program: LoopProgram,
+    inputs: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor] = (),
+    run: Callable[[Step, Buffers, LoopProgram], None] = run_step,
 ) -> list[torch.Tensor | None]:
-    """The program's outputs. Temporaries start as garbage (NaN or large numbers)."""
-    buffers: dict[str, torch.Tensor] = {}
+    """The program's outputs, each step done by ``run``. Temporaries start as garbage (NaN or large numbers)."""
+    buffers: Buffers = {}
     for name, tensor in zip(program.inputs, inputs, strict=True):
         assert TensorSpec.of(tensor) == program.buffers[name], name
         buffers[name] = tensor
     buffers.update(zip(program.destinations, destinations, strict=True))
     buffers.update(program.constants)
     for step in program.steps:
-        if isinstance(step, (LoopNest, NestBatch)):
-            # What is read and was not written has no elements.
-            for name in reads(step) | writes(step):
-                _allocate(buffers, program, name)
-            # A batch's members run in any order.
-            for nest in reversed(step.members) if isinstance(step, NestBatch) else [step]:
-                run_nest(nest, buffers)
-        elif isinstance(step, BandNest):
-            _run_bands(step, buffers, program)
-        else:
-            assert isinstance(step, ExternCall)
-            _run_call(step, buffers, program)
+        run(step, buffers, program)
     for name in {view.buffer for view in program.outputs if view is not None}:
-        _allocate(buffers, program, name)  # an empty tensor needs no step
+        allocate(buffers, program, name)  # an empty tensor needs no step
     return [None if view is None else _strided(buffers[view.buffer], view) for view in program.outputs]
 
 
-def _run_bands(step: BandNest, buffers: dict[str, torch.Tensor], program: LoopProgram) -> None:
+def _run_bands(step: BandNest, buffers: Buffers, program: LoopProgram, noisy: Noise | None) -> None:
     """Stores what is to be summed for all rows, and adds up the bands."""
     rows, columns = step.rows.extents
     stores = tuple(Store(Access(f"{name} of all rows", (columns, 1)), value) for value, name in step.sums)
     for store in stores:
         buffers[store.access.buffer] = torch.zeros(rows, columns)
     for name in writes(step):
-        _allocate(buffers, program, name)
-    run_nest(replace(step.rows, body=(*step.rows.body, *stores)), buffers)
+        allocate(buffers, program, name)
+    run_nest(replace(step.rows, body=(*step.rows.body, *stores)), buffers, noisy)
     for store, (_, name) in zip(stores, step.sums, strict=True):
         parts = buffers.pop(store.access.buffer).reshape(-1, step.band, columns)
         buffers[name].copy_(parts.sum(1))
 
 
-def _allocate(buffers: dict[str, torch.Tensor], program: LoopProgram, name: str) -> None:
+def allocate(buffers: Buffers, program: LoopProgram, name: str) -> None:
+    """Makes a temporary, full of garbage, if it does not exist."""
     if name not in buffers:
         spec = program.buffers[name]
         tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
@@ -90,11 +103,11 @@ def _strided(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return torch.as_strided(tensor, view.shape, view.stride, view.offset + tensor.storage_offset())
 
 
-def _run_call(call: ExternCall, buffers: dict[str, torch.Tensor], program: LoopProgram) -> None:
+def _run_call(call: ExternCall, buffers: Buffers, program: LoopProgram) -> None:
     def place(argument: Any) -> Any:
         if not isinstance(argument, View):
             return argument
-        _allocate(buffers, program, argument.buffer)
+        allocate(buffers, program, argument.buffer)
         return _strided(buffers[argument.buffer], argument)
 
     def is_view(argument: Any) -> bool:
@@ -122,8 +135,12 @@ def evaluate_nest(nest: LoopNest, storages: Mapping[str, torch.Tensor]) -> dict[
     return state
 
 
-def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
+def run_nest(nest: LoopNest, buffers: Buffers, noisy: Noise | None = None) -> None:
     """Executes one nest on buffers that exist.
+
+    Args:
+        noisy: what becomes of each value that is computed, and of what is reduced: rounding, for who wants to know what
+            it does.
 
     Raises:
         IndexError: a gathered index is out of range where it is used.
@@ -163,11 +180,11 @@ def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
         elif isinstance(statement, Load):
             mask = None if statement.mask is None else values[statement.mask]
             where = address(statement.access, mask)
-            flat = _flat(buffers[statement.access.buffer])
+            memory = flat(buffers[statement.access.buffer])
             if mask is not None and not mask.any():
-                flat = flat.new_zeros(1)  # nothing is read, perhaps because there is nothing
-            assert bool((where >= 0).all() and (where < len(flat)).all()), statement
-            value = flat[where].to(statement.dtype)
+                memory = memory.new_zeros(1)  # nothing is read, perhaps because there is nothing
+            assert bool((where >= 0).all() and (where < len(memory)).all()), statement
+            value = memory[where].to(statement.dtype)
             if mask is not None:
                 value = torch.where(mask, value, torch.tensor(statement.other, dtype=statement.dtype))
         elif isinstance(statement, Apply):
@@ -175,15 +192,19 @@ def run_nest(nest: LoopNest, buffers: dict[str, torch.Tensor]) -> None:
         elif isinstance(statement, Reduce):
             argument = values[statement.argument]
             shape = [nest.extents[axis] if axis in reduced else argument.shape[axis] for axis in range(rank)]
+            argument = argument if noisy is None else noisy(argument)
             value = _reduce(statement, argument.expand(shape), reduced)
         else:
             mask = None if statement.mask is None else values[statement.mask]
             where = address(statement.access, mask)
             _store(where, values[statement.value], mask, buffers[statement.access.buffer])
+        if noisy is not None and isinstance(statement, Apply | Reduce):
+            value = noisy(value)
         values.append(value)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, from its first element to its last."""
     return torch.as_strided(tensor, (_span(TensorSpec.of(tensor)),), (1,))
 
 
@@ -191,7 +212,7 @@ def _store(where: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, 
     written = torch.ones_like(where, dtype=torch.bool) if mask is None else mask
     where, value, written = torch.broadcast_tensors(where, value.to(buffer.dtype), written)
     assert where[written].unique().numel() == written.sum(), "two points store to one element"
-    _flat(buffer)[where[written]] = value[written]
+    flat(buffer)[where[written]] = value[written]
 
 
 def _reduce(statement: Reduce, argument: torch.Tensor, dims: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from compile_core.ir.loops import LoopProgram, ProductNest, ProductTile
+from compile_core.ir.loops import ExternCall, LoopProgram, ProductNest, ProductTile, Step
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.fuse_products import find_products, with_products
@@ -87,8 +87,15 @@ def product_program(name: str, with_epilogues: bool = True) -> tuple[LoopProgram
 
 
 def on(device: torch.device, program: LoopProgram) -> LoopProgram:
+    """A program of buffers on one device as one of another."""
+
+    def moved(step: Step) -> Step:
+        if isinstance(step, ExternCall) and "device" in step.keywords:
+            return replace(step, keywords={**step.keywords, "device": device})
+        return step
+
     buffers = {name: replace(spec, device=device) for name, spec in program.buffers.items()}
-    return replace(program, buffers=buffers)
+    return replace(program, buffers=buffers, steps=tuple(map(moved, program.steps)))
 
 
 def products(program: LoopProgram) -> list[ProductNest]:
