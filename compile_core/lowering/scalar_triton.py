@@ -121,6 +121,8 @@ _FLOAT32 = {
     "log10": "tl.log({0}) * 0.43429448",
     "sigmoid": "sigmoid32({0})",
     "erf": "erf32({0})",
+    "floor": "floor32({0})",
+    "ceil": "ceil32({0})",
 }
 
 
