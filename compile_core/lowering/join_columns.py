@@ -80,15 +80,21 @@ class _Joining:
         self.buffers = dict(program.buffers)
         self.steps: dict[int, Step] = dict(enumerate(program.steps))
         self.direct = dict(enumerate(direct_dependencies(program.steps)))
+        self.readers: dict[str, set[int]] = {}
+        for number, step in self.steps.items():
+            self._note_reads(number, step)
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = returned | set(program.inputs) | set(program.destinations)
         self.together: set[tuple[str, str]] = set()
         self.apart: dict[tuple[str, str], str] = {}
 
     def run(self) -> LoopProgram:
-        rows = {number: nest for number in self.steps if (nest := self._rows_nest(number)) is not None}
-        columns = {number: nest for number in self.steps if (nest := self._column_nest(number)) is not None}
-        for number, nest in rows.items():
+        simple = {number: nest for number in self.steps if (nest := self._simple(number)) is not None}
+        columns = {number: nest for number, nest in simple.items() if _is_of_columns(nest)}
+        summed = {name for nest in columns.values() for name in reads(nest)}
+        for number, nest in simple.items():
+            if not (reads(nest) | writes(nest)) & summed or not _is_of_rows(nest):
+                continue
             joined = _Joined(nest, (), 0)
             for other, sums in list(columns.items()):
                 if sums.extents != nest.extents[::-1] or not self._shared_bytes(joined.rows, sums):
@@ -121,20 +127,6 @@ class _Joining:
             return None
         nest = simplify(step)
         return nest if len(nest.extents) == 2 and parallel_axes(nest) == 1 else None
-
-    def _rows_nest(self, number: int) -> LoopNest | None:
-        nest = self._simple(number)
-        if nest is None or not tile_for_gpu(nest).persistent or not _walks_rows(nest, 1):
-            return None
-        positional = any(isinstance(s, Reduce) and s.operation.startswith("arg") for s in nest.body)
-        return None if positional else nest
-
-    def _column_nest(self, number: int) -> LoopNest | None:
-        nest = self._simple(number)
-        if nest is None or not _walks_rows(nest, 0) or not is_one_round(analyse(nest, 0)):
-            return None
-        sums = [s for s in nest.body if isinstance(s, Reduce)]
-        return nest if all(s.operation == "sum" and s.dtype.is_floating_point for s in sums) else None
 
     # -- joining
 
@@ -173,7 +165,12 @@ class _Joining:
             sums.append((added[argument], name))
         nest, places = _without(rows, builder.statements, dead, [value for value, _ in sums])
         self.buffers.update(split.partial_specs())
-        self.steps[other] = split.second()
+        second = split.second()
+        for name in reads(columns) - reads(second):
+            self.readers[name].discard(other)
+        self._note_reads(number, nest)
+        self._note_reads(other, second)
+        self.steps[other] = second
         self.direct[number] = (self.direct[number] | self.direct[other]) - {number}
         self.direct[other] = self.direct[other] | {number}
         nest = replace(nest, origins=tuple(dict.fromkeys([*rows.origins, *columns.origins])))
@@ -194,15 +191,32 @@ class _Joining:
                 pending += self.direct[number]
         return False
 
+    def _note_reads(self, number: int, step: Step) -> None:
+        for name in reads(step):
+            self.readers.setdefault(name, set()).add(number)
+
     def _dead_stores(self, names: Iterable[str], number: int, other: int) -> set[str]:
         """Buffers that the step ``number`` writes and only ``other`` reads."""
-        readers = {name for n, step in self.steps.items() if n not in (number, other) for name in reads(step)}
-        return {name for name in names if name not in readers and name not in self.kept}
+        return {n for n in names if n not in self.kept and self.readers.get(n, set()) <= {number, other}}
 
     def _shared_bytes(self, rows: LoopNest, columns: LoopNest) -> int:
         """What the sums would not have to read."""
         shared = (reads(rows) | writes(rows)) & reads(columns)
         return sum(self.buffers[name].bytes for name in shared)
+
+
+def _is_of_rows(nest: LoopNest) -> bool:
+    """Whether the kernel of a nest would hold rows as a whole, and their elements lie together."""
+    positional = any(isinstance(s, Reduce) and s.operation.startswith("arg") for s in nest.body)
+    return not positional and _walks_rows(nest, 1) and tile_for_gpu(nest).persistent
+
+
+def _is_of_columns(nest: LoopNest) -> bool:
+    """Whether a nest does nothing but to sum columns, and what it does at each point and behind that."""
+    reductions = [s for s in nest.body if isinstance(s, Reduce)]
+    if any(s.operation != "sum" or not s.dtype.is_floating_point for s in reductions):
+        return False
+    return _walks_rows(nest, 0) and is_one_round(analyse(nest, 0))
 
 
 def _walks_rows(nest: LoopNest, axis: int) -> bool:
