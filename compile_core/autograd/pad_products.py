@@ -66,10 +66,12 @@ class _Padding:
     Attributes:
         graph: it.
         padded: for a value, and the dim and number of zeros, the longer one.
+        made: these, and what makes them.
     """
 
     graph: Graph
     padded: dict[tuple[Node, int, int], Node] = field(default_factory=dict)
+    made: set[Node] = field(default_factory=set)
 
     def pad_product(self, product: Node) -> None:
         """Computes a product with longer sides, if it has odd ones and gains more than copies cost."""
@@ -119,7 +121,9 @@ class _Padding:
         with self.graph.inserting_after(shape):
             zeros = _call(self.graph, value, aten.zeros_like.default, shape)
         with self.graph.inserting_after(zeros):
-            return _call(self.graph, value, aten.cat.default, [value, zeros], along)
+            longer = _call(self.graph, value, aten.cat.default, [value, zeros], along)
+        self.made |= {shape, zeros, longer}
+        return longer
 
     def _longer_summand(self, summand: Node, product: Node, rows: int, columns: int) -> Node:
         """What is added to the product, which may be broadcast along any dim."""
@@ -132,11 +136,10 @@ class _Padding:
     def finish(self) -> None:
         """Lets whatever else reads a padded value of a generated kernel read it where it is padded."""
         for (value, dim, _), longer in self.padded.items():
-            behind = longer.all_input_nodes[1].all_input_nodes[0]
-            others = [
-                user for user in value.users if user not in (longer, behind) and not _needs_strides(user)
-            ]
-            if others and _is_generated(value):
+            if value in self.made or not _is_generated(value):
+                continue
+            others = [user for user in value.users if user not in self.made and not _needs_strides(user)]
+            if others:
                 beginning = _beginning(self.graph, longer, dim, value.meta["val"].shape[dim])
                 for user in others:
                     user.replace_input_with(value, beginning)

@@ -155,6 +155,17 @@ def test_an_inner_side() -> None:
     assert count(joint, aten.cat.default) == 3, "the weights serve both products"
 
 
+def test_one_matrix_with_two_odd_sides() -> None:
+    """It is padded along one and along both, and read by others besides."""
+
+    def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        w = w.exp()
+        return (x @ w).tanh(), (y @ w.t()).sum(0), w.sum(0), (w * 2).t().sum(1), w.view(-1).cumsum(0)
+
+    joint = padded(program, matrix(512, 401, grad=True), matrix(401, 403, grad=True), matrix(512, 403))
+    assert sides(joint).count((512, 404, 404)) == 3, "with it, with its transpose, and the gradient"
+
+
 def test_rows_matter_where_columns_lie_together() -> None:
     joint = padded(lambda x, y: x.exp().t() @ y, matrix(512, 1001), matrix(512, 512))
     assert sides(joint) == [(1004, 512, 512)]
