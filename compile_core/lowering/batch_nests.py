@@ -90,6 +90,7 @@ class _Batching:
         direct: the steps that a step directly depends on.
         before: all steps that must run before a step, as a bit set over step numbers.
         position: where a step runs, among the places that the steps had at the beginning.
+        read, written: the buffers of a step.
         last_reader: by buffer, the step that reads it last.
     """
 
@@ -101,14 +102,16 @@ class _Batching:
         self.followers: dict[int, set[int]] = {number: set() for number in self.steps}
         self.before: dict[int, int] = {}
         self.position: dict[int, float] = {}
+        self.read = {number: reads(step) for number, step in self.steps.items()}
+        self.written = {number: writes(step) for number, step in self.steps.items()}
         self.last_reader: dict[str, int] = {}
-        for number, step in self.steps.items():
+        for number in self.steps:
             self.position[number] = number
             self.before[number] = 0
             for other in self.direct[number]:
                 self.before[number] |= self.before[other] | 1 << other
                 self.followers[other].add(number)
-            self.last_reader.update(dict.fromkeys(reads(step), number))
+            self.last_reader.update(dict.fromkeys(self.read[number], number))
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = {*returned, *program.destinations, *program.constants}
 
@@ -138,9 +141,8 @@ class _Batching:
         touched: set[str] = set()
         written: set[str] = set()
         for number in numbers:
-            step = self.steps[number]
-            names = reads(step) | writes(step)
-            if self.before[number] & chosen or written & writes(step):
+            names = self.read[number] | self.written[number]
+            if self.before[number] & chosen or written & self.written[number]:
                 continue
             on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
             if on_gpu and len(touched | names) > _MOST_POINTERS:
@@ -156,7 +158,7 @@ class _Batching:
             batch = more
             chosen |= 1 << number
             touched |= names
-            written |= writes(step)
+            written |= self.written[number]
         return batch
 
     def _place(self, batch: _Gathered) -> float:
@@ -171,11 +173,12 @@ class _Batching:
         """What would be free before ``place``, or not yet there at it, if the members ran where they were."""
         names: set[str] = set()
         for number in batch.members:
-            step, position = self.steps[number], self.position[number]
+            position = self.position[number]
             if position < place:
-                names |= {name for name in reads(step) if self.position[self.last_reader[name]] < place}
+                read = self.read[number]
+                names |= {name for name in read if self.position[self.last_reader[name]] < place}
             elif position > place:
-                names |= writes(step) - set(self.program.inputs)
+                names |= self.written[number].difference(self.program.overwritten)
         return sum(self.program.buffers[name].bytes for name in names - self.kept)
 
     def _join(self, batch: _Gathered) -> None:
@@ -199,7 +202,9 @@ class _Batching:
         for number, earlier in self.before.items():
             if earlier & chosen:
                 self.before[number] = (earlier & ~chosen) | before | 1 << first
-        for name in reads(self.steps[first]):
+        for kinds in (self.read, self.written):
+            kinds[first] = kinds[first].union(*(kinds.pop(number) for number in others))
+        for name in self.read[first]:
             if self.last_reader[name] in gone or self.position[self.last_reader[name]] < place:
                 self.last_reader[name] = first
 
