@@ -3,8 +3,8 @@
 A copy of a transposed copy is first made one of the original, whose layout it then often has: what a program turns to
 one layout and back is not moved at all.
 
-Copies of inputs stay, since an input may be changed after the graph has run, and those in checkpoints, which the
-partition's orders name.
+Copies of inputs stay, since an input may be changed after the graph has run, those in checkpoints, which the
+partition's orders name, and those of a part, which lets go of the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def drop_copies(graph: Graph) -> None:
             continue
         source = _of_original(node.args[0])
         node.args = (source,)
-        same = TensorSpec.of(source.meta["val"]).layout == spec.layout
+        value = source.meta["val"]
+        same = TensorSpec.of(value).layout == spec.layout and value.untyped_storage().nbytes() <= spec.bytes
         if same and memory_of(source).op == "call_function":
             node.replace_all_uses_with(source)
 

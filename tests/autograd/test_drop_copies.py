@@ -45,6 +45,11 @@ def test_a_copy_that_has_other_readers_stays() -> None:
     assert copies(read_twice, (2, 3)) == 2
 
 
+def test_a_copy_of_a_part_stays() -> None:
+    """Else whoever keeps the part keeps the whole."""
+    assert copies(lambda x: x.exp()[:1].clone().sin(), (8, 3)) == 1
+
+
 def test_copies_of_inputs_stay() -> None:
     assert copies(lambda x: x.clone().sin(), (2, 3)) == 1
 
