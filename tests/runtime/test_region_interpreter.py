@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_core.errors import CompileError
 from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
 from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step, View
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.passes import buffers_of
+from compile_core.runtime import link_program as link_program_module
+from compile_core.runtime import region_interpreter as loader
 from compile_core.runtime.encode_program import encode_program
 from compile_core.runtime.instructions import instructions_of
 from compile_core.runtime.link_program import link_program
@@ -180,6 +184,21 @@ def test_kernels_run_beside_other_threads_of_python():
     for thread in threads:
         thread.join(30)
     assert not meeting.broken
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def fails(*arguments: object) -> None:
+        raise CompileError("there is none")
+
+    monkeypatch.setattr(loader, "load_library", fails)
+    monkeypatch.setattr(link_program_module, "region_interpreter", region_interpreter.__wrapped__)
+    program, sources = program_of(
+        [doubling("nest", "x", "y", 3)], [whole("y", 3)], dict.fromkeys("xy", spec(3))
+    )
+    with caplog.at_level(logging.INFO, "compile_core"):
+        run = link_program(program, sources, {"nest": lambda x, y: y.copy_(2 * x)})
+    assert "regions are run by generated Python: there is none" in caplog.text
+    assert run([torch.ones(3)])[0].tolist() == [2.0, 2.0, 2.0]
 
 
 class FakeDriver:
