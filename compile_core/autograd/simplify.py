@@ -7,6 +7,7 @@ reads what is computed in the other, which would have to be saved for it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def simplify(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
+        _as_view(node)
         inverse = _undone(node)
         if inverse is not None:
             node.replace_all_uses_with(inverse)
@@ -71,8 +73,27 @@ def _find_twin(equal: dict[int | None, Node], node: Node) -> Node:
     return equal.get(None) or equal.setdefault(region, node)
 
 
+def _as_view(node: Node) -> None:
+    """Makes a view of what speaks of strides but only reshapes: ``as_strided`` of all of a contiguous tensor, and its
+    gradient, which puts all of a tensor. Pooling to one pixel is traced so."""
+    puts = node.target is aten.as_strided_scatter.default
+    if not puts and node.target is not aten.as_strided.default:
+        return
+    base, *rest = node.args
+    source: Any = rest.pop(0) if puts else base
+    size, stride, *offset = (*rest, *node.kwargs.values())
+    whole, put = base.meta["val"], source.meta["val"]  # type: ignore[union-attr]
+    numbers: list[Any] = [*size, *stride, *whole.shape]  # type: ignore[misc]
+    if any(offset) or not all(isinstance(number, int) for number in numbers):
+        return
+    window = torch.empty_strided(size, stride, device="meta")  # type: ignore[arg-type]
+    if all(x.is_contiguous() and x.numel() == window.numel() for x in (window, whole, put)):
+        node.target, node.kwargs = aten.view.default, {}
+        node.args = (source, list(node.meta["val"].shape))
+
+
 # Operators and what undoes them, if given the same further arguments.
-_INVERSES = {aten.t.default: aten.t.default, PLACES: POSITIONS}
+_INVERSES: Mapping[Any, Any] = {aten.t.default: aten.t.default, PLACES: POSITIONS}
 
 
 def _undone(node: Node) -> Node | None:

@@ -31,6 +31,27 @@ def test_equal_nodes_are_merged():
     assert simplified(build) == ["aten.sin.default", "aten.mul.Tensor"]
 
 
+def strided(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def test_strides_of_a_whole_tensor_are_a_view():
+    def build(graph, x):
+        x.meta["val"] = strided(4, 6)
+        flat = call(graph, aten.as_strided.default, x, [24], [1])
+        part = call(graph, aten.as_strided.default, x, [4, 5], [6, 1])
+        turned = call(graph, aten.as_strided.default, x, [6, 4], [1, 6])
+        put = call(graph, aten.as_strided_scatter.default, flat, x, [4, 6], [6, 1], 0)
+        shifted = call(graph, aten.as_strided_scatter.default, flat, part, [4, 5], [6, 1], 2)
+        shapes = {flat: (24,), part: (4, 5), turned: (6, 4), put: (24,), shifted: (24,)}
+        for node, shape in shapes.items():
+            node.meta["val"] = strided(*shape)
+        return list(shapes)
+
+    view, kept = "aten.view.default", "aten.as_strided.default"
+    assert simplified(build) == [view, kept, kept, "aten.as_strided_scatter.default"]
+
+
 def test_equal_numbers_of_other_types_are_not_merged():
     def build(graph, x):
         numbers = (1, 1.0, True, 0.0, -0.0)
