@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from compile_core.autograd.recompute_regions import mark_of
+
 aten = torch.ops.aten
 
 _ZEROS = (aten.full.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
@@ -21,7 +23,9 @@ def join_scatter_sums(graph: Graph) -> None:
             continue
         first, second = total.all_input_nodes if len(total.all_input_nodes) == 2 else (total, total)
         for tensor, scattered in ((first, second), (second, first)):
-            if _adds_to_zeros(scattered) and _is_like(tensor, total) and _is_like(scattered, total):
+            alike = _is_like(tensor, total) and _is_like(scattered, total)
+            # What is scattered in a checkpoint is not to be read from outside of it.
+            if alike and _adds_to_zeros(scattered) and mark_of(scattered) == mark_of(total):
                 with graph.inserting_before(total):
                     joined = graph.call_function(
                         aten.index_add.default, (tensor, *scattered.args[1:]), dict(scattered.kwargs)
