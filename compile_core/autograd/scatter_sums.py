@@ -48,4 +48,6 @@ def _adds_to_zeros(node: Node) -> bool:
 
 def _is_like(node: Node, other: Node) -> bool:
     value, wanted = node.meta.get("val"), other.meta["val"]
-    return isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
+    if not isinstance(value, torch.Tensor):
+        return False
+    return tuple(value.shape) == tuple(wanted.shape) and value.dtype is wanted.dtype
