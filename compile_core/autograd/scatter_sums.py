@@ -23,9 +23,11 @@ def join_scatter_sums(graph: Graph) -> None:
             continue
         first, second = total.all_input_nodes if len(total.all_input_nodes) == 2 else (total, total)
         for tensor, scattered in ((first, second), (second, first)):
-            alike = _is_like(tensor, total) and _is_like(scattered, total)
             # What is scattered in a checkpoint is not to be read from outside of it.
-            if alike and _adds_to_zeros(scattered) and mark_of(scattered) == mark_of(total):
+            if not _adds_to_zeros(scattered) or mark_of(scattered) != mark_of(total):
+                continue
+            # Asked last: open sizes that are compared become conditions.
+            if _is_like(tensor, total) and _is_like(scattered, total):
                 with graph.inserting_before(total):
                     joined = graph.call_function(
                         aten.index_add.default, (tensor, *scattered.args[1:]), dict(scattered.kwargs)
@@ -43,7 +45,7 @@ def _adds_to_zeros(node: Node) -> bool:
     start = node.args[0]
     if not isinstance(start, Node) or start.target not in _ZEROS:
         return False
-    return start.target is not aten.full.default or start.args[1] == 0
+    return start.target is not aten.full.default or bool(start.args[1] == 0)
 
 
 def _is_like(node: Node, other: Node) -> bool:
