@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from compile_core.backends import triton
+from compile_core.backends.registry import RegionBackend
 from compile_core.capture.directives import leave_alone
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule
-from compile_core.ir.captured import CapturedFrame
+from compile_core.errors import InternalError
+from compile_core.ir.captured import CapturedFrame, CapturedGraph
+from compile_core.ir.schedule import Compute
+from compile_core.lowering.extern_rules import fallback_calls
+from compile_core.lowering.fuse import fuse_and_explain
+from compile_core.lowering.lower import lower
+from compile_core.observe.dump import StageDump
 from compile_core.observe.explanation import BreakReason, ExplainedGuard, ExplainOutput
 from compile_core.observe.observer import Observer
-from compile_core.observe.stage_times import Stopwatch, print_times
+from compile_core.observe.stage_times import Stopwatch, print_times, timed
+from compile_core.options import CompileOptions
+from compile_core.pipeline import compile_graph
 
 
 @leave_alone
@@ -23,7 +34,8 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
 
     ``explain(f)(*args)`` calls ``f`` with the arguments and returns an ``ExplainOutput``; what ``f`` does besides
     computing, it does. Compiled entries that ``f`` may have are neither used nor changed. ``explain(f, *args)`` is an
-    older form of the same.
+    older form of the same. The graphs are lowered as the default backend would, to tell what it calls torch's kernels
+    for and what it does not fuse; no kernel is built.
     """
 
     @leave_alone
@@ -32,7 +44,7 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
         stopwatch = Stopwatch()
         compiled = CompiledFunction(
             f._orig_mod if isinstance(f, CompiledModule) else f,
-            lambda graph, inputs: graph.module,
+            seen.compile_graph,
             observer=seen,
         )
         compiled(*args, **kwargs)
@@ -42,10 +54,30 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
 
 
 class _SeenFrames(Observer):
-    """Notes every captured frame in order."""
+    """Notes every captured frame in order, and what its graph is lowered to."""
 
     def __init__(self) -> None:
         self.frames: list[CapturedFrame] = []
+        self.fallbacks: Counter[str] = Counter()
+        self.unfused: list[str] = []
+
+    def compile_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend = RegionBackend(
+            "explained", self._lower_region, triton.decompositions, makes_random_numbers=True
+        )
+        compile_graph(graph, inputs, backend=backend, options=CompileOptions())
+        return graph.module
+
+    def _lower_region(
+        self, compute: Compute, options: CompileOptions, dump: StageDump
+    ) -> Callable[[], Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]:
+        with timed("lower"):
+            program = lower(compute)
+        with timed("fuse"):
+            program, refusals = fuse_and_explain(program)
+        self.fallbacks.update(str(call.target) for call in fallback_calls(program))
+        self.unfused += [f"{compute.name}: {refusal}" for refusal in refusals]
+        return lambda: _never_run
 
     def frame_captured(self, name: str, code: types.CodeType, frame: CapturedFrame) -> None:
         self.frames.append(frame)
@@ -70,5 +102,11 @@ class _SeenFrames(Observer):
             op_count=sum(map(len, ops)),
             ops_per_graph=ops,
             out_guards=[ExplainedGuard.of(guard) for frame in self.frames for guard in frame.guards],
+            fallbacks=dict(self.fallbacks),
+            unfused=self.unfused,
             compile_times=compile_times,
         )
+
+
+def _never_run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise InternalError("a region that was only lowered was called")

@@ -49,7 +49,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "call_targets": (*BASE, "capture"),
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
     "run": (*BASE, "capture", "compiled_function", "compiled_module"),
-    "explain": (*BASE, "capture", "observe", "compiled_function", "compiled_module"),
+    "explain": (*BASE, *STAGES, "pipeline", "compiled_function", "compiled_module"),
     "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
     "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),

@@ -46,6 +46,19 @@ def test_explain_prints_as_a_report():
     assert re.search(r"Compile Times: (.|\n)*capture +\d", text)
 
 
+def test_explain_counts_operators_without_a_lowering_and_what_was_not_fused():
+    def function(x, weight):
+        hidden = torch.cumsum(x @ weight, 0).sin()
+        return (hidden / hidden.sum(0)).cumsum(1) + (hidden * 2).sum(1, keepdim=True)
+
+    explanation = compile_core.explain(function)(torch.randn(64, 8), torch.randn(8, 33, requires_grad=True))
+    assert explanation.fallbacks["aten.cumsum.default"] == 4  # two of them in the backward
+    assert explanation.unfused and all("bytes" in pair for pair in explanation.unfused)
+    text = str(explanation)
+    assert "Operators without a Lowering:\n  aten.cumsum.default: 4\n" in text
+    assert f"Not Fused:\n  {explanation.unfused[0]}\n" in text
+
+
 def test_explain_of_a_break_in_a_called_function_shows_both_lines():
     def inner(x):
         compile_core.graph_break()

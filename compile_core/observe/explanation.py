@@ -71,6 +71,8 @@ class ExplainOutput:
         op_count: calls of functions in all graphs; calls of tensor methods are not counted.
         ops_per_graph: the functions called, one list a graph.
         out_guards: the conditions under which the graphs hold.
+        fallbacks: operators that the default backend has no lowering for, with how often it calls torch's kernels.
+        unfused: pairs of kernels that share memory traffic and stay apart, with the reason.
         compile_times: a table of the seconds of each stage.
     """
 
@@ -81,6 +83,8 @@ class ExplainOutput:
     op_count: int
     ops_per_graph: list[list[Any]]
     out_guards: list[ExplainedGuard]
+    fallbacks: dict[str, int]
+    unfused: list[str]
     compile_times: str
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,6 +118,9 @@ class ExplainOutput:
         lines.append("Out Guards:")
         for number, guard in enumerate(self.out_guards, 1):
             lines += [f"  Guard {number}:", str(guard).rstrip()]
+        lines.append("Operators without a Lowering:")
+        lines += [f"  {name}: {count}" for name, count in self.fallbacks.items()]
+        lines += ["Not Fused:", *(f"  {pair}" for pair in self.unfused)]
         return "\n".join([*lines, f"Compile Times: {self.compile_times}", ""])
 
 
