@@ -13,9 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from compile_core.ir.loops import ExternCall
+from compile_core.ir.max_pooling import GRADIENT, MAX_POOL
 from compile_core.lowering.build import generate
 from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.fuse import fuse
 from compile_core.lowering.join_columns import join_column_sums
+from compile_core.lowering.lower import lower
 from compile_core.lowering.one_walk_variances import one_walk_variances
 from compile_core.lowering.tiling_split import split_reductions
 from tests.lowering.band_programs import inputs_of, norm_backward
@@ -33,7 +36,7 @@ from tests.lowering.codegen_random import random_cases
 from tests.lowering.compare_nests import compare_buffers
 from tests.lowering.interpreted_kernels import interpreted, link_interpreted
 from tests.lowering.loop_evaluator import evaluate, evaluate_nest
-from tests.lowering.lowering_harness import compare
+from tests.lowering.lowering_harness import compare, compute_of, nests, trace
 from tests.lowering.product_programs import on
 
 
@@ -139,6 +142,23 @@ def test_deviations(channels: int, pixels: int, folder: Path) -> None:
 
 def test_nothing_to_do(folder: Path) -> None:
     check(total((0, 3)), inputs_for(total((0, 3))), folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_max_pooling(dtype: torch.dtype, folder: Path) -> None:
+    """Windows that overlap, with padding, over sides of which one is no multiple of the step."""
+    windows = ([3, 3], [2, 2], [1, 1])
+
+    def pool(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, places = MAX_POOL(x, *windows, False)
+        return values, places, GRADIENT(grad, places, *windows, x.shape[-2:])
+
+    inputs = [torch.randint(5, (2, 3, *plane)).to(dtype) for plane in ((9, 12), (5, 6))]
+    inputs = [tensor.to(memory_format=torch.channels_last) for tensor in inputs]
+    program = fuse(lower(compute_of(trace(pool, *inputs))))
+    sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
+    results = link_interpreted(program, sources, folder)([*inputs])
+    compare(results, pool(*inputs), 0.0)
 
 
 def test_column_sums_of_bands_of_rows(folder: Path) -> None:
