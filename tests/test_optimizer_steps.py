@@ -11,6 +11,7 @@ import torch
 import compile_core
 from compile_core.backends import triton as default_backend
 from compile_core.ir.loops import ExternCall, LoopProgram
+from compile_core.ir.step_effects import writes
 
 SHAPES = [(8, 8), (8,), (8, 32), (32,), (3, 5), (1,), (2, 2, 2), (8, 8), (8,), (8, 8)]
 
@@ -59,3 +60,24 @@ def test_a_step_is_a_handful_of_kernels(name: str, foreach: bool, programs: list
         assert not [step for step in program.steps if isinstance(step, ExternCall)]
         assert len(program.steps) <= 8
     assert programs
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_stores_new_values_in_place(programs: list[LoopProgram]) -> None:
+    """The counts of steps stay on the CPU; what kernels need of them is copied together."""
+    plain = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    ours = copy.deepcopy(plain)
+    plain_optimizer, our_optimizer = (OPTIMIZERS["adamw"](parameters, True) for parameters in (plain, ours))
+    step = compile_core.compile(our_optimizer.step)
+    for _ in range(4):
+        for one, other in zip(plain, ours, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        plain_optimizer.step()
+        step()
+        for one, other in zip(plain, ours, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    last = programs[-1]
+    kernels = [step for step in last.steps if not isinstance(step, ExternCall)]
+    assert sum(last.buffers[min(writes(kernel))].device.type == "cuda" for kernel in kernels) <= 8
+    assert len(last.overwritten) >= 3 * len(SHAPES)
