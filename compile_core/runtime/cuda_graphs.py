@@ -34,11 +34,11 @@ _one_at_a_time = threading.Lock()
 
 
 class CudaRecorder:
-    """Captures on a stream of its own; each graph has a memory pool of its own."""
+    """Captures on a stream that is there for it; each graph has a memory pool of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def reason_against(self) -> str:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
@@ -75,6 +75,12 @@ class CudaRecorder:
         if stream is not None and stream != current:
             current.wait_stream(stream)
         return current
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def with_cuda_graphs(
@@ -114,7 +120,13 @@ def graph_programs(
     }
     small = {position for position in returned if _bytes_of(results[position]) <= _SMALL_BYTES}
     graphed = GraphedProgram(
-        "CUDA graph of a forward", forward, recorder, graph.num_outputs, changed=changed, copied_out=small
+        "CUDA graph of a forward",
+        forward,
+        recorder,
+        graph.num_outputs,
+        hides=backward is not None,
+        changed=changed,
+        copied_out=small,
     )
     if backward is None or graph.backward is None:
         return graphed, None

@@ -92,8 +92,7 @@ class Recording:
         kept: places of the inputs that come from a recording of the forward.
         copies: the tensor into which an input is copied, by position.
         results: tensors in its memory, ``Borrowed``, or ``None``.
-        num_visible: how many of the first results reach the user. The others are given out only where they share
-            memory with those.
+        num_given: how many of the first results are given out. The others are only where they share memory with those.
         stream: where it was last used; see ``Recorder.follow``.
     """
 
@@ -103,7 +102,7 @@ class Recording:
         kept: tuple[int | None, ...],
         copies: Mapping[int, torch.Tensor],
         results: Sequence[torch.Tensor | Borrowed | None],
-        num_visible: int,
+        num_given: int,
         stream: Any,
     ) -> None:
         self.replay = replay
@@ -111,7 +110,7 @@ class Recording:
         self.results = results
         self.stream = stream
         self._copies = copies
-        visible = {_storage(result) for result in results[:num_visible] if isinstance(result, torch.Tensor)}
+        visible = {_storage(result) for result in results[:num_given] if isinstance(result, torch.Tensor)}
         given: list[Any] = [
             None if isinstance(result, torch.Tensor) and _storage(result) not in visible else result
             for result in results
@@ -177,6 +176,7 @@ class GraphedProgram:
             layouts come at every call.
         recorder: records it.
         num_visible: how many of the first results reach the user; the rest is kept for the backward.
+        hides: whether the backward finds what is kept for it in the recording; else it is given out as well.
         changed: positions of inputs that the program changes.
         copied_in: positions of inputs that come from elsewhere every time.
         copied_out: positions of results that are copied out from the start.
@@ -191,6 +191,7 @@ class GraphedProgram:
         recorder: Recorder,
         num_visible: int,
         *,
+        hides: bool = False,
         changed: Sequence[int] = (),
         copied_in: Iterable[int] = (),
         copied_out: Iterable[int] = (),
@@ -201,6 +202,7 @@ class GraphedProgram:
         self._program = program
         self._recorder = recorder
         self._num_visible = num_visible
+        self._hides = hides
         self._changed = tuple(changed)
         self._copied_in = set(copied_in)
         self._copied_out = set(copied_out)
@@ -263,7 +265,7 @@ class GraphedProgram:
     ) -> Recording | None:
         """A free recording that reads these inputs, made if need be; None where the program must run plainly."""
         reason = self._recorder.reason_against()
-        if self._forward is None and saved_tensor_hooks_are_active():
+        if self._hides and saved_tensor_hooks_are_active():
             reason = "hooks for saved tensors ask for what it saves"
         if reason:
             return self._run_plainly(reason)
@@ -362,7 +364,8 @@ class GraphedProgram:
         described = [_borrowed(result, owners, static) or result for result in results]
         del results
         follow = self._recorder.follow(None)
-        recording = Recording(replay, kept, copies, described, self._num_visible, follow)
+        num_given = self._num_visible if self._hides else len(described)
+        recording = Recording(replay, kept, copies, described, num_given, follow)
         self._recordings.append(recording)
         self._recorded += 1
         _living.add(recording)

@@ -260,6 +260,23 @@ def test_a_backward_after_its_recording_was_given_up(recorder: RecorderOnCpu) ->
     check_equal(plain, twin)
 
 
+def test_a_backward_without_recordings_gets_what_it_needs(
+    recorder: RecorderOnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is under data parallelism, whose backward reduces gradients."""
+
+    def forward_only(graph: Any, forward: Program, backward: Program, changed: Any) -> Any:
+        return graph_programs(graph, forward, None, changed, recorder)[0], backward
+
+    monkeypatch.setattr(pipeline, "with_cuda_graphs", forward_only)
+    plain, twin, compiled = nets()
+    for x in batches(6):
+        plain(x)[0].backward()
+        compiled(x)[0].backward()
+    check_equal(plain, twin)
+    assert recorder.replayed > 2
+
+
 def test_hooks_see_what_is_saved(recorder: RecorderOnCpu) -> None:
     plain, twin, compiled = nets()
     packed: list[tuple[int, ...]] = []
