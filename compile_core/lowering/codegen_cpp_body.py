@@ -204,6 +204,18 @@ class BodyWriter:
         checks = any(_gathers(self.nest.body[n]) for n in numbers)
         return f"#pragma omp simd{clauses}{' reduction(|: bad)' if checks else ''}"
 
+    def _is_of_truth_values(self, value: int) -> bool:
+        """Whether an integer is computed from truth values, not only chosen by them."""
+        statement = self.nest.body[value]
+        if not isinstance(statement, Apply):
+            return False
+        numbers = [n for n in statement.arguments if self.dtypes[n] != torch.bool]
+        if statement.operation == "cast" and not numbers:
+            return True
+        if numbers and all(isinstance(self.nest.body[n], Constant) for n in numbers):
+            return True
+        return any(map(self._is_of_truth_values, numbers))
+
     # ---- single statements ------------------------------------------------------------------------------
 
     def statement(self, n: int, arrays: Mapping[int, str]) -> list[str]:
@@ -262,7 +274,10 @@ class BodyWriter:
         terms = _terms(access.offset, access.strides)
         lines = []
         for k, gather in enumerate(access.gathers):
-            index = f"checked_index(int64_t({value(gather.value)}), {gather.size}LL, {active}, bad)"
+            chosen = f"int64_t({value(gather.value)})"
+            if self._is_of_truth_values(gather.value):
+                chosen = f"not_of_a_vector({chosen})"
+            index = f"checked_index({chosen}, {gather.size}LL, {active}, bad)"
             lines.append(f"const int64_t x{n}_{k} = {index};")
             terms.append(f"x{n}_{k} * {gather.stride}LL")
         return lines, f"p{self.pointers[access.buffer]}[{' + '.join(terms) or '0'}]"

@@ -109,10 +109,11 @@ template <class T> INLINE T shift_right(T a, T b) {
 }
 template <class T> INLINE T integer_power(T base, T exponent) {
   if (exponent < T(0)) return base == T(1) ? T(1) : (base == T(-1) ? (exponent % T(2) ? T(-1) : T(1)) : T(0));
-  T result = T(1);
-  for (; exponent > T(0); exponent = T(exponent / T(2)), base = T(base * base))
-    if (exponent % T(2)) result = T(result * base);
-  return result;
+  // Unsigned: what overflows wraps, and the compiler may not conclude the sign of the result from that of the base.
+  uint64_t result = 1, power = uint64_t(base);
+  for (; exponent > T(0); exponent = T(exponent / T(2)), power *= power)
+    if (exponent % T(2)) result *= power;
+  return T(result);
 }
 
 // ---- random numbers ----------------------------------------------------------------------------------
@@ -302,6 +303,12 @@ INLINE float fast_sin(float x) { return x == 0.0f ? x : sine_from_quadrant(x, 0)
 INLINE float fast_cos(float x) { return sine_from_quadrant(x, 1); }
 
 // ---- gathers and parallel loops ----------------------------------------------------------------------
+
+// For indices made of truth values: g++ 12 takes the mask of a vector, whose true is -1, for them.
+INLINE int64_t not_of_a_vector(int64_t index) {
+  asm("" : "+r"(index));
+  return index;
+}
 
 // A checked index: negative ones count from the end; one out of range sets `bad` and reads element 0 instead.
 INLINE int64_t checked_index(int64_t index, int64_t size, bool active, int &bad) {

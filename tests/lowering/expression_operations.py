@@ -92,7 +92,9 @@ for _name in ("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "isnan", 
     _add("exact unary", _name, getattr(torch, _name), EXACT)
 _add("unary", "sin", lambda x: torch.sin(x.clamp(-1e4, 1e4)))
 _add("unary", "cos", lambda x: torch.cos(x.clamp(-1e4, 1e4)))
-_add("activation", "gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))
+_add(
+    "activation", "gelu_tanh", lambda x: F.gelu(x.clamp(min=-1), approximate="tanh")
+)  # below, 1 + tanh cancels
 _add("activation", "leaky_relu", lambda x: F.leaky_relu(x, 0.1))
 _add("activation", "relu6", F.relu6, EXACT)
 _add("activation", "hardtanh", lambda x: F.hardtanh(x, -0.5, 0.75), EXACT)

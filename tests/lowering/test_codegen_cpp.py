@@ -314,3 +314,29 @@ def test_constants_keep_their_values(folder: Path) -> None:
     whole, truth = torch.zeros(1, dtype=I64), torch.zeros(1, dtype=BOOL)
     build([source], folder)["integers"](whole, truth)
     assert (whole.item(), truth.item()) == (-(2**63), True)
+
+
+def test_truth_values_are_indices(folder: Path) -> None:
+    b = NestBuilder((37,))
+    b.buffer("chosen", (37,), torch.uint8)
+    b.buffer("x", (2,), torch.uint8)
+    b.buffer("y", (37,), torch.uint8)
+    truth = b.apply("ne", b.load("chosen", (0,)), b.constant(0, torch.uint8))
+    index = b.apply("cast", truth, dtype=I64)
+    b.store("y", (0,), b.load("x", (None,), gathers=(Gather(index, 1, 2),)))
+    case = b.nest("chosen_by_truth"), b.buffers
+    source = generate_cpp(*case)
+    check(case, source, build([source], folder)[source.name], inputs_for(case))
+
+
+def test_powers_of_integers_wrap(folder: Path) -> None:
+    b = NestBuilder((40,))
+    for name in ("x", "y", "z"):
+        b.buffer(name, (40,), I64)
+    base = b.apply("abs", b.load("x", (0,)))
+    power = b.apply("pow", base, b.load("y", (0,)))
+    b.store("z", (0,), b.apply("fmod", power, b.constant(-3, I64)))
+    case = b.nest("powers"), b.buffers
+    source = generate_cpp(*case)
+    storages = {"x": torch.arange(-20, 20) * 5, "y": torch.arange(40) + 7, "z": torch.zeros(40, dtype=I64)}
+    check(case, source, build([source], folder)[source.name], storages)
