@@ -78,6 +78,7 @@ class _Fusion:
         before: all steps that must run before a step, as a bit set over step numbers.
         direct: those that it depends on directly.
         position, last_position: where the first and the last part of a step were at the beginning.
+        step_at: the step by its position.
     """
 
     def __init__(self, program: LoopProgram) -> None:
@@ -89,6 +90,7 @@ class _Fusion:
         self.writers: dict[str, set[int]] = {}
         self.refused: dict[tuple[int, int], Refusal] = {}
         self.position: dict[int, int] = {}
+        self.step_at: dict[int, int] = {}
         self.last_position: dict[int, int] = {}
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = returned | set(program.inputs) | set(program.destinations)
@@ -136,6 +138,7 @@ class _Fusion:
         for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
             self.steps[number] = step
             self.position[number] = self.last_position[number] = number
+            self.step_at[number] = number
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(number)
             for name in writes(step):
@@ -167,7 +170,11 @@ class _Fusion:
                 if flow:
                     flows.add(other)
         entries = []
-        for other, sibling in self.steps.items():
+        for place in range(
+            self.position[number] - _SIBLING_REACH, self.position[number] + _SIBLING_REACH + 1
+        ):
+            other = self.step_at.get(place, number)
+            sibling = self.steps[other]
             close = self._span(number, other) <= _SIBLING_REACH
             if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
                 saved.setdefault(other, 0)
@@ -261,9 +268,10 @@ class _Fusion:
         return sum(self.program.buffers[name].bytes for name in shared)
 
     def _replace(self, first: int, second: int, joined: LoopNest) -> None:
-        for index in (self.readers, self.writers):
-            for numbers in index.values():
-                numbers.difference_update((first, second))
+        parts = self.steps[first], self.steps[second]
+        for index, touched in ((self.readers, reads), (self.writers, writes)):
+            for name in touched(parts[0]) | touched(parts[1]):
+                index[name].difference_update((first, second))
         loaded = reads(joined)
         joined = _without_stores(
             joined, {name for name in writes(joined) if name not in loaded and not self._is_needed(name)}
@@ -277,7 +285,9 @@ class _Fusion:
         self.before[second] = before
         self.steps[second] = joined
         self.last_position[second] = max(self.last_position[first], self.last_position[second])
+        del self.step_at[self.position[first]], self.step_at[self.position[second]]
         self.position[second] = min(self.position[first], self.position[second])
+        self.step_at[self.position[second]] = second
         del self.steps[first], self.direct[first], self.before[first]
         for number, direct in self.direct.items():
             if first in direct:
