@@ -92,9 +92,8 @@ for _name in ("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "isnan", 
     _add("exact unary", _name, getattr(torch, _name), EXACT)
 _add("unary", "sin", lambda x: torch.sin(x.clamp(-1e4, 1e4)))
 _add("unary", "cos", lambda x: torch.cos(x.clamp(-1e4, 1e4)))
-_add(
-    "activation", "gelu_tanh", lambda x: F.gelu(x.clamp(min=-1), approximate="tanh")
-)  # below, 1 + tanh cancels
+# Below -1, 1 + tanh cancels.
+_add("activation", "gelu_tanh", lambda x: F.gelu(x.clamp(min=-1), approximate="tanh"))
 _add("activation", "leaky_relu", lambda x: F.leaky_relu(x, 0.1))
 _add("activation", "relu6", F.relu6, EXACT)
 _add("activation", "hardtanh", lambda x: F.hardtanh(x, -0.5, 0.75), EXACT)
@@ -167,17 +166,12 @@ def _dense(rng: random.Random, x: Tensor, *_: Tensor) -> Settings:
 
 
 for _name in ("add", "sub", "mul", "div"):
-    for _family in ("binary",):
-        _add(_family, _name, getattr(torch, _name), arity=2, choose=_broadcast)
+    _add("binary", _name, getattr(torch, _name), arity=2, choose=_broadcast)
 for _name in ("atan2", "fmod", "remainder", "floor_divide", "hypot", "xlogy", "logaddexp"):
     _add("rare binary", _name, getattr(torch, _name), arity=2, choose=_broadcast)
 _add("rare binary", "pow", lambda x, y: torch.pow(x.abs(), y), arity=2, choose=_broadcast)
 _add(
-    "rare binary",
-    "trunc_divide",
-    lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    arity=2,
-    choose=_broadcast,
+    "rare binary", "trunc_divide", lambda x, y: torch.div(x, y, rounding_mode="trunc"), ROUNDS, 2, _broadcast
 )
 _add("rare binary", "add_alpha", lambda x, y: torch.add(x, y, alpha=2), ACCUMULATES, 2, _broadcast)
 _add("rare binary", "squared_difference", lambda x, y: (x - y) ** 2, ACCUMULATES, 2, _broadcast)
@@ -261,13 +255,7 @@ _add("view", "flatten", lambda x, first, last: x.flatten(first, last), EXACT, ch
 _add("view", "slice", _sliced, EXACT, choose=_slice)
 _add("view", "select", lambda x, dim, index: x.select(dim, index), EXACT, choose=_select)
 _add("view", "expand", lambda x, shape: x.expand(shape), EXACT, choose=_expansion)
-_add(
-    "view",
-    "unsqueeze",
-    lambda x, dim: x.unsqueeze(dim),
-    EXACT,
-    choose=lambda rng, x: (rng.randint(0, x.dim()),),
-)
+_add("view", "unsqueeze", lambda x, d: x.unsqueeze(d), EXACT, 1, lambda rng, x: (rng.randint(0, x.dim()),))
 _add("view", "squeeze", lambda x, dim: x.squeeze(dim), EXACT, choose=_a_dim)
 _add("view", "squeeze_all", lambda x: x.squeeze(), EXACT)
 _add("view", "transpose", lambda x, one, other: x.transpose(one, other), EXACT,
@@ -322,13 +310,7 @@ for _name in ("max", "min"):
         _add("exact reduction", f"{_name}_{_part}",
              lambda x, dim, keep, name=_name, part=_part: getattr(torch, name)(x, dim, keepdim=keep)[part],
              EXACT, choose=_dim_and_keep)  # fmt: skip
-_add(
-    "reduction",
-    "prod",
-    lambda x, dim, keep: torch.prod(x, dim, keepdim=keep),
-    ACCUMULATES,
-    choose=_dim_and_keep,
-)
+_add("reduction", "prod", lambda x, dim, keep: torch.prod(x, dim, keep), ACCUMULATES, 1, _dim_and_keep)
 _add("reduction", "sum_all", torch.sum, ACCUMULATES)
 _add("reduction", "sum_dtype", lambda x, dim, dtype: torch.sum(x, dim, dtype=dtype), ACCUMULATES,
      choose=lambda rng, x: (_dim(rng, x), rng.choice([torch.float32, torch.float64])) if x.dim() else None)  # fmt: skip
