@@ -104,7 +104,9 @@ def main() -> None:
     table = Table("side", "ms", "host ms", "kernels", "first s", "differs by")
     expected: list[torch.Tensor] = []
     for side in given.sides.split(","):
-        table.add_row(*measure(side, given.layers, given.steps, expected))
+        row = measure(side, given.layers, given.steps, expected)
+        table.add_row(*row)
+        print(*row, flush=True)
     Console().print(table)
 
 
