@@ -89,7 +89,8 @@ class Recording:
 
     Args:
         replay: computes the results.
-        kept: places of the inputs that come from a recording of the forward.
+        source: of a backward, the recording of the forward in whose memory it reads. Addresses do not tell it: when
+            that one is gone, another may lie where it was.
         copies: the tensor into which an input is copied, by position.
         results: tensors in its memory, ``Borrowed``, or ``None``.
         num_given: how many of the first results are given out. The others are only where they share memory with those.
@@ -99,14 +100,15 @@ class Recording:
     def __init__(
         self,
         replay: Callable[[], None],
-        kept: tuple[int | None, ...],
+        source: Recording | None,
         copies: Mapping[int, torch.Tensor],
         results: Sequence[torch.Tensor | Borrowed | None],
         num_given: int,
         stream: Any,
     ) -> None:
         self.replay = replay
-        self.kept = kept
+        # Not held, or a forward that is recorded anew would keep the memory of what it was before.
+        self._source = None if source is None else weakref.ref(source)
         self.results = results
         self.stream = stream
         self._copies = copies
@@ -135,6 +137,14 @@ class Recording:
                 self._results_in.setdefault(_storage(result), []).append(position)
         # Holders of each storage while nobody outside holds it.
         self._idle = {storage: _use_count(storage) for storage in self._results_in}
+
+    def reads(self, source: Recording | None) -> bool:
+        """Whether it computes from what this recording of the forward kept."""
+        return (None if self._source is None else self._source()) is source
+
+    def is_of_use(self) -> bool:
+        """Whether what it reads is still there."""
+        return self._source is None or self._source() is not None
 
     def held(self) -> list[list[int]]:
         """For each piece of memory that somebody outside holds, the positions of the results in it."""
@@ -274,10 +284,9 @@ class GraphedProgram:
             return None
         if self._forward is not None and source is None:
             return None  # the forward ran plainly, and has said why
-        kept = () if source is None else self._places_in(source)
         self._forget_moved(places)
         for recording in list(self._recordings):
-            if recording.kept == kept:
+            if recording.reads(source):
                 held = recording.held()
                 if not held:
                     return recording
@@ -285,7 +294,7 @@ class GraphedProgram:
                 if all(to_copy):
                     self._copied_out.update(*to_copy)
                     self._recordings.remove(recording)
-        return self._record(inputs, kept, source)
+        return self._record(inputs, source)
 
     def _find_source(self, places: Sequence[int | None]) -> Recording | None:
         """The recording of the forward that computed what comes from it."""
@@ -336,13 +345,9 @@ class GraphedProgram:
         """Those results that would be copied instead, were they known to outlive the next call."""
         return {p for p in positions if p < self._num_visible and p not in self._copied_out}
 
-    def _record(
-        self, inputs: Sequence[Any], kept: tuple[int | None, ...], source: Recording | None
-    ) -> Recording | None:
+    def _record(self, inputs: Sequence[Any], source: Recording | None) -> Recording | None:
         self._leaving = [recording for recording in self._leaving if recording.held()]
-        if self._forward is not None:
-            known = [self._places_in(recording) for recording in self._forward._recordings]
-            self._recordings = [recording for recording in self._recordings if recording.kept in known]
+        self._recordings = [recording for recording in self._recordings if recording.is_of_use()]
         if len(self._recordings) >= _MOST_AT_ONCE:
             return self._run_plainly(f"results of {_MOST_AT_ONCE} earlier runs are still in use")
         if self._recorded >= _MOST_EVER:
@@ -365,7 +370,7 @@ class GraphedProgram:
         del results
         follow = self._recorder.follow(None)
         num_given = self._num_visible if self._hides else len(described)
-        recording = Recording(replay, kept, copies, described, num_given, follow)
+        recording = Recording(replay, source, copies, described, num_given, follow)
         self._recordings.append(recording)
         self._recorded += 1
         _living.add(recording)

@@ -277,6 +277,22 @@ def test_a_backward_without_recordings_gets_what_it_needs(
     assert recorder.replayed > 2
 
 
+def test_a_recording_is_not_taken_for_another_that_lay_at_its_address(
+    recorder: RecorderOnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ctypes.create_string_buffer(1)
+    monkeypatch.setattr(graphed_program, "_witness", lambda kept: torch.frombuffer(memory, dtype=torch.uint8))
+    plain, twin, compiled = nets()
+    for k, x in enumerate(batches(6)):
+        if k == 3:
+            for module in (plain, twin):
+                module.norm.running_mean = module.norm.running_mean.clone()
+        plain(x)[0].backward()
+        compiled(x)[0].backward()
+        check_equal(plain, twin)
+    assert recorder.recorded == 4, "forward and backward, and both again"
+
+
 def test_hooks_see_what_is_saved(recorder: RecorderOnCpu) -> None:
     plain, twin, compiled = nets()
     packed: list[tuple[int, ...]] = []
