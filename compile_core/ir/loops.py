@@ -22,7 +22,7 @@ through a narrower type where eager's semantics need it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,13 @@ class View:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+
+    def has_strides(self, stride: Sequence[int]) -> bool:
+        """Whether its elements lie as far apart as these strides say."""
+        if 0 in self.shape:
+            return True
+        steps = zip(self.shape, self.stride, stride, strict=True)
+        return all(size == 1 or mine == other for size, mine, other in steps)
 
 
 @dataclass(frozen=True)

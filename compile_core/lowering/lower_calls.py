@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_core.errors import Unsupported
 from compile_core.ir.kept_calls import KeptCall
@@ -50,7 +51,7 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
             return builder.in_memory(place, tuple(fake.stride()), node.name)
     readers = [user for user in node.users if user.target is operator.getitem and user in plan.alive]
     used = [user.args[1] for user in readers]
-    fakes = [fake] if single else list(fake) if isinstance(fake, (tuple, list)) else []
+    fakes = _results_as_laid_out(builder, node, args, kwargs)
     values: list[Any] = []
     names: list[str | None] = []
     for position, result in enumerate(fakes):
@@ -67,6 +68,39 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         builder.store_into(place, values[0])
         values[0].view = place
     return values[0] if single else values
+
+
+def _results_as_laid_out(builder: ProgramBuilder, node: torch.fx.Node, args: Any, kwargs: Any) -> list[Any]:
+    """Fake results for the strides that the arguments have in memory.
+
+    Torch's kernels lay out results like arguments, and a value that was traced with gaps between its rows, as a strided
+    input that the program changes, is made without.
+    """
+    fake = node.meta.get("val")
+    fakes = (
+        [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
+    )
+    given = tree_leaves((args, kwargs))
+    views = {k: builder.realise(value) for k, value in enumerate(given) if isinstance(value, LazyTensor)}
+    traced: list[Any] = [
+        value.meta["val"] if isinstance(value, torch.fx.Node) else None
+        for value in tree_leaves((node.args, node.kwargs))
+    ]
+    if not isinstance(node.target, torch._ops.OpOverload) or all(
+        view.has_strides(traced[k].stride()) for k, view in views.items()
+    ):
+        return fakes
+    mode = next(traced[k] for k in views).fake_mode
+
+    def as_laid_out(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        view = builder.realise(value)
+        return torch.empty_strided(view.shape, view.stride, dtype=value.dtype, device=value.device)
+
+    with mode:
+        results = node.target(*tree_map(as_laid_out, args), **tree_map(as_laid_out, kwargs))
+    return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def _new_like(builder: ProgramBuilder, name: str, fake: torch.Tensor) -> View:
