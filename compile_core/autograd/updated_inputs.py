@@ -7,16 +7,14 @@ graph holds the stores among its kernels. Where they were, the program returns `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from compile_core.autograd.returned_draws import Program
 from compile_core.ir.change_counts import tell_of_changes
 from compile_core.ir.graphs import PartitionedGraph, replaced_inputs
-
-# Takes its inputs in a list that it may empty.
-Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 # torch exports it without declaring it.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]

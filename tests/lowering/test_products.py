@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +21,7 @@ from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.product_programs import PROGRAMS, on, product_program, products
-
-ROOT = Path(__file__).parents[2]
+from tests.lowering.run_interpreted import check_interpreted
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -60,18 +56,7 @@ def test_they_compile_for_a_gpu(name: str, precision: str, tmp_path: Path) -> No
 
 
 def test_they_compute_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
-         "pythonpath=.", "-o", "addopts=", "tests/lowering/interpreted_products.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:]
+    check_interpreted("interpreted_products")
 
 
 def test_tiles_fit_the_matrices() -> None:

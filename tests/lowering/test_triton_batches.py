@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +19,8 @@ from compile_core.runtime.region_interpreter import region_interpreter
 from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, momentum_in_place
 from tests.lowering.lowering_harness import compare, compute_of, trace
 from tests.lowering.product_programs import on
+from tests.lowering.run_interpreted import check_interpreted
 
-ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
 
 
@@ -33,18 +30,7 @@ def test_which_nests_are_a_batch(name: str) -> None:
 
 
 def test_they_compute_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
-         "pythonpath=.", "-o", "addopts=", "tests/lowering/interpreted_batches.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:]
+    check_interpreted("interpreted_batches")
 
 
 @pytest.mark.parametrize("name", ["casts", "casts_of_whole_blocks"])
