@@ -39,13 +39,12 @@ def _check_module(entry: str) -> None:
     try:
         # `python -m` looks in the working directory first; the console script's own sys.path lacks it.
         found = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
-        prefix = first
         for name in others:
             if found is None or found.submodule_search_locations is None:
                 found = None
                 break
-            prefix = f"{prefix}.{name}"
-            found = PathFinder.find_spec(prefix, list(found.submodule_search_locations))
+            # By its last name: a folder without __init__.py would look for its parent among the imported modules.
+            found = PathFinder.find_spec(name, list(found.submodule_search_locations))
     except (ValueError, ImportError):
         found = None
     if found is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import parse_spec, split_arguments
+from launch.entry import check_entry
 from launch.errors import LaunchError
 from launch.launch_spec import EntryKind, LaunchSpec
 from launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
@@ -71,6 +72,18 @@ def test_faults_are_named(arguments, said):
     with pytest.raises(LaunchError) as raised:
         parse(*arguments)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_module_in_a_folder_of_a_package(tmp_path, monkeypatch):
+    """The folder has no __init__.py; its package is not imported to find that out."""
+    folder = tmp_path / "some_package" / "folder"
+    folder.mkdir(parents=True)
+    (tmp_path / "some_package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "program.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    check_entry(parse("-m", "some_package.folder.program"))
+    with pytest.raises(LaunchError, match="not found"):
+        check_entry(parse("-m", "some_package.folder.nothing"))
 
 
 def test_placement_on_one_host():
