@@ -1,8 +1,7 @@
-"""Compiled DDP beside stock DDP, two ranks on the CPU; the cases themselves are in ``ddp_cases.py``."""
+"""Compiled DDP beside stock DDP on several ranks; the cases themselves are in ``ddp_cases/``."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -12,49 +11,57 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent
-CASES = [
-    node.name
-    for node in ast.parse((FOLDER / "ddp_cases.py").read_text(encoding="utf-8")).body
-    if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark) == "case" for mark in node.decorator_list)
-]
+from tests.multi_process.run_ddp_cases import load_cases
+
+ROOT = Path(__file__).parents[2]
+CPU_CASES, GPU_CASES = load_cases("cpu"), load_cases("cuda")
 
 
-def run_cases(folder: Path, device: str) -> list[dict[str, str]]:
-    """For each rank: what became of each case, "" if all went well."""
-    program = [str(FOLDER / "ddp_cases.py"), str(folder), device]
+def run_cases(
+    request: pytest.FixtureRequest, folder: Path, device: str, processes: int
+) -> list[dict[str, str]]:
+    """For each rank: what became of each case that this run of pytest selects, "" if all went well."""
+    wanted = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames
+    ]
+    program = ["-m", "tests.multi_process.run_ddp_cases", str(folder), *wanted]
     run = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
-        cwd=FOLDER.parents[1],
+        [sys.executable, "-m", "launch", "--nproc-per-node", str(processes), *program],
+        cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "DDP_CASES_DEVICE": device,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    print(run.stdout)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_cases(tmp_path_factory.mktemp("ddp"), "cpu")
+def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_cases(request, tmp_path_factory.mktemp("ddp"), "cpu", 2)
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each of two ranks")
-    return run_cases(tmp_path_factory.mktemp("ddp"), "cuda")
+def on_gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    processes = torch.cuda.device_count()
+    if processes < 2:
+        pytest.skip(f"NCCL needs a GPU for each of two ranks, and there is {processes}")
+    return run_cases(request, tmp_path_factory.mktemp("ddp"), "cuda", processes)
 
 
 @pytest.mark.multi_process
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ddp")  # one worker runs the ranks once for all cases
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CPU_CASES)
 def test_ddp(case: str, on_cpu: list[dict[str, str]]) -> None:
     for rank, outcome in enumerate(on_cpu):
         assert not outcome[case], f"rank {rank}: {outcome[case]}"
@@ -64,7 +71,7 @@ def test_ddp(case: str, on_cpu: list[dict[str, str]]) -> None:
 @pytest.mark.multi_process
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ddp_gpu")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GPU_CASES)
 def test_ddp_on_gpus(case: str, on_gpus: list[dict[str, str]]) -> None:
     for rank, outcome in enumerate(on_gpus):
         assert not outcome[case], f"rank {rank}: {outcome[case]}"
