@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from compile_core.state_dict_names import changed_names, with_fitting_names
 
 
 class CompiledModule(torch.nn.Module):
@@ -13,6 +15,20 @@ class CompiledModule(torch.nn.Module):
 
     _orig_mod: torch.nn.Module
     _run: Callable[..., Any]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, also for what was saved through ``torch.compile``'s wrapper or DDP's."""
+        if isinstance(state_dict, Mapping):  # anything else is torch's error
+            state_dict = with_fitting_names(state_dict, self)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """What torch calls of a part of the module that loads; the dictionary is this call's own."""
+        for name, fitting in changed_names(state_dict, self, prefix).items():
+            state_dict[fitting] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def wrap_module(module: torch.nn.Module, run: Callable[..., Any]) -> CompiledModule:
