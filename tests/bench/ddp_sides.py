@@ -1,0 +1,146 @@
+"""What ``ddp_training`` measures: stock DDP, eager and under ``torch.compile``; ours; and the floors under both.
+
+A side is a context manager that takes a model and its inputs, and gives a step to call again and again. Settings that
+a side needs hold inside of the context only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd, trace_rules
+from torch.nn.parallel import DistributedDataParallel
+
+import compile_core
+
+Inputs = Mapping[str, Tensor]
+Call = Callable[..., Tensor]
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Running:
+    """A side that is set up.
+
+    Attributes:
+        step: one step; returns its loss, or nothing.
+        call: what the step calls, for questions about it; ``None`` where nothing is called.
+    """
+
+    step: Callable[[], Tensor | None]
+    call: Any = None
+
+
+Side = Callable[[nn.Module, Inputs], AbstractContextManager[Running]]
+
+
+@contextmanager
+def _training(
+    wrap: Callable[[nn.Module], Call],
+    model: nn.Module,
+    inputs: Inputs,
+    settings: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: bool = True,
+) -> Iterator[Running]:
+    with settings():
+        call = wrap(model)
+        device_type = next(model.parameters()).device.type
+
+        def step() -> Tensor:
+            model.zero_grad()
+            with torch.autocast(device_type, torch.bfloat16):
+                loss = call(**inputs)
+            if backward:
+                loss.backward()
+            return loss.detach()
+
+        yield Running(step, call)
+
+
+@contextmanager
+def _all_reduces(bucket_bytes: int | None, model: nn.Module, inputs: Inputs) -> Iterator[Running]:
+    """All gradients and nothing else, in buffers of this size or in one."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in parameters)
+    flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    buckets: Sequence[Tensor] = [flat] if bucket_bytes is None else flat.split(bucket_bytes // flat.itemsize)
+
+    def step() -> None:
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    yield Running(step)
+
+
+def _ddp(module: nn.Module) -> DistributedDataParallel:
+    device = next(module.parameters()).device
+    return DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _compiled_ddp(module: nn.Module, **options: Any) -> Call:
+    return compile_core.compile(_ddp(module), **options)
+
+
+@contextmanager
+def _optimize_ddp(mode: str) -> Iterator[None]:
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        yield
+
+
+@contextmanager
+def _python_reducer() -> Iterator[None]:
+    """Torch's Python reducer, which compiled autograd traces; DDP's constructor changes global settings for it."""
+    inlined = "torch.nn.parallel.distributed"
+    known = inlined in trace_rules.LEGACY_MOD_INLINELIST
+    with (
+        _optimize_ddp("python_reducer"),
+        inductor_config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25),
+        compiled_autograd._enable(torch.compile, dynamic=False),
+    ):
+        try:
+            yield
+        finally:
+            if not known:
+                trace_rules.LEGACY_MOD_INLINELIST.discard(inlined)
+                trace_rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+def _stock(mode: str) -> Side:
+    return partial(
+        _training, lambda module: torch.compile(_ddp(module)), settings=partial(_optimize_ddp, mode)
+    )
+
+
+SIDES: Mapping[str, Side] = {
+    "all-reduce": partial(_all_reduces, None),
+    "all-reduce-25mb": partial(_all_reduces, 25 * MEBIBYTE),
+    "inductor": partial(_training, torch.compile),
+    "ours": partial(_training, compile_core.compile),
+    "ours-forward": partial(_training, compile_core.compile, backward=False),
+    "ours-ddp": partial(_training, _compiled_ddp),
+    "eager-ddp": partial(_training, _ddp),
+    "ddp-optimizer": _stock("ddp_optimizer"),
+    "no-optimization": _stock("no_optimization"),
+    "python-reducer": partial(
+        _training, lambda module: torch.compile(_ddp(module)), settings=_python_reducer
+    ),
+    "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
+    "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
+    "bridge": partial(_training, partial(compile_core.compile, backend="inductor")),
+    "bridge-ddp": partial(_training, partial(_compiled_ddp, backend="inductor")),
+}
+# The peers whose best we compare with.
+PEERS = ("ddp-optimizer", "python-reducer", "no-optimization")
+# Each of ours under DDP, and the same without.
+OURS = {"ours-ddp": "ours", "ours-ddp-overhead": "ours-overhead", "bridge-ddp": "bridge"}

@@ -1,0 +1,281 @@
+"""Data-parallel training steps of three known models: stock DDP, eager and compiled, beside ours, in one table.
+
+    python -m launch --nproc-per-node 2 tests/bench/ddp_training.py [--models gpt2,resnet50,bert] [--sides ...]
+
+A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. All ranks
+begin a step together; figures are the slowest rank's: milliseconds by CUDA events (median after warm-up), seconds of
+the first step, the peak of allocated memory over the measured steps. Rounds repeat all sides, so that a machine whose
+speed drifts shows. All sides have the same weights and inputs; the loss of the first step tells that they compute the
+same (dropout is off).
+
+Each side has build caches of its own under ``--caches``: a first step is cold when they are new. ``--results`` gathers
+lines of JSON: what a call did not get to, for its ``--time-limit-s``, the next one measures. The link is what NCCL is
+told by its environment; NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo makes it sockets. Without GPUs
+the small models of ``training_models`` run over gloo, which tests this program and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch._inductor.utils import clear_caches
+
+import compile_core
+import distributed
+from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
+from tests.bench.ddp_sides import SIDES, Inputs, Running
+from tests.bench.gpu_training import MODELS
+from tests.bench.training_models import TRAININGS
+
+# A rank that failed waits as long for the others to fail, too; they may hang in a collective that it left out.
+_FAILURE_TIMEOUT = timedelta(seconds=120)
+_TIMELINES = 5
+
+
+class Ranks:
+    """What the ranks tell one another beside the measured collectives."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        group = dist.new_group(backend="gloo", timeout=_FAILURE_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+
+    def gather(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def as_first(self, mine: Any) -> Any:
+        """What the first rank has."""
+        return self.gather(mine)[0]
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    device = _start_process_group()
+    torch.set_float32_matmul_precision("high")
+    ranks = Ranks()
+    begin = time.monotonic()
+    longest_s = 0.0
+    found = ranks.as_first(read_figures(arguments.results) if arguments.results else [])
+    done = {figures.key for figures in found if not figures.failed}
+    link = _link(device)
+    remark = ""
+    wanted = [
+        (round_number, name, side)
+        for round_number in range(arguments.rounds)
+        for name in arguments.models.split(",")
+        for side in arguments.sides.split(",")
+    ]
+    for round_number, name, side in wanted:
+        if (link, name, side, round_number) in done:
+            continue
+        started = time.monotonic()
+        if ranks.as_first(started - begin + longest_s > arguments.time_limit_s):
+            remark = "stopped before the time limit; call again with the same --results"
+            break
+        cold = _use_caches(ranks, arguments.caches / link / name / side)
+        start = Figures(link, name, side, round_number, cold=cold)
+        figures = _agreed(ranks, start, partial(_measure, arguments, device))
+        longest_s = max(longest_s, time.monotonic() - started)
+        found.append(figures)
+        if ranks.rank == 0:
+            print(figures, flush=True)
+            if arguments.results:
+                append_figures(arguments.results, figures)
+    if ranks.rank == 0:
+        Console(width=150).print(table(found))
+        for line in [*summary(found), remark]:
+            print(line, flush=True)
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(arguments: argparse.Namespace, device: torch.device, start: Figures) -> Figures:
+    """This rank's figures of one side."""
+    torch._dynamo.reset()
+    clear_caches()  # which hold paths of the last side's folder
+    compile_core.reset()
+    gc.collect()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated() if on_gpu else 0
+    model, inputs = _model(start.model, device.type)
+    module = copy.deepcopy(model).to(device)
+    inputs = {key: value.to(device) for key, value in inputs.items()}
+    gradient_bytes = sum(p.numel() * p.itemsize for p in module.parameters() if p.requires_grad)
+    with SIDES[start.side](module, inputs) as running:
+        _begin_together(device)
+        begin = time.perf_counter()
+        first = running.step()
+        loss = float("nan") if first is None else first.item()
+        _synchronise(device)
+        first_s = time.perf_counter() - begin
+        for _ in range(arguments.warm_up):
+            running.step()
+        _synchronise(device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        step_ms = statistics.median(_step_ms(running, device) for _ in range(arguments.steps))
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
+        figures = dataclasses.replace(
+            start,
+            step_ms=step_ms,
+            first_s=first_s,
+            peak_gib=peak_bytes / 2**30,
+            gradient_gib=gradient_bytes / 2**30,
+            loss=loss,
+        )
+        return _with_plan(figures, running, gradient_bytes)
+
+
+def _with_plan(figures: Figures, running: Running, gradient_bytes: int) -> Figures:
+    """With what can be said beside the times: of all-reduces the speed, of ours the buckets and what is not hidden."""
+    if running.call is None:
+        per_s = gradient_bytes / figures.step_ms * 1e-6
+        bus = per_s * 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        return dataclasses.replace(figures, note=f"{per_s:.2f} GB/s, on the bus {bus:.2f} GB/s")
+    try:
+        runner = distributed.inspect_ddp(running.call)
+    except TypeError:
+        return figures
+    if runner.plan is None:
+        return dataclasses.replace(figures, note=f"reducer: {runner.reason_for_reducer}")
+    exposed_ms = []
+    for _ in range(_TIMELINES):
+        with distributed.record_timeline(running.call) as recorder:
+            running.step()
+        exposed_ms.append(recorder.timeline().exposed_ms)
+    return dataclasses.replace(
+        figures, buckets=len(runner.plan.buckets), exposed_ms=statistics.median(exposed_ms)
+    )
+
+
+def _step_ms(running: Running, device: torch.device) -> float:
+    _begin_together(device)
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        running.step()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    running.step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def _agreed(ranks: Ranks, start: Figures, measure: Callable[[Figures], Figures]) -> Figures:
+    """The figures of all ranks in one. A side that fails on every rank is noted and left.
+
+    Raises:
+        RuntimeError: it failed on some ranks only; nobody knows what the others' collectives wait for.
+    """
+    try:
+        mine = measure(start)
+    except Exception as error:
+        note = f"{type(error).__name__}: {error}"
+        print(f"rank {ranks.rank}: {start.model} {start.side}: {note[:2000]}", flush=True)
+        mine = dataclasses.replace(start, failed=True, note=note[:2000])
+    everyone: list[Figures] = ranks.gather(mine)
+    failed = [rank for rank, other in enumerate(everyone) if other.failed]
+    if failed and len(failed) < len(everyone):
+        raise RuntimeError(f"{start.side} failed on rank {failed} only: {everyone[failed[0]].note}")
+    if failed:
+        return everyone[0]
+    exposed = [other.exposed_ms for other in everyone if other.exposed_ms is not None]
+    return dataclasses.replace(
+        max(everyone, key=lambda other: other.step_ms),
+        first_s=max(other.first_s for other in everyone),
+        peak_gib=max(other.peak_gib for other in everyone),
+        loss=everyone[0].loss,
+        exposed_ms=max(exposed, default=None),
+    )
+
+
+def _use_caches(ranks: Ranks, folder: Path) -> bool:
+    """Everybody's build caches inside this folder; gives whether it is new."""
+    cold = ranks.as_first(not folder.exists())
+    for variable, name in (
+        ("GRADSPLIT_CACHE", "gradsplit"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
+        ("TRITON_CACHE_DIR", "triton"),
+    ):
+        os.environ[variable] = str(folder / name)
+    ranks.barrier()  # nobody makes the folder before it was looked for
+    return cold
+
+
+@cache
+def _model(name: str, device_type: str) -> tuple[nn.Module, Inputs]:
+    """The same weights and inputs on all ranks."""
+    torch.manual_seed(0)
+    model, inputs = (MODELS if device_type == "cuda" else TRAININGS)[name]()
+    assert isinstance(model, nn.Module)
+    return model, inputs
+
+
+def _start_process_group() -> torch.device:
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def _link(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    direct = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
+    return "sockets" if all(os.environ.get(name) == "1" for name in direct) else "direct"
+
+
+def _begin_together(device: torch.device) -> None:
+    dist.barrier()
+    _synchronise(device)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="gpt2,resnet50,bert")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--steps", type=int, default=30, help="measured ones")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps after the first; plans settle in them")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="begin nothing after it")
+    parser.add_argument("--results", type=Path, help="file of figures, read and added to")
+    parser.add_argument("--caches", type=Path, default=Path("out/ddp_training_caches"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
