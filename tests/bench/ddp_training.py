@@ -93,7 +93,7 @@ def main() -> None:
         if ranks.as_first(started - begin + longest_s > arguments.time_limit_s):
             remark = "stopped before the time limit; call again with the same --results"
             break
-        cold = _use_caches(ranks, arguments.caches / link / name / side)
+        cold = _use_caches(ranks, arguments.caches / name / side)
         start = Figures(link, name, side, round_number, cold=cold)
         figures = _agreed(ranks, start, partial(_measure, arguments, device))
         longest_s = max(longest_s, time.monotonic() - started)
