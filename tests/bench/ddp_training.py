@@ -24,61 +24,41 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 from torch._inductor.utils import clear_caches
 
 import compile_core
 import distributed
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
-from tests.bench.ddp_sides import SIDES, Inputs, Running
-from tests.bench.gpu_training import MODELS
-from tests.bench.training_models import TRAININGS
+from tests.bench.ddp_sides import SIDES, Running
+from tests.bench.ddp_steps import (
+    Ranks,
+    begin_together,
+    link_of,
+    load_model,
+    start_process_group,
+    step_ms,
+    synchronise,
+)
 
-# A rank that failed waits as long for the others to fail, too; they may hang in a collective that it left out.
-_FAILURE_TIMEOUT = timedelta(seconds=120)
 _TIMELINES = 5
-
-
-class Ranks:
-    """What the ranks tell one another beside the measured collectives."""
-
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        group = dist.new_group(backend="gloo", timeout=_FAILURE_TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-
-    def gather(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self._group)
-        return found
-
-    def as_first(self, mine: Any) -> Any:
-        """What the first rank has."""
-        return self.gather(mine)[0]
-
-    def barrier(self) -> None:
-        dist.barrier(self._group)
 
 
 def main() -> None:
     arguments = _parse_arguments()
-    device = _start_process_group()
+    device = start_process_group()
     torch.set_float32_matmul_precision("high")
     ranks = Ranks()
     begin = time.monotonic()
     longest_s = 0.0
     found = ranks.as_first(read_figures(arguments.results) if arguments.results else [])
     done = {figures.key for figures in found if not figures.failed}
-    link = _link(device)
+    link = link_of(device)
     remark = ""
     wanted = [
         (round_number, name, side)
@@ -120,27 +100,27 @@ def _measure(arguments: argparse.Namespace, device: torch.device, start: Figures
     if on_gpu:
         torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated() if on_gpu else 0
-    model, inputs = _model(start.model, device.type)
+    model, inputs = load_model(start.model, device.type)
     module = copy.deepcopy(model).to(device)
     inputs = {key: value.to(device) for key, value in inputs.items()}
     gradient_bytes = sum(p.numel() * p.itemsize for p in module.parameters() if p.requires_grad)
     with SIDES[start.side](module, inputs) as running:
-        _begin_together(device)
+        begin_together(device)
         begin = time.perf_counter()
         first = running.step()
         loss = float("nan") if first is None else first.item()
-        _synchronise(device)
+        synchronise(device)
         first_s = time.perf_counter() - begin
         for _ in range(arguments.warm_up):
             running.step()
-        _synchronise(device)
+        synchronise(device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        step_ms = statistics.median(_step_ms(running, device) for _ in range(arguments.steps))
+        median_ms = statistics.median(step_ms(running.step, device) for _ in range(arguments.steps))
         peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
         figures = dataclasses.replace(
             start,
-            step_ms=step_ms,
+            step_ms=median_ms,
             first_s=first_s,
             peak_gib=peak_bytes / 2**30,
             gradient_gib=gradient_bytes / 2**30,
@@ -169,20 +149,6 @@ def _with_plan(figures: Figures, running: Running, gradient_bytes: int) -> Figur
     return dataclasses.replace(
         figures, buckets=len(runner.plan.buckets), exposed_ms=statistics.median(exposed_ms)
     )
-
-
-def _step_ms(running: Running, device: torch.device) -> float:
-    _begin_together(device)
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        running.step()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    running.step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 def _agreed(ranks: Ranks, start: Figures, measure: Callable[[Figures], Figures]) -> Figures:
@@ -224,42 +190,6 @@ def _use_caches(ranks: Ranks, folder: Path) -> bool:
         os.environ[variable] = str(folder / name)
     ranks.barrier()  # nobody makes the folder before it was looked for
     return cold
-
-
-@cache
-def _model(name: str, device_type: str) -> tuple[nn.Module, Inputs]:
-    """The same weights and inputs on all ranks."""
-    torch.manual_seed(0)
-    model, inputs = (MODELS if device_type == "cuda" else TRAININGS)[name]()
-    assert isinstance(model, nn.Module)
-    return model, inputs
-
-
-def _start_process_group() -> torch.device:
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        return device
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
-
-
-def _link(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    direct = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
-    return "sockets" if all(os.environ.get(name) == "1" for name in direct) else "direct"
-
-
-def _begin_together(device: torch.device) -> None:
-    dist.barrier()
-    _synchronise(device)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _parse_arguments() -> argparse.Namespace:
