@@ -20,7 +20,7 @@ from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
 from compile_core.options import parse_options, refuse_both
 from compile_core.pipeline import compile_graph
-from compile_core.planners import CompileRequest, claim
+from compile_core.planners import ClaimedModules, CompileRequest, claim, compile_claimed
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
     model = form_of_torchs_wrapper(model) or model
     if not isinstance(model, torch.nn.Module):
         return _compile_plain(model, request)
-    plugin = claim(model)
-    run = _compile_plain(model, request) if plugin is None else plugin.compile(model, request)
+    run = _compile_plain(model, request) if claim(model) is None else compile_claimed(model, request)
     return wrap_module(model, run)
 
 
@@ -128,4 +127,5 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
         dynamic=request.dynamic,
         cache_limit=cache_limit,
         observer=observer,
+        modules_apart=ClaimedModules(request),
     )

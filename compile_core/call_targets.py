@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,14 @@ class Target:
     owner: Any
     is_module_call: bool
     cells_argument: bool = False
+
+
+class ModulesApart(Protocol):
+    """Modules that are compiled by themselves, wherever they are called."""
+
+    def claims(self, module: torch.nn.Module) -> bool: ...
+
+    def form_of(self, module: torch.nn.Module) -> Callable[..., Any]: ...
 
 
 def call_object(self: Any, *args: Any, **kwargs: Any) -> Any:

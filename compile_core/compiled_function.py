@@ -19,6 +19,7 @@ import torch
 from compile_core import config
 from compile_core.call_targets import (
     NO_OWNER,
+    ModulesApart,
     Target,
     call_object,
     find_callee_target,
@@ -77,6 +78,7 @@ class CompiledFunction:
         target: what to capture, if it is not what ``fn`` itself says.
         callees: the compiled forms of functions called at graph breaks, if they are shared with another function.
         observer: who is told of captures and misses, also of those of continuations and callees.
+        modules_apart: modules among what it calls that have a compiled form of their own, and no part in its graphs.
         continuations: for a resume function, all those of the function that it continues.
 
     Attributes:
@@ -97,12 +99,14 @@ class CompiledFunction:
         callees: dict[tuple[types.CodeType, int, bool], CompiledFunction] | None = None,
         continuations: dict[types.CodeType, CompiledFunction] | None = None,
         observer: Observer | None = None,
+        modules_apart: ModulesApart | None = None,
     ) -> None:
         if isinstance(fn, CompiledFunction):
             fn = fn.original
         self.original = fn
         self.compile_graph = compile_graph
         self.observer = observer
+        self.modules_apart = modules_apart
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self.cache_limit = cache_limit
@@ -146,13 +150,18 @@ class CompiledFunction:
         copied = copy.deepcopy(self.original, memo)
         if copied is self.original:
             return self
+        return self._related(copied, fullgraph=self.fullgraph)
+
+    def _related(self, fn: Callable[..., Any], **arguments: Any) -> CompiledFunction:
+        """Another compiled function with the same settings."""
         return CompiledFunction(
-            copied,
+            fn,
             self.compile_graph,
-            fullgraph=self.fullgraph,
             dynamic=self.dynamic,
             cache_limit=self.cache_limit,
             observer=self.observer,
+            modules_apart=self.modules_apart,
+            **arguments,
         )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -332,6 +341,7 @@ class CompiledFunction:
                     cells_argument=self._cells_argument,
                     allow_breaks=not self.fullgraph,
                     original_of=_original_of,
+                    is_compiled_apart=self._is_compiled_apart,
                     history=self._history,
                 )
         except (CompileError, PlainCall):
@@ -354,14 +364,10 @@ class CompiledFunction:
                     "%s has more graph breaks than are compiled; the rest is plain Python", self.name
                 )
                 return run_with_cells(function) if point.cells_argument else function
-            found = self._continuations[point.code] = CompiledFunction(
+            found = self._continuations[point.code] = self._related(
                 function,
-                self.compile_graph,
-                dynamic=self.dynamic,
-                cache_limit=self.cache_limit,
                 target=Target(function, NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
-                observer=self.observer,
                 continuations=self._continuations,
             )
         return found
@@ -380,12 +386,18 @@ class CompiledFunction:
             if isinstance(frame, types.MethodType):
                 return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)
             return self._plain_frames.form_of(frame)
+        if isinstance(callee, torch.nn.Module) and self._is_compiled_apart(callee):
+            assert self.modules_apart is not None
+            return self.modules_apart.form_of(callee)
         target = None if isinstance(callee, CompiledFunction) else find_callee_target(callee)
         if target is None:
             return callee
         if target.is_module_call and has_hooks(target.owner):
             return functools.partial(self._hooked_calls(target.function.__code__), target.owner)
         return self._form_of_target(target)
+
+    def _is_compiled_apart(self, module: torch.nn.Module) -> bool:
+        return self.modules_apart is not None and self.modules_apart.claims(module)
 
     def _form_of_target(self, target: Target) -> Callable[..., Any]:
         # Equal code may occur twice, with other globals.
@@ -395,16 +407,12 @@ class CompiledFunction:
             # One compiled form serves all modules (or bound objects) that share the function.
             shared = Target(target.function, NO_OWNER, target.is_module_call, target.cells_argument)
             plain = call_object if target.is_module_call else target.function
-            found = self._callees[key] = CompiledFunction(
+            found = self._callees[key] = self._related(
                 plain,
-                self.compile_graph,
                 fullgraph=self.fullgraph,
-                dynamic=self.dynamic,
-                cache_limit=self.cache_limit,
                 name=target.function.__qualname__,
                 target=shared,
                 callees=self._callees,
-                observer=self.observer,
             )
         call: Any = found
         if target.function is not found._target:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from compile_core.backends.registry import Backend
+from compile_core.compiled_module import CompiledModule
 from compile_core.options import CompileOptions
 
 
@@ -50,6 +51,67 @@ def claim(module: torch.nn.Module) -> ModuleCompiler | None:
         if isinstance(module, plugin.module_type):
             return plugin
     return None
+
+
+class ClaimedModules:
+    """The modules that plug-ins claim, among what a compiled program calls: each such call runs the module's own form.
+
+    Args:
+        request: how the program is compiled, and so they are.
+    """
+
+    def __init__(self, request: CompileRequest) -> None:
+        self._request = request
+
+    def claims(self, module: torch.nn.Module) -> bool:
+        return claim(module) is not None
+
+    def form_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """The compiled call of a claimed module; one that is compiled already is its own."""
+        if isinstance(module, CompiledModule):
+            return module
+        for request, call in _record_of(module).calls:
+            if request == self._request:
+                return call
+        return compile_claimed(module, self._request)
+
+
+def compile_claimed(module: torch.nn.Module, request: CompileRequest) -> Callable[..., Any]:
+    """The compiled call of a module that a plug-in claims, made anew; compiled programs use it from now on."""
+    plugin = claim(module)
+    assert plugin is not None
+    record = _record_of(module)
+    call = plugin.compile(module, request)
+    record.calls = [(other, made) for other, made in record.calls if other != request]
+    record.calls.append((request, call))
+    return call
+
+
+def forms_of(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:
+    """The compiled calls that a claimed module has, oldest first."""
+    return tuple(call for _, call in _record_of(module).calls)
+
+
+class _Record:
+    """The compiled calls of one module. They lie among its attributes, so that they live as long as it does."""
+
+    def __init__(self, owner: torch.nn.Module) -> None:
+        self.owner = owner
+        self.calls: list[tuple[CompileRequest, Callable[..., Any]]] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies and pickles of the module have none."""
+        return type(None), ()
+
+
+def _record_of(module: torch.nn.Module) -> _Record:
+    found = module.__dict__.get(_RECORD)
+    if found is None or found.owner is not module:  # a shallow copy has the attributes of its original
+        found = module.__dict__[_RECORD] = _Record(module)
+    return found
+
+
+_RECORD = "_gradsplit_compiled_calls"
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import CompiledGraph, compile_graph
-from compile_core.planners import CompileRequest
+from compile_core.planners import CompileRequest, forms_of
 from distributed.agreement import Decision, agree, check_same_plan
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, process_group
@@ -242,12 +242,17 @@ def inspect_ddp(compiled: Any) -> CompiledDDP:
     """What runs a compiled DDP module: its plan, its buckets, its graphs.
 
     Args:
-        compiled: what ``compile_core.compile`` made of a ``DistributedDataParallel`` module.
+        compiled: what ``compile_core.compile`` made of a ``DistributedDataParallel`` module; or the module itself, if
+            it was compiled because a compiled program called it, and of several such forms the last.
 
     Raises:
         TypeError: anything else.
     """
-    runner = compiled._run if isinstance(compiled, CompiledModule) else compiled
+    runner = compiled
+    if isinstance(compiled, CompiledModule):
+        runner = compiled._run
+    elif isinstance(compiled, DistributedDataParallel) and (forms := forms_of(compiled)):
+        runner = forms[-1]
     if not isinstance(runner, CompiledDDP):
         raise TypeError(f"expected a compiled DistributedDataParallel module, not {type(compiled).__name__}")
     return runner

@@ -256,6 +256,10 @@ class CaptureState:
         """What a compiled function was made from; anything else is returned as it is."""
         raise NotImplementedError
 
+    def is_compiled_apart(self, module: torch.nn.Module) -> bool:
+        """Whether calls of this module run a compiled form of its own, and hence are in no graph."""
+        raise NotImplementedError
+
     def from_constant(self, real: Any) -> Value:
         """The value of what a pure function of constants returned."""
         raise NotImplementedError

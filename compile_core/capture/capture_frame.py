@@ -68,6 +68,7 @@ def capture(
     cells_argument: bool = False,
     allow_breaks: bool = True,
     original_of: Callable[[Any], Any] = lambda value: value,
+    is_compiled_apart: Callable[[torch.nn.Module], bool] = lambda module: False,
     history: SizeHistory | None = None,
 ) -> CapturedFrame:
     """Capture one call of a function, without running it and without changing anything that the user can see.
@@ -83,6 +84,7 @@ def capture(
             call; the cells of ``function`` itself are not used.
         allow_breaks: end the graph at what has no rule and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
+        is_compiled_apart: whether calls of a module run a compiled form of its own, and hence are in no graph.
         history: which sizes and integers are symbolic; it learns from this call. By default all are static.
 
     Returns:
@@ -94,7 +96,7 @@ def capture(
         CompileError: a size that the user marked as dynamic cannot be.
     """
     history = history or SizeHistory(dynamic=False)
-    call = _Call(function, arguments, is_module_call, cells_argument, original_of, history)
+    call = _Call(function, arguments, is_module_call, cells_argument, original_of, is_compiled_apart, history)
     if history.dynamic is not False:
         captured = _capture_symbolic(call, allow_breaks)
         if captured is not None:
@@ -147,6 +149,7 @@ class _Call:
     is_module_call: bool
     cells_argument: bool
     original_of: Callable[[Any], Any]
+    is_compiled_apart: Callable[[torch.nn.Module], bool]
     history: SizeHistory
 
 
@@ -173,7 +176,7 @@ def _attempt(
 ) -> tuple[CapturedFrame, int | None]:
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
     did."""
-    state = Capture(call.original_of, call.history)
+    state = Capture(call.original_of, call.is_compiled_apart, call.history)
     state.is_continuation = origin_of(call.function.__code__).shift > 0
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.base import CaptureState, SymbolicRaise, Value, constants_of
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.global_state import autocast_state
@@ -283,13 +283,27 @@ class ProfilerRange(ModeValue):
 
     cls = torch.autograd.profiler.record_function
 
+    def __init__(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.entered = False
+
     def enter(self, state: CaptureState) -> None:
-        pass
+        self.entered = True
 
     def leave(self, state: CaptureState) -> None:
-        pass
+        self.entered = False
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        """The range begins where the graph ended: what runs behind it is plain Python."""
+        shown = [repr(value) for value in self.args]
+        shown += [f"{name}={value!r}" for name, value in self.kwargs.items()]
+        name = writer.bind(f"{writer.constant(self.cls)}({', '.join(shown)})")
+        if self.entered:
+            writer.lines.append(f"{name}.__enter__()")
+        return name
 
 
 @call_rule(torch.autograd.profiler.record_function)
 def _record_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ProfilerRange()
+    return ProfilerRange(constants_of(args), {name: value.as_constant() for name, value in kwargs.items()})

@@ -121,6 +121,11 @@ class ModuleValue(InstanceValue):
         return None
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if self.real is not None and state.is_compiled_apart(self.real):
+            raise state.unsupported(
+                "compiled-apart",
+                f"{self.describe()}, a {self.cls.__name__}, is compiled by itself, into graphs of its own",
+            )
         if self.cls.__call__ is not torch.nn.Module.__call__:
             return super().call(state, args, kwargs)
         if isinstance(self.real, torch.jit.ScriptModule):

@@ -66,10 +66,16 @@ _DEPTH_LIMIT = 120
 class Capture(CaptureState):
     """See CaptureState."""
 
-    def __init__(self, original_of: Callable[[Any], Any], history: SizeHistory) -> None:
+    def __init__(
+        self,
+        original_of: Callable[[Any], Any],
+        is_compiled_apart: Callable[[torch.nn.Module], bool],
+        history: SizeHistory,
+    ) -> None:
         sizes = SymbolicSizes(history, self.location)
         super().__init__(OutputGraph(sizes), SideEffects(), sizes)
         self._original_of = original_of
+        self._is_compiled_apart = is_compiled_apart
         self.generators: list[GeneratorValue] = []
 
     def wrap(self, real: Any, source: Source | None) -> Value:
@@ -83,6 +89,9 @@ class Capture(CaptureState):
 
     def original_of(self, real: Any) -> Any:
         return self._original_of(real)
+
+    def is_compiled_apart(self, module: torch.nn.Module) -> bool:
+        return self._is_compiled_apart(module)
 
     def from_constant(self, real: Any) -> Value:
         if isinstance(real, torch.SymInt):

@@ -214,3 +214,20 @@ def test_a_reason_is_logged_once(caplog, capsys):
         for size in (1, 2, 3):
             CompiledFunction(talks, lambda graph, inputs: graph.module)(torch.ones(size))
     assert len([record for record in caplog.records if "print" in record.getMessage()]) == 1
+
+
+def test_break_inside_a_range_of_the_profiler():
+    """The range goes on in the plain part, under its name."""
+
+    def ranges(x):
+        with torch.profiler.record_function("some range"):
+            y = x + 1
+            y = opaque(y)
+        return y - 1
+
+    compiled, graphs = compile_counting(ranges)
+    for _ in range(2):
+        with torch.profiler.profile() as profiler:
+            assert torch.equal(compiled(torch.ones(2)), ranges(torch.ones(2)))
+    assert len(graphs) > 1
+    assert sum(event.key == "some range" for event in profiler.key_averages()) == 1

@@ -1,0 +1,100 @@
+"""Modules that a plug-in claims: compiled by themselves, wherever a compiled program calls them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compile_core
+from compile_core import planners
+from compile_core.planners import ModuleCompiler, forms_of
+from compile_core.testing import CompileCounter
+
+
+class Claimed(nn.Linear):
+    """Of a type that the plug-in below claims."""
+
+
+class Form:
+    """What the plug-in makes: says how it was called."""
+
+    def __init__(self, module: Claimed, request: Any) -> None:
+        self.module, self.request, self.calls = module, request, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.module.forward(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    monkeypatch.setattr(planners, "_plugins", lambda: (ModuleCompiler(Claimed, Form),))
+
+
+def step(model, x):
+    return model(x * 2).relu() + 1
+
+
+def calls_step(model, x):
+    return step(model, x) * 3
+
+
+@pytest.mark.parametrize("function", [step, calls_step])
+def test_a_function_runs_the_form_between_its_graphs(function):
+    counter = CompileCounter()
+    compiled = compile_core.compile(function, backend=counter)
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    for _ in range(2):
+        assert torch.equal(compiled(model, x), function(model, x))
+    (form,) = forms_of(model)
+    assert form.calls == 2 and counter.frame_count >= 2
+    assert form.request.backend.compile is counter
+
+
+def test_programs_with_the_same_settings_share_a_form():
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    for function in (step, calls_step):
+        compile_core.compile(function, backend="eager")(model, x)
+    compile_core.compile(nn.Sequential(model, nn.ReLU()), backend="eager")(x)
+    (form,) = forms_of(model)
+    assert form.calls == 3
+    compile_core.compile(step, backend="aot_eager")(model, x)
+    assert len(forms_of(model)) == 2
+
+
+def test_a_form_that_was_asked_for_replaces_the_earlier_one():
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    compiled = compile_core.compile(step, backend="eager")
+    compiled(model, x)
+    own = compile_core.compile(model, backend="eager")
+    compiled(model, x)
+    compiled(own, x)
+    assert forms_of(model) == (own._run,) and own._run.calls == 2
+
+
+def test_a_disabled_module_stays_disabled():
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    compile_core.compile(step, backend="eager")(compile_core.disable(model), x)
+    assert not forms_of(model)
+
+
+def test_fullgraph_is_refused():
+    with pytest.raises(compile_core.Unsupported, match="a Claimed, is compiled by itself"):
+        compile_core.compile(step, backend="eager", fullgraph=True)(Claimed(2, 2), torch.ones(3, 2))
+
+
+def test_copies_and_pickles_have_forms_of_their_own():
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    compiled = compile_core.compile(step, backend="eager")
+    compiled(model, x)
+    for copied in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not forms_of(copied)
+        compiled(copied, x)
+        (form,) = forms_of(copied)
+        assert form.module is copied
+    assert forms_of(model)[0].calls == 1
