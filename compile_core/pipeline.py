@@ -23,12 +23,14 @@ from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.pad_products import pad_products
 from compile_core.autograd.partition import partition
 from compile_core.autograd.random_to_counters import random_to_counters
+from compile_core.autograd.taken_gradients import TakenGradients
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.autograd.updated_inputs import updated_inputs, updating
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
+from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.numbers import is_number
 from compile_core.ir.print_graph import print_graph, print_schedule
@@ -38,7 +40,6 @@ from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify
 from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
-from compile_core.runtime.communicator import Communicator
 from compile_core.runtime.cuda_graphs import with_cuda_graphs
 from compile_core.runtime.executable import Executable, link
 
@@ -50,12 +51,9 @@ class SchedulePlanner(Protocol):
 
     def plan_backward(
         self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
-    ) -> tuple[Schedule, Communicator]:
-        """Cuts the backward of ``graph``, traced for the real ``inputs``.
-
-        Raises:
-            Unsupported: this graph's gradients cannot be reduced inside it.
-        """
+    ) -> tuple[Schedule, Communicator | None]:
+        """The backward of ``graph``, traced for the real ``inputs``, in segments, and who takes the gradients that it
+        stores. Gradients that it returns are autograd's to deliver."""
         ...
 
 
@@ -105,8 +103,7 @@ def compile_module(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8 for a graph of torch-level operations that returns a flat tuple of tensors.
 
-    A graph that a stage has no rule for runs with torch's own kernels, with the reason logged; under a ``planner``,
-    which someone must follow, the reason is raised instead.
+    A graph that a stage has no rule for runs with torch's own kernels, with the reason logged.
 
     Args:
         examples: a fake tensor for each placeholder, or a SymInt or float for a number. Whoever calls the result sees
@@ -114,7 +111,6 @@ def compile_module(
         inputs: the real tensors and numbers of the first call.
 
     Raises:
-        Unsupported: under a planner only.
         Exception: what the backend raises, unless ``config.suppress_errors``.
     """
     try:
@@ -125,12 +121,10 @@ def compile_module(
             return _compile_pieces(module, examples, inputs, backend, options, planner)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except Unsupported as reason:
-        if planner is not None:
-            raise
         logger.warning("a graph runs with torch's own kernels: %s", reason)
         return module
     except Exception as error:
-        if planner is not None or not config.suppress_errors:
+        if not config.suppress_errors:
             error.add_note(f"raised while the backend {backend.name!r} compiled a graph")
             raise
         logger.warning(
@@ -151,8 +145,7 @@ def _compile_pieces(
     pieces = cut_at_results(module)
     if len(pieces) == 1:
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
-    if planner is not None:
-        raise Unsupported("linked-results", "results of results are linked (linked_results=True)")
+    # Planners tell parameters by identity, and of later pieces there are no real inputs.
     runs = []
     for piece in pieces:
         values = [node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")]
@@ -205,7 +198,8 @@ def compile_stages(
         finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:
-            schedule, communicator = _plan_backward(graph, inputs, planner)
+            # Gradients with a history are autograd's.
+            schedule, communicator = _plan_backward(graph, inputs, planner if again is None else None)
             finish_backward = _start_regions(schedule, backend, options, dump, communicator)
         forward = finish_forward()
         backward = None if finish_backward is None else finish_backward()
@@ -213,7 +207,8 @@ def compile_stages(
         if options.cuda_graphs:
             changed = tuple(updated.values())
             run_forward, run_backward = with_cuda_graphs(graph, run_forward, backward, changed)
-        bound = bind_autograd(graph, run_forward, run_backward, again, updated)
+        taken = backward and TakenGradients.of(graph, backward.schedule, backward.communicator)
+        bound = bind_autograd(graph, run_forward, run_backward, again, updated, taken)
         return CompiledGraph(bound, forward, backward, graph)
 
     # What a CUDA graph recorded has its sizes for good.

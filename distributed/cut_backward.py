@@ -1,8 +1,8 @@
-"""Cuts a backward graph where gradient buckets become ready.
+"""Cuts a backward graph where gradients become ready.
 
-A region computes what one bucket's gradients need and nothing else: work that only later buckets need, or
-only the gradients of the inputs, waits, so that each all-reduce starts as early as its bucket can be
-complete. The regions together compute every value once, in the order of the graph within a region.
+A region computes what the gradients of its segment need and nothing else: work that only later segments need, or
+only the gradients of the inputs, waits, so that gradients are complete as early as they can be. The regions together
+compute every value once, in the order of the graph within a region.
 """
 
 from __future__ import annotations
@@ -12,45 +12,42 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from bucketing.bucket import BucketPlan
 from compile_core.errors import InternalError
 from compile_core.ir.regions import build_region, graph_inputs, graph_results
-from compile_core.ir.schedule import Schedule, ScheduleStep, StartCollective, WaitCollective
+from compile_core.ir.schedule import Schedule
 
 
 def cut_backward(
-    module: GraphModule, gradients: Mapping[str, int], plan: BucketPlan, factor: float
+    module: GraphModule, gradients: Mapping[str, int], segments: Sequence[Sequence[str]], factor: float
 ) -> Schedule:
-    """The backward with each bucket's all-reduce started behind the region that completes it.
+    """The backward with a region for each segment.
 
     Args:
-        module: the backward graph; results that are in ``gradients`` are stored in buckets, not returned.
-        gradients: for every parameter of the plan, the position of its gradient among the results.
-        plan: the buckets, in the order in which their all-reduces start.
-        factor: by which gradients are multiplied on their way into the buckets.
+        module: the backward graph; results that are in ``gradients`` are stored, not returned.
+        gradients: for every parameter of the segments, the position of its gradient among the results.
+        segments: the parameters whose gradients are complete when the region ends, in the order of the regions.
+        factor: by which gradients are multiplied when they are stored.
 
     Returns:
-        A schedule with one region a bucket, one more if other results remain, and the waits last.
-        Destinations are named after the parameters.
+        A schedule with one region a segment, and one more if other results remain. Destinations are named after the
+        parameters.
     """
     found = graph_results(module)
     regions = []
     placed: set[Node] = set()
-    for bucket in plan.buckets:
-        stored = {
-            parameter.name: _result(found, gradients[parameter.name]) for parameter in bucket.parameters
-        }
+    for names in segments:
+        stored = {name: _result(found, gradients[name]) for name in names}
         nodes = _needed(stored.values(), placed)
         placed |= nodes
         regions.append((nodes, stored))
     # By position: an input may have the same value for its gradient as a parameter, as the terms of a sum do.
-    into_buckets = set(gradients.values())
-    returned = [None if position in into_buckets else node for position, node in enumerate(found)]
+    taken = set(gradients.values())
+    returned = [None if position in taken else node for position, node in enumerate(found)]
     rest = _needed((node for node in returned if node is not None), placed)
     if rest:
         regions.append((rest, {}))
 
-    steps: list[ScheduleStep] = []
+    computes = []
     kept = {node for node in returned if node is not None}
     for position, (nodes, stored) in enumerate(regions):
         later = set(kept)
@@ -59,14 +56,11 @@ def cut_backward(
             later.update(source for node in others for source in node.all_input_nodes)
         ordered = [node for node in module.graph.nodes if node in nodes]
         results = [node for node in ordered if node in later]
-        steps.append(build_region(f"backward_{position}", module, ordered, results, stored, factor))
-        if stored:
-            steps.append(StartCollective(position))
-    steps += [WaitCollective(bucket.index) for bucket in plan.buckets]
+        computes.append(build_region(f"backward_{position}", module, ordered, results, stored, factor))
     return Schedule(
         name="backward",
         inputs=tuple(node.name for node in graph_inputs(module)),
-        steps=tuple(steps),
+        computes=tuple(computes),
         outputs=tuple(None if node is None else node.name for node in returned),
     )
 
@@ -74,7 +68,7 @@ def cut_backward(
 def _result(results: Sequence[Node | None], position: int) -> Node:
     node = results[position]
     if node is None:
-        raise InternalError(f"result {position} of the backward is undefined and cannot go into a bucket")
+        raise InternalError(f"result {position} of the backward is undefined and cannot be stored")
     return node
 
 

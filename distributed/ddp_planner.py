@@ -1,4 +1,4 @@
-"""Plans the backward of a ``DistributedDataParallel`` module's graph."""
+"""Plans the backwards of a ``DistributedDataParallel`` module's graphs, and the buckets that they fill together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan, Parameter
 from bucketing.reducer_plan import reducer_plan
-from compile_core.errors import Unsupported
+from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_results
+from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
-from compile_core.runtime.communicator import Communicator
 from distributed.cut_backward import cut_backward
 from distributed.gradient_buckets import GradientBuckets
 
@@ -37,65 +36,80 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     }
 
 
-class DDPPlanner:
-    """A ``SchedulePlanner`` for one module: the first graph fixes the buckets, later graphs fill the same
-    ones.
+def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those with hooks, whose gradients must hence pass through autograd's engine."""
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
 
-    That every graph of a module reduces the same buckets in the same order is what lets one rank recompile
-    alone, for instance for a short last batch.
+
+class DDPPlanner:
+    """A ``SchedulePlanner`` for one module.
+
+    Graphs are cut into segments when they are compiled; which segments' gradients share a bucket is decided apart from
+    that, once for all graphs of the module.
 
     Attributes:
-        parameters: those whose gradients are reduced, by name.
-        buckets: their buffers; ``None`` until the first graph is planned.
+        buckets: where gradients go.
+        hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
         self._ddp = ddp
-        self.parameters = reduced_parameters(ddp)
-        self.buckets: GradientBuckets | None = None
+        self.buckets = buckets
+        self.hooked: frozenset[str] = frozenset()
+        # By graph, in the order in which they were planned: parameters as their gradients become ready.
+        self._ready: list[list[str]] = []
 
     def plan_backward(
         self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
-    ) -> tuple[Schedule, Communicator]:
-        """The backward cut at bucket boundaries; see ``SchedulePlanner``."""
+    ) -> tuple[Schedule, Communicator | None]:
+        """The backward cut into segments; see ``SchedulePlanner``."""
         assert graph.backward is not None
         gradients = self._gradients(graph, inputs)
-        if self.buckets is None:
-            order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
-            results = graph_results(graph.backward)
-            ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
-            self.buckets = GradientBuckets(self._plan(ready), self.parameters, process_group(self._ddp))
-        return cut_backward(graph.backward, gradients, self.buckets.plan, self.buckets.factor), self.buckets
+        if not gradients:
+            return whole_schedule("backward", graph.backward), None
+        order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
+        results = graph_results(graph.backward)
+        ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
+        self._ready.append(ready)
+        segments = [
+            [parameter.name for parameter in bucket.parameters] for bucket in self._pack(ready).buckets
+        ]
+        return cut_backward(graph.backward, gradients, segments, self.buckets.factor), self.buckets
+
+    def first_plan(self) -> BucketPlan:
+        """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""
+        # The engine runs the backwards of the last graphs first.
+        known = [name for ready in reversed(self._ready) for name in ready]
+        unknown = [name for name in reversed(self.buckets.parameters) if name not in set(known)]
+        return self._pack(list(dict.fromkeys([*known, *unknown])))
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
-        """Where each parameter's gradient stands among the backward's results; identity tells parameters."""
+        """Where gradients to be reduced stand among the backward's results; identity tells parameters."""
         assert graph.backward is not None
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names = {id(parameter): name for name, parameter in self.buckets.parameters.items()}
         found: dict[str, int] = {}
         results = graph_results(graph.backward)
         for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):
             name = names.get(id(inputs[position]))
-            if name is not None and gradient is not None:
+            # Places in buckets are contiguous, and so must be what a program stores there.
+            if name is None or gradient is None or not inputs[position].is_contiguous():
+                continue
+            if name not in self.hooked:
                 found[name] = k
-        unused = [name for name in self.parameters if name not in found]
-        if unused:
-            raise Unsupported(
-                "unused-parameter",
-                f"the loss does not depend on {len(unused)} parameters of the module, such as {unused[0]!r}",
-                "pass find_unused_parameters=True to DistributedDataParallel, or freeze them",
-            )
-        for name, parameter in self.parameters.items():
-            if not parameter.is_contiguous():
-                raise Unsupported("parameter-layout", f"parameter {name!r} is not contiguous")
         return found
 
-    def _plan(self, ready: Sequence[str]) -> BucketPlan:
+    def _pack(self, ready: Sequence[str]) -> BucketPlan:
+        parameters = self.buckets.parameters
         # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
-        devices = list(dict.fromkeys(parameter.device for parameter in self.parameters.values()))
-        parameters = [_describe(name, self.parameters[name], devices) for name in ready]
+        devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
+        described = [_describe(name, parameters[name], devices) for name in ready]
         cap = self._ddp.bucket_bytes_cap
         first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
-        return reducer_plan(parameters, cap, first)
+        return reducer_plan(described, cap, first)
 
 
 def _describe(name: str, parameter: torch.nn.Parameter, devices: list[torch.device]) -> Parameter:

@@ -1,111 +1,269 @@
-"""Flat gradient buffers and their all-reduces: the communicator of a compiled backward.
+"""Gradients come in, are averaged over ranks bucket by bucket, and become ``param.grad``.
 
-Kernels write gradients straight into the buckets; afterwards ``param.grad`` is a view of its bucket. What the
-parameter's gradient held before, from earlier backwards under ``no_sync()`` or without ``zero_grad()``, is added before
-the bucket is reduced: the mean of the sums is what stock DDP computes too.
+They come on two ways. A compiled backward stores its gradients at their places in the buckets and says so: this class
+is its communicator. All others are accumulated by autograd's engine as usual, and copied into the buckets then: those
+of parameters that eager code between compiled graphs uses, that have hooks, or that are used outside of the module,
+as by weight decay written into the loss.
+
+A *round* is one backward. When its first gradient comes, the engine is asked what it is going to run, so it is known
+how many contributions each gradient will get; a bucket is started when the last one has come to its last gradient.
+At the end of the backward what is left is started, everything is awaited, and gradients are set. So each backward
+reduces each bucket once, in the plan's order, whichever way this rank's gradients take: ranks that run other programs
+for the same module, one of them in plain Python say, still add up the same numbers.
+
+What a gradient held before, from backwards under ``no_sync()`` or without ``zero_grad()``, is added before the bucket
+is reduced: the mean of the sums is what stock DDP computes. Afterwards ``param.grad`` is a view of its bucket, unless
+it was a tensor of the user's. As in stock DDP, a backward whose forward did not go through the module is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from bucketing.bucket import BucketPlan
+from compile_core.errors import CompileError, InternalError
+from distributed.bucket_buffers import BucketBuffers
+from distributed.reduction_round import ReductionRound
+
+# torch exports these without declaring them.
+_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
-class CollectiveObserver(Protocol):
-    """Told before and after a bucket's all-reduce is started, to draw a measured step."""
+class GradientObserver(Protocol):
+    """Told what happens in a round, to measure it."""
+
+    def gradients_arrived(self, names: Sequence[str]) -> None: ...
 
     def collective_starting(self, bucket: int) -> None: ...
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
 
+    def round_ended(self) -> None: ...
+
 
 class GradientBuckets:
-    """The buffers of a plan, for the parameters of one ``DistributedDataParallel`` module.
+    """The communicator of one ``DistributedDataParallel`` module; see ``compile_core.ir.communicator``.
+
+    Args:
+        parameters: those whose gradients are reduced, by name.
+        group: over which ranks.
 
     Attributes:
         factor: what a gradient must be multiplied with when it is stored, so that the reduced bucket is the mean over
             ranks. 1 where the collective itself averages.
-        expecting: a compiled forward ran whose backward has not ended yet.
+        expecting: a forward of the module ran whose backward has not ended yet.
+        missing: the parameters that got no gradient in the last round.
+        observer: is told of rounds.
     """
 
-    def __init__(
-        self, plan: BucketPlan, parameters: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> None:
         averages = dist.get_backend(group) == "nccl"
-        self.plan = plan
         self.parameters = dict(parameters)
         self.group = group
         self.factor = 1.0 if averages else 1.0 / group.size()
         self.expecting = False
-        self.observer: CollectiveObserver | None = None
-        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self._buffers: list[torch.Tensor] = []
-        self._gradients: dict[str, torch.Tensor] = {}
-        for bucket in plan.buckets:
-            like = self.parameters[bucket.parameters[0].name]
-            buffer = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
-            self._buffers.append(buffer)
-            for parameter, offset in zip(bucket.parameters, bucket.offsets_elements, strict=True):
-                shape = self.parameters[parameter.name].shape
-                self._gradients[parameter.name] = buffer[offset : offset + parameter.numel].view(shape)
-        self._accumulated: dict[str, torch.Tensor] = {}
-        self._works: dict[int, Any] = {}
+        self.missing: tuple[str, ...] = ()
+        self.observer: GradientObserver | None = None
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        device = next(iter(self.parameters.values())).device
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self._anchor_node = get_gradient_edge(self.anchor).node
+        # Nobody else keeps these alive, and hooks go with them.
+        self._nodes = {name: get_gradient_edge(parameter).node for name, parameter in self.parameters.items()}
+        for name, node in self._nodes.items():
+            node.register_hook(functools.partial(self._accumulated, name))
+        self._buffers: BucketBuffers | None = None
+        # Nodes of compiled programs that may still run, and what each will store.
+        self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
+        self._round: ReductionRound | None = None
+        # During a round, what ``param.grad`` was before it.
+        self._before: dict[str, torch.Tensor] = {}
+        # Of those that a program stores, the value of before.
+        self._set_aside: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._works: list[Any] = []
+        # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
+        self._storing = True
 
-    def destination(self, name: str) -> torch.Tensor:
-        """The place of a parameter's gradient in its bucket."""
-        return self._gradients[name]
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The plan in use; ``None`` before the first."""
+        return None if self._buffers is None else self._buffers.plan
+
+    def place(self, name: str) -> torch.Tensor:
+        """Where a parameter's gradient lies in its bucket, once there is a plan."""
+        assert self._buffers is not None
+        return self._buffers.places[name]
+
+    def adopt(self, plan: BucketPlan) -> None:
+        """Uses this plan from now on; gradients that lie in the buckets of the one before move.
+
+        Raises:
+            InternalError: a backward is under way.
+        """
+        if self._round is not None:
+            raise InternalError("bucket plans cannot change during a backward")
+        before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters)
+        for name, parameter in self.parameters.items():
+            if before is not None and parameter.grad is not None and before.hold(name, parameter.grad):
+                parameter.grad = self._buffers.places[name].copy_(parameter.grad)
+
+    def begin_forward(self) -> None:
+        """A call of the module begins: what an unfinished backward has left is cleared away."""
+        if self._round is not None and _backward_number() == -1:
+            for work in self._works:
+                work.wait()
+            self._clear()
+
+    def expect(self, node: Any, names: Sequence[str]) -> None:
+        if len(self._announced) >= 16:
+            self._announced = [entry for entry in self._announced if entry[0]() is not None]
+        self._announced.append((weakref.ref(node), names))
 
     def begin(self) -> None:
-        """Puts aside what the gradients hold, for kernels are about to overwrite the buckets."""
-        # Only a backward that raised half way leaves these; every rank started them, so they do end.
-        for bucket in list(self._works):
-            self.wait(bucket)
-        self._accumulated.clear()
-        for name, parameter in self.parameters.items():
-            held = parameter.grad
-            if held is not None:
-                mine = held.untyped_storage().data_ptr() == self._gradients[name].untyped_storage().data_ptr()
-                self._accumulated[name] = held.clone() if mine else held
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._storing = _will_run(self._anchor_node)
+        if self._storing and self._round is None:
+            self._open_round()
 
-    def start(self, bucket: int) -> None:
-        if self._accumulated:
-            for parameter in self.plan.buckets[bucket].parameters:
-                held = self._accumulated.get(parameter.name)
-                if held is not None:
-                    self._gradients[parameter.name].add_(held, alpha=self.factor)
-        buffer = self._buffers[bucket]
+    def destination(self, name: str) -> torch.Tensor:
+        place = self.place(name)
+        stored = not self._storing or self._round is None or name in self._round.stored
+        if not stored:
+            return place
+        scratch = self._scratch[name] = torch.empty_like(place)
+        return scratch
+
+    def arrived(self, names: Sequence[str]) -> None:
+        if not self._storing:
+            self._scratch.clear()
+            return
+        assert self._round is not None and self._buffers is not None
+        for name, contribution in self._scratch.items():
+            self._refuse_late(name)
+            self._buffers.places[name].add_(contribution)
+        self._scratch.clear()
+        self._note(names)
+
+    def _accumulated(self, name: str, *_: Any) -> None:
+        """The engine has accumulated a gradient."""
+        if self._round is None:
+            if not self.expecting or self._buffers is None:
+                return
+            self._open_round()
+        assert self._round is not None and self._buffers is not None
+        parameter = self.parameters[name]
+        found = parameter.grad
+        if found is not None:
+            self._refuse_late(name)
+            place = self._buffers.places[name]
+            if name in self._round.stored:
+                place.add_(found.detach(), alpha=self.factor)
+            else:
+                torch.mul(found.detach(), self.factor, out=place)
+            # Should more come, it comes alone.
+            parameter.grad = None
+        self._note((name,))
+
+    def _open_round(self) -> None:
+        assert self._buffers is not None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
+        announced: dict[str, int] = {}
+        for reference, names in self._announced:
+            node = reference()
+            if node is not None and _will_run(node):
+                for name in names:
+                    announced[name] = announced.get(name, 0) + 1
+        by_programs = set(announced)
+        for name, node in self._nodes.items():
+            if _will_run(node):
+                announced[name] = announced.get(name, 0) + 1
+        plan = self._buffers.plan
+        self._round = ReductionRound(
+            ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets), announced
+        )
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None:
+                self._before[name] = gradient
+                if name in by_programs:
+                    mine = self._buffers.hold(name, gradient)
+                    self._set_aside[name] = gradient.clone() if mine else gradient
+                    parameter.grad = None
+
+    def _note(self, names: Sequence[str]) -> None:
+        assert self._round is not None
+        self._round.arrived(names)
+        if self.observer is not None:
+            self.observer.gradients_arrived(names)
+        for bucket in self._round.take_complete():
+            self._start(bucket)
+
+    def _start(self, bucket: int) -> None:
+        assert self._buffers is not None and self._round is not None
+        for parameter in self._buffers.plan.buckets[bucket].parameters:
+            self._complete(parameter.name)
+        flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        work = dist.all_reduce(buffer, self._operation, group=self.group, async_op=True)
-        self._works[bucket] = work
+        work = self.group.allreduce([flat], self._options)
+        self._works.append(work)
         if self.observer is not None:
-            self.observer.collective_started(bucket, buffer.numel() * buffer.element_size(), work)
+            self.observer.collective_started(bucket, flat.numel() * flat.element_size(), work)
 
-    def wait(self, bucket: int) -> None:
-        self._works.pop(bucket).wait()
+    def _complete(self, name: str) -> None:
+        """Adds what the gradient was before this round, where that is not part of it yet."""
+        assert self._buffers is not None and self._round is not None
+        place = self._buffers.places[name]
+        is_stored, before = name in self._round.stored, self._before.get(name)
+        if is_stored or before is None:
+            if not is_stored:
+                place.zero_()
+            elif name in self._set_aside:
+                place.add_(self._set_aside[name], alpha=self.factor)
+            return
+        torch.mul(self._set_aside.get(name, before), self.factor, out=place)
 
-    def finish(self) -> None:
-        """Makes every parameter's gradient the reduced one; a gradient that existed keeps its tensor."""
-        for name, parameter in self.parameters.items():
-            held = parameter.grad
-            reduced = self._gradients[name]
-            if held is None:
-                parameter.grad = reduced
-            elif held is not reduced:
-                held.copy_(reduced)
-        self._accumulated.clear()
+    def _end_round(self) -> None:
+        assert self._round is not None and self._buffers is not None
+        with torch.no_grad():
+            for bucket in self._round.take_rest():
+                self._start(bucket)
+            for work in self._works:
+                work.wait()
+            stored = self._round.stored
+            self.missing = tuple(name for name in self.parameters if name not in stored)
+            for name, place in self._buffers.places.items():
+                before = self._before.get(name)
+                if before is not None and not self._buffers.hold(name, before):
+                    # A tensor of the user's stays the gradient.
+                    self.parameters[name].grad = before.copy_(place)
+                elif before is not None or name in stored:
+                    self.parameters[name].grad = place
+        self._clear()
+        if self.observer is not None:
+            self.observer.round_ended()
 
-    def _end_backward(self) -> None:
+    def _clear(self) -> None:
+        self._round = None
         self.expecting = False
+        self._works.clear()
+        self._before.clear()
+        self._set_aside.clear()
+        self._scratch.clear()
 
-    def reduce_alone(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks of a gradient that is in no bucket; waits for it."""
-        reduced = gradient.detach().mul(self.factor)
-        dist.all_reduce(reduced, self._operation, group=self.group)
-        return reduced
+    def _refuse_late(self, name: str) -> None:
+        assert self._round is not None
+        if self._round.is_started(name):
+            raise CompileError(
+                f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
+                f"with use_reentrant=True; pass use_reentrant=False"
+            )

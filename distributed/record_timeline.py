@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread
@@ -42,6 +42,12 @@ class HostRecorder:
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
         self._works.put((bucket, size_bytes, self._starting_s, work))
+
+    def gradients_arrived(self, names: Sequence[str]) -> None:
+        """Regions tell as much."""
+
+    def round_ended(self) -> None:
+        """The works tell as much."""
 
     def finish(self) -> None:
         """Waits until every all-reduce has ended."""
@@ -89,6 +95,12 @@ class DeviceRecorder:
             work.wait()
             ended = self._mark(self._stream)
         self._pairs.append(("all_reduce", f"bucket {bucket}", started, ended, size_bytes))
+
+    def gradients_arrived(self, names: Sequence[str]) -> None:
+        """Regions tell as much."""
+
+    def round_ended(self) -> None:
+        """The works tell as much."""
 
     def finish(self) -> None:
         """Waits until every all-reduce has ended."""

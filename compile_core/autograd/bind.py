@@ -11,6 +11,7 @@ import torch
 from compile_core.autograd.compiled_call import DifferentiableProgram, call_program, standalone_outputs
 from compile_core.autograd.double_backward import DifferentiableBackward
 from compile_core.autograd.returned_draws import Program, returning_draws
+from compile_core.autograd.taken_gradients import TakenGradients
 from compile_core.autograd.updated_inputs import copy_groups, store_values
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
@@ -83,6 +84,7 @@ def bind_autograd(
     backward: Program | None,
     differentiable_backward: DifferentiableBackward | None = None,
     updated: Mapping[int, int] | None = None,
+    taken: TakenGradients | None = None,
 ) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
@@ -94,6 +96,7 @@ def bind_autograd(
             input.
         differentiable_backward: computes gradients that are to be differentiated.
         updated: outputs that ``forward`` itself has stored into inputs; see ``updated_inputs``.
+        taken: gradients that ``backward`` stores for someone and does not return.
 
     The grad mode must be that in which the graph was traced.
     """
@@ -104,7 +107,7 @@ def bind_autograd(
     differentiable = None
     if backward is not None:
         differentiable = DifferentiableProgram.of(
-            graph, forward, backward, differentiable_backward, updated or {}
+            graph, forward, backward, differentiable_backward, updated or {}, taken
         )
     return BoundGraph(
         forward=forward,

@@ -16,6 +16,7 @@ from compile_core.autograd.arriving_gradients import are_batched, as_specified, 
 from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
 from compile_core.autograd.preserved_modes import without_autocast
 from compile_core.autograd.returned_draws import Program
+from compile_core.autograd.taken_gradients import TakenGradients
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
 from compile_core.ir.pick import Pick, picker
@@ -33,6 +34,7 @@ class DifferentiableProgram:
         pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
         changed: positions of the primals that the program changes.
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
+        taken: the gradients that someone else takes, instead of autograd.
     """
 
     forward: Program
@@ -48,6 +50,7 @@ class DifferentiableProgram:
     pick_gradients: Pick
     changed: frozenset[int]
     restored: Callable[[list[Any]], list[Any]]
+    taken: TakenGradients | None
 
     @staticmethod
     def of(
@@ -56,6 +59,7 @@ class DifferentiableProgram:
         backward: Program,
         differentiable_backward: DifferentiableBackward | None,
         updated: Mapping[int, int],
+        taken: TakenGradients | None,
     ) -> DifferentiableProgram:
         assert graph.backward is not None
         signature = graph.signature
@@ -66,6 +70,10 @@ class DifferentiableProgram:
         saved_numbers = sum(name in numbers for name in graph.saved)
         tensors = graph.num_outputs - signature.open_sizes
         gradients = {position: k for k, position in enumerate(signature.gradient_inputs)}
+        # The first gradient is that of the program itself, as the node counts its inputs.
+        returned = [-1, *(gradients.get(k, -1) for k in range(len(primals)))]
+        if taken is not None:
+            returned = [-1, -1, -1, *(gradients[position] for position in taken.others)]
         return DifferentiableProgram(
             forward=forward,
             backward=backward,
@@ -79,16 +87,18 @@ class DifferentiableProgram:
             constant_outputs=tuple(
                 k for k in range(tensors) if k not in signature.tangents and k not in updated
             ),
-            # The first gradient is that of the program itself, as the node counts its inputs.
-            pick_gradients=picker([-1, *(gradients.get(k, -1) for k in range(len(primals)))]),
+            pick_gradients=picker(returned),
             changed=frozenset(mutation.input for mutation in signature.mutated),
             restored=getattr(backward, "restored", list),
+            taken=taken,
         )
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
         """The graph's outputs, in autograd's graph."""
         if torch._C._are_functorch_transforms_active():
             return CompiledCall.apply(self, *primals)
+        if self.taken is not None:
+            return _apply(self, primals, self.taken.communicator.anchor, *self.taken.pick_others(primals))
         return _apply(self, *primals)
 
     def differentiate(
@@ -109,7 +119,11 @@ class DifferentiableProgram:
 
 class CompiledCall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: DifferentiableProgram, *primals: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, program: DifferentiableProgram, *given: Any) -> tuple[Any, ...]:
+        primals = given
+        if program.taken is not None:
+            primals = given[0]
+            program.taken.communicator.expect(ctx, program.taken.names)
         results = call_program(program.forward, [*primals])
         count = program.num_outputs
         open_sizes = program.signature.open_sizes

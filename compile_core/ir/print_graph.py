@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
-from compile_core.ir.schedule import Compute, Schedule, StartCollective
+from compile_core.ir.schedule import Schedule
 from compile_core.ir.tensor_spec import TensorSpec
 
 
@@ -16,17 +16,12 @@ def print_graph(module: GraphModule) -> str:
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """The steps in order, each region with its graph."""
+    """The regions in order, each with its graph."""
     lines = [f"schedule {schedule.name}({', '.join(schedule.inputs)})"]
-    for step in schedule.steps:
-        if isinstance(step, Compute):
-            lines.append(f"compute {step.name}({', '.join(step.inputs)}) -> {', '.join(step.outputs)}")
-            lines += [f"    store {value} in {where}" for value, where in step.destinations.items()]
-            lines += ["    " + line for line in print_graph(step.module).splitlines()]
-        elif isinstance(step, StartCollective):
-            lines.append(f"start bucket {step.bucket}")
-        else:
-            lines.append(f"wait bucket {step.bucket}")
+    for compute in schedule.computes:
+        lines.append(f"compute {compute.name}({', '.join(compute.inputs)}) -> {', '.join(compute.outputs)}")
+        lines += [f"    store {value} in {where}" for value, where in compute.destinations.items()]
+        lines += ["    " + line for line in print_graph(compute.module).splitlines()]
     lines.append(f"return {', '.join(map(str, schedule.outputs))}")
     return "\n".join(lines) + "\n"
 

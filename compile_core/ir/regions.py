@@ -94,6 +94,6 @@ def whole_schedule(name: str, module: GraphModule, replaced: Mapping[int, int] |
     return Schedule(
         name=name,
         inputs=inputs,
-        steps=(replace(region, replaced=updates),),
+        computes=(replace(region, replaced=updates),),
         outputs=tuple(None if node is None else node.name for node in results),
     )

@@ -1,7 +1,7 @@
-"""When things run: a graph cut into compute regions and the collectives between them.
+"""When things run: a graph cut into compute regions.
 
-One process is a schedule of one ``Compute``. Data parallelism cuts the backward where gradient buckets become ready,
-starts each bucket's collective behind the region that completes it, and waits for all of them last.
+One process is a schedule of one region. Data parallelism cuts the backward where gradients become ready: what a region
+stores in its destinations has arrived when the region has run, and whoever reduces gradients is told so at once.
 """
 
 from __future__ import annotations
@@ -37,39 +37,23 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class StartCollective:
-    """Starts reducing a bucket all of whose destinations are written."""
-
-    bucket: int
-
-
-@dataclass(frozen=True)
-class WaitCollective:
-    """Makes what follows see the reduced bucket."""
-
-    bucket: int
-
-
-ScheduleStep = Compute | StartCollective | WaitCollective
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """A program in steps.
+    """A program in regions.
 
     Attributes:
         name: ``"forward"``, ``"backward"`` or the like.
         inputs: names of the tensors that the caller passes, in order.
-        steps: in execution order.
+        computes: in execution order.
         outputs: what the caller receives, in order: names of values, or ``None`` where nothing is returned (a gradient
             that is undefined, or that went to a destination).
     """
 
     name: str
     inputs: tuple[str, ...]
-    steps: tuple[ScheduleStep, ...]
+    computes: tuple[Compute, ...]
     outputs: tuple[str | None, ...]
 
     @property
-    def computes(self) -> tuple[Compute, ...]:
-        return tuple(step for step in self.steps if isinstance(step, Compute))
+    def destinations(self) -> tuple[str, ...]:
+        """The names of all destinations, in the order in which they are written."""
+        return tuple(name for compute in self.computes for name in compute.destinations.values())

@@ -16,7 +16,7 @@ from compile_core.ir.counter_random import COUNTER_OPERATORS, SEED_STRIDE
 from compile_core.ir.graphs import GraphSignature, JointGraph, OpenSize, PartitionedGraph
 from compile_core.ir.numbers import is_number
 from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.ir.schedule import Compute, Schedule, StartCollective
+from compile_core.ir.schedule import Compute, Schedule
 
 
 def verify_joint(joint: JointGraph) -> None:
@@ -55,25 +55,14 @@ def verify_partition(joint: JointGraph, graph: PartitionedGraph) -> None:
 
 
 def verify_schedule(schedule: Schedule) -> None:
-    """Values are known before they are read, and named once; every bucket is started once and awaited after."""
+    """Values are known before they are read, and named once; every destination is written once."""
     known = set(schedule.inputs)
-    started: list[int] = []
-    awaited: list[int] = []
-    for step in schedule.steps:
-        if isinstance(step, Compute):
-            _verify_compute(step, known)
-            known.update(step.outputs)
-        elif isinstance(step, StartCollective):
-            started.append(step.bucket)
-        else:
-            awaited.append(step.bucket)
-            if step.bucket not in started:
-                _broken(
-                    f"{schedule.name}: wait for bucket {step.bucket}",
-                    "a bucket is started before it is awaited",
-                )
-    if len(set(started)) != len(started) or sorted(started) != sorted(awaited):
-        _broken(schedule.name, f"buckets are started and awaited once: {started}, {awaited}")
+    for compute in schedule.computes:
+        _verify_compute(compute, known)
+        known.update(compute.outputs)
+    destinations = schedule.destinations
+    if len(set(destinations)) != len(destinations):
+        _broken(schedule.name, f"a destination is written once: {destinations}")
     for name in schedule.outputs:
         if name is not None and name not in known:
             _broken(f"{schedule.name}: result {name}", "a result is an input or computed by a region")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.runtime.communicator import Communicator
 from compile_core.runtime.executable import Executable
 from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
 

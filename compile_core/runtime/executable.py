@@ -1,4 +1,4 @@
-"""Runs a schedule: compute regions, and the collectives between them.
+"""Runs a schedule: compute regions, and the news between them of what has been stored for others.
 
 This is the hot path of a step, though a thin one: a schedule has a dozen steps, and the kernels of a region
 are called by the region itself.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from compile_core.errors import InternalError
-from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCollective
-from compile_core.runtime.communicator import Communicator, RegionObserver
+from compile_core.ir.communicator import Communicator, RegionObserver
+from compile_core.ir.schedule import Schedule
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
 # outputs, with the destination itself as the value of an output that was stored there. The list that it is
@@ -44,50 +44,38 @@ class Executable:
         communicator, observer = self.communicator, self.observer
         if communicator is not None:
             communicator.begin()
-        for position, step in enumerate(self.schedule.steps):
-            if isinstance(step, Compute):
-                arguments = [values[name] for name in step.inputs]
-                for name in self._last_reads[position]:
-                    del values[name]
-                if communicator is not None:
-                    arguments += [communicator.destination(name) for name in step.destinations.values()]
-                if observer is not None:
-                    observer.region_started(step.name)
-                results = self.regions[step.name](arguments)
-                if observer is not None:
-                    observer.region_finished(step.name)
-                values.update(zip(step.outputs, results, strict=True))
-                del arguments, results
-                for name in self._unread[position]:
-                    del values[name]
-            else:
-                assert communicator is not None
-                if isinstance(step, StartCollective):
-                    communicator.start(step.bucket)
-                else:
-                    communicator.wait(step.bucket)
-        if communicator is not None:
-            communicator.finish()
+        for position, compute in enumerate(self.schedule.computes):
+            arguments = [values[name] for name in compute.inputs]
+            for name in self._last_reads[position]:
+                del values[name]
+            if communicator is not None:
+                arguments += [communicator.destination(name) for name in compute.destinations.values()]
+            if observer is not None:
+                observer.region_started(compute.name)
+            results = self.regions[compute.name](arguments)
+            if observer is not None:
+                observer.region_finished(compute.name)
+            values.update(zip(compute.outputs, results, strict=True))
+            del arguments, results
+            for name in self._unread[position]:
+                del values[name]
+            if communicator is not None and compute.destinations:
+                communicator.arrived(tuple(compute.destinations.values()))
         return [None if name is None else values[name] for name in self.schedule.outputs]
 
 
 def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Communicator | None) -> Executable:
-    """Joins a schedule with its compiled regions and, where it has collectives, with the communicator.
+    """Joins a schedule with its compiled regions and, where it has destinations, with the communicator.
 
     Raises:
         InternalError: a region is missing, or the schedule needs a communicator and there is none.
     """
-    missing = [step.name for step in schedule.computes if step.name not in regions]
+    missing = [compute.name for compute in schedule.computes if compute.name not in regions]
     if missing:
         raise InternalError(f"schedule {schedule.name} has no compiled region for {missing}")
-    reduces = any(
-        bool(step.destinations)
-        if isinstance(step, Compute)
-        else isinstance(step, (StartCollective, WaitCollective))
-        for step in schedule.steps
-    )
+    reduces = bool(schedule.destinations)
     if reduces and communicator is None:
-        raise InternalError(f"schedule {schedule.name} reduces gradients, but no communicator was given")
+        raise InternalError(f"schedule {schedule.name} has destinations, but no communicator was given")
     last_reads, unread = _lifetimes(schedule)
     return Executable(
         schedule,
@@ -101,12 +89,12 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
 
 def _only_region(schedule: Schedule, regions: Mapping[str, Region]) -> Region | None:
     """The region that is all of the schedule, if there is one: it needs nobody to pass values on."""
-    if len(schedule.steps) != 1:
+    if len(schedule.computes) != 1:
         return None
-    (step,) = schedule.steps
-    if not isinstance(step, Compute) or (step.inputs, step.outputs) != (schedule.inputs, schedule.outputs):
+    (compute,) = schedule.computes
+    if (compute.inputs, compute.outputs) != (schedule.inputs, schedule.outputs):
         return None
-    return regions[step.name]
+    return regions[compute.name]
 
 
 def _lifetimes(schedule: Schedule) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:
@@ -115,9 +103,8 @@ def _lifetimes(schedule: Schedule) -> tuple[dict[int, tuple[str, ...]], dict[int
     last_reads: dict[int, tuple[str, ...]] = {}
     unread: dict[int, tuple[str, ...]] = {}
     needed = {name for name in schedule.outputs if name is not None}
-    for position, step in reversed(list(enumerate(schedule.steps))):
-        if isinstance(step, Compute):
-            unread[position] = tuple(name for name in step.outputs if name not in needed)
-            last_reads[position] = tuple(name for name in step.inputs if name not in needed)
-            needed.update(step.inputs)
+    for position, compute in reversed(list(enumerate(schedule.computes))):
+        unread[position] = tuple(name for name in compute.outputs if name not in needed)
+        last_reads[position] = tuple(name for name in compute.inputs if name not in needed)
+        needed.update(compute.inputs)
     return last_reads, unread

@@ -1,4 +1,4 @@
-"""The backward cut at bucket boundaries: every value computed once, buckets complete when they start, equal
+"""The backward cut into segments: every value computed once, gradients complete when they are said to be, equal
 gradients."""
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bucketing.bucket import BucketPlan, Parameter, pack_bucket
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.regions import graph_results
-from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCollective
+from compile_core.ir.schedule import Schedule
 from distributed.cut_backward import cut_backward
 from tests.autograd.compare_with_eager import backward, compile_program, partitioned_graph
 
@@ -30,25 +29,16 @@ def inputs() -> list[torch.Tensor]:
     return [torch.randn(*shape, requires_grad=True) for shape in shapes]
 
 
-def plan_of(names: Sequence[Sequence[str]], tensors: dict[str, torch.Tensor]) -> BucketPlan:
-    buckets = []
-    for index, members in enumerate(names):
-        described = tuple(
-            Parameter(name, tensors[name].numel(), tensors[name].element_size(), "float32", "cpu")
-            for name in members
-        )
-        buckets.append(pack_bucket(index, described))
-    return BucketPlan(
-        tuple(parameter for bucket in buckets for parameter in bucket.parameters), tuple(buckets)
-    )
-
-
 class FakeCommunicator:
-    """Buckets of one process; notes what happens in which order."""
+    """Places of one process; notes what happens in which order."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.places = {name: torch.full(tensor.shape, torch.nan) for name, tensor in tensors.items()}
         self.events: list[str] = []
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def expect(self, node: object, names: Sequence[str]) -> None:
+        self.events.append("expect")
 
     def destination(self, name: str) -> torch.Tensor:
         return self.places[name]
@@ -56,44 +46,38 @@ class FakeCommunicator:
     def begin(self) -> None:
         self.events.append("begin")
 
-    def start(self, bucket: int) -> None:
-        self.events.append(f"start {bucket}")
-
-    def wait(self, bucket: int) -> None:
-        self.events.append(f"wait {bucket}")
-
-    def finish(self) -> None:
-        self.events.append("finish")
+    def arrived(self, names: Sequence[str]) -> None:
+        self.events.append(" ".join(names))
 
 
 class FakePlanner:
-    """Cuts at the given buckets; the parameters are the inputs after ``num_data``."""
+    """Cuts into the given segments; the parameters are the inputs after ``num_data``."""
 
-    def __init__(self, buckets: Sequence[Sequence[str]], num_data: int = 1, factor: float = 1.0) -> None:
-        self.buckets, self.num_data, self.factor = buckets, num_data, factor
+    def __init__(self, segments: Sequence[Sequence[str]], num_data: int = 1, factor: float = 1.0) -> None:
+        self.segments, self.num_data, self.factor = segments, num_data, factor
         self.schedule: Schedule | None = None
 
     def plan_backward(
         self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
     ) -> tuple[Schedule, FakeCommunicator]:
         assert graph.backward is not None
-        names = [name for bucket in self.buckets for name in bucket]
+        names = [name for segment in self.segments for name in segment]
         ordered = sorted(names, key=NAMES.index)
         tensors = dict(zip(ordered, inputs[self.num_data :], strict=True))
         places = {k: position for position, k in enumerate(graph.signature.gradient_inputs)}
         gradients = {name: places[self.num_data + k] for k, name in enumerate(ordered)}
         self.communicator = FakeCommunicator(tensors)
-        self.schedule = cut_backward(graph.backward, gradients, plan_of(self.buckets, tensors), self.factor)
+        self.schedule = cut_backward(graph.backward, gradients, self.segments, self.factor)
         return self.schedule, self.communicator
 
 
 @pytest.mark.parametrize(
-    "buckets",
+    "segments",
     [[NAMES], [["w2", "b2"], ["w1", "b1"]], [["b2"], ["w2"], ["b1"], ["w1"]], [["w1"], ["w2", "b2", "b1"]]],
 )
-def test_gradients_are_eagers(buckets):
+def test_gradients_are_eagers(segments):
     tensors = inputs()
-    planner = FakePlanner(buckets)
+    planner = FakePlanner(segments)
     compiled = compile_program(program, tensors, planner)
     backward(compiled(*tensors))
     x_gradient = tensors[0].grad
@@ -104,9 +88,8 @@ def test_gradients_are_eagers(buckets):
     torch.testing.assert_close(x_gradient, tensors[0].grad)
     for name, parameter in zip(NAMES, tensors[1:], strict=True):
         torch.testing.assert_close(planner.communicator.places[name], parameter.grad)
-    numbers = [str(k) for k in range(len(buckets))]
-    waits = [f"wait {k}" for k in numbers]
-    assert planner.communicator.events == ["begin", *(f"start {k}" for k in numbers), *waits, "finish"]
+    told = [" ".join(names) for names in segments]
+    assert planner.communicator.events == ["expect", "begin", *told]
 
 
 def test_factor_scales_what_goes_into_buckets_only():
@@ -120,10 +103,10 @@ def test_factor_scales_what_goes_into_buckets_only():
     torch.testing.assert_close(planner.communicator.places["w1"], tensors[1].grad / 4)
 
 
-def cut(buckets: Sequence[Sequence[str]]) -> tuple[PartitionedGraph, Schedule]:
+def cut(segments: Sequence[Sequence[str]]) -> tuple[PartitionedGraph, Schedule]:
     tensors = inputs()
     graph = partitioned_graph(program, *tensors)
-    schedule, _ = FakePlanner(buckets).plan_backward(graph, tensors)
+    schedule, _ = FakePlanner(segments).plan_backward(graph, tensors)
     return graph, schedule
 
 
@@ -140,44 +123,36 @@ def test_every_value_is_computed_once():
 def test_regions_read_only_what_is_known_and_pass_on_tensors_only():
     _, schedule = cut([["b2"], ["w2"], ["b1"], ["w1"]])
     known = set(schedule.inputs)
-    for step in schedule.steps:
-        if isinstance(step, Compute):
-            assert known.issuperset(step.inputs)
-            assert known.isdisjoint(step.outputs)
-            known.update(step.outputs)
-            results = graph_results(step.module)
-            assert all(isinstance(node.meta["val"], torch.Tensor) for node in results if node is not None)
-            assert not any(
-                node.target is operator.getitem and node.args[0].op == "placeholder"
-                for node in step.module.graph.nodes
-            )
+    for step in schedule.computes:
+        assert known.issuperset(step.inputs)
+        assert known.isdisjoint(step.outputs)
+        known.update(step.outputs)
+        results = graph_results(step.module)
+        assert all(isinstance(node.meta["val"], torch.Tensor) for node in results if node is not None)
+        assert not any(
+            node.target is operator.getitem and node.args[0].op == "placeholder"
+            for node in step.module.graph.nodes
+        )
     assert known.issuperset(name for name in schedule.outputs if name is not None)
 
 
-def test_first_bucket_computes_nothing_of_the_first_layer():
+def test_first_segment_computes_nothing_of_the_first_layer():
     _, schedule = cut([["w2", "b2"], ["w1", "b1"]])
-    first = schedule.steps[0]
-    assert isinstance(first, Compute)
+    first = schedule.computes[0]
     assert not any("layer_norm" in node.name for node in first.module.graph.nodes)
 
 
-def test_steps_start_each_bucket_behind_its_region_and_wait_last():
+def test_what_is_not_reduced_comes_last():
     _, schedule = cut([["w2", "b2"], ["w1", "b1"]])
-    kinds = [step.name if isinstance(step, Compute) else step for step in schedule.steps]
-    assert kinds == [
-        "backward_0",
-        StartCollective(0),
-        "backward_1",
-        StartCollective(1),
-        "backward_2",  # the gradient of x
-        WaitCollective(0),
-        WaitCollective(1),
+    assert [tuple(step.destinations.values()) for step in schedule.computes] == [
+        ("w2", "b2"),
+        ("w1", "b1"),
+        (),
     ]
 
 
 def test_input_and_parameter_with_the_same_gradient():
-    """Both terms of a sum have the sum's gradient; the input's is returned, the parameter's goes into its
-    bucket."""
+    """Both terms of a sum have the sum's gradient; the input's is returned, the parameter's is stored."""
     x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     planner = FakePlanner([["w1"]])
     backward(compile_program(lambda x, w: x + w, [x, w], planner)(x, w))
@@ -191,7 +166,6 @@ def test_parameter_named_like_a_node():
     graph = partitioned_graph(program, *tensors)
     assert graph.backward is not None
     name = next(node.name for node in graph.backward.graph.nodes if node.op == "call_function")
-    plan = plan_of([[name]], {name: tensors[1]})
-    schedule = cut_backward(graph.backward, {name: 1}, plan, 1.0)
+    schedule = cut_backward(graph.backward, {name: 1}, [[name]], 1.0)
     outputs = [output for step in schedule.computes for output in step.outputs]
     assert len(set(outputs)) == len(outputs)

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import build_region, whole_schedule
-from compile_core.ir.schedule import Schedule, StartCollective, WaitCollective
+from compile_core.ir.schedule import Schedule
 
 
 def traced() -> torch.fx.GraphModule:
@@ -39,11 +39,11 @@ def test_schedule_of_one_region():
     assert printed.splitlines()[-1] == "return sum_1, None"
 
 
-def test_schedule_with_collectives():
+def test_schedule_with_destinations():
     module = traced()
     (mul,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     region = build_region("backward_0", module, [mul], [], {"weight": mul})
-    schedule = Schedule("backward", ("x_1",), (region, StartCollective(0), WaitCollective(0)), (None,))
+    schedule = Schedule("backward", ("x_1",), (region,), (None,))
     assert print_schedule(schedule).splitlines() == [
         "schedule backward(x_1)",
         "compute backward_0(x_1) -> weight.stored",
@@ -51,7 +51,5 @@ def test_schedule_with_collectives():
         "    input x_1: float32[2, 3] cpu",
         "    mul: float32[2, 3] cpu = mul.Tensor(x_1, 2.0)",
         "    return (mul,)",
-        "start bucket 0",
-        "wait bucket 0",
         "return None",
     ]

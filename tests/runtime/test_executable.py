@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from compile_core.errors import InternalError
-from compile_core.ir.schedule import Compute, Schedule, StartCollective, WaitCollective
+from compile_core.ir.schedule import Compute, Schedule
 from compile_core.runtime.executable import link
 
 EMPTY = torch.fx.GraphModule({}, torch.fx.Graph())
@@ -18,8 +19,8 @@ def compute(name: str, inputs: str, outputs: str, **destinations: str) -> Comput
     return Compute(name, EMPTY, tuple(inputs.split()), tuple(outputs.split()), destinations)
 
 
-def schedule(inputs: str, outputs: tuple[str | None, ...], *steps) -> Schedule:
-    return Schedule("test", tuple(inputs.split()), steps, outputs)
+def schedule(inputs: str, outputs: tuple[str | None, ...], *computes: Compute) -> Schedule:
+    return Schedule("test", tuple(inputs.split()), computes, outputs)
 
 
 class Recorder:
@@ -28,6 +29,10 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.place = torch.zeros(2)
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def expect(self, node: object, names: Sequence[str]) -> None:
+        self.events.append(f"expect {names}")
 
     def destination(self, name: str) -> torch.Tensor:
         self.events.append(f"destination {name}")
@@ -36,14 +41,8 @@ class Recorder:
     def begin(self) -> None:
         self.events.append("begin")
 
-    def start(self, bucket: int) -> None:
-        self.events.append(f"start {bucket}")
-
-    def wait(self, bucket: int) -> None:
-        self.events.append(f"wait {bucket}")
-
-    def finish(self) -> None:
-        self.events.append("finish")
+    def arrived(self, names: Sequence[str]) -> None:
+        self.events.append(f"arrived {' '.join(names)}".strip())
 
     def region_started(self, name: str) -> None:
         self.events.append(f"{name} started")
@@ -91,27 +90,19 @@ def test_a_value_that_is_returned_is_kept():
     assert (y.item(), z.item()) == (2.0, 4.0) and y is again
 
 
-def test_collectives_and_observer():
+def test_communicator_and_observer():
     def store(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         x, place = arguments
         return [place.copy_(x)]
 
     recorder = Recorder()
-    steps = compute("region", "x", "w.stored", **{"w.stored": "w"}), StartCollective(0), WaitCollective(0)
-    run = link(schedule("x", (None,), *steps), {"region": store}, recorder)
+    step = compute("region", "x", "w.stored", **{"w.stored": "w"})
+    run = link(schedule("x", (None,), step), {"region": store}, recorder)
     run.observer = recorder
     assert run([torch.ones(2)]) == [None]
     assert torch.equal(recorder.place, torch.ones(2))
     region = ["destination w", "region started", "region finished"]
-    assert recorder.events == ["begin", *region, "start 0", "wait 0", "finish"]
-
-
-def test_destinations_alone_need_the_communicator():
-    recorder = Recorder()
-    step = compute("region", "x", "w.stored", **{"w.stored": "w"})
-    run = link(schedule("x", (), step), {"region": lambda arguments: [arguments[1]]}, recorder)
-    run([torch.ones(2)])
-    assert recorder.events == ["begin", "destination w", "finish"]
+    assert recorder.events == ["begin", *region, "arrived w"]
 
 
 def test_schedule_without_reduction_leaves_the_communicator_alone():
@@ -125,12 +116,8 @@ def test_missing_region():
         link(schedule("x", ("y",), compute("region", "x", "y")), {}, None)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [StartCollective(0), compute("region", "x", "w.stored", **{"w.stored": "w"})],
-    ids=["collective", "destination"],
-)
-def test_missing_communicator(step):
+def test_missing_communicator():
+    step = compute("region", "x", "w.stored", **{"w.stored": "w"})
     with pytest.raises(InternalError, match="no communicator"):
         link(schedule("x", (), step), {"region": double}, None)
 

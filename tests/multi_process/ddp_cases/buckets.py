@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import nn
+
+import compile_core
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
@@ -28,12 +33,87 @@ def gradients_equal_stock_ddp() -> None:
 def gradients_are_views_of_buckets() -> None:
     _, compiled = pair()
     compiled(data(0)).sum().backward()
-    places = [
-        inspect_ddp(compiled).buckets.destination(name) for name, _ in compiled.module.named_parameters()
-    ]
+    buckets = inspect_ddp(compiled).buckets
+    places = [buckets.place(name) for name, _ in compiled.module.named_parameters()]
     assert all(place is p.grad for place, p in zip(places, compiled.parameters(), strict=True))
     storages = {p.grad.untyped_storage().data_ptr() for p in compiled.parameters()}
     assert len(storages) == len(inspect_ddp(compiled).plan.buckets)
+
+
+class Blocks(nn.Module):
+    """Equal blocks, between which the program does what no graph can hold; a parameter of its own in between, too."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(float(x.detach().sum()))
+            breaks()
+            x = x * self.scale
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x))
+        breaks()
+        return x + self.linear(hidden)
+
+
+@compile_core.disable
+def breaks() -> None:
+    """A call that no graph holds."""
+
+
+@case()
+def several_graphs_share_the_buckets() -> None:
+    """One compiled form of a block serves all blocks, and a block's weight is used in two graphs."""
+    stock, compiled = pair(Blocks, bucket_cap_mb=0.001)
+    train((stock, compiled), steps=3)
+    check_in_graph(compiled)
+    runner = inspect_ddp(compiled)
+    assert len(runner.graphs) > 3 and len(runner.plan.buckets) > 1
+    assert compiled.module.seen == pytest.approx(stock.module.seen, abs=1e-4)
+
+
+@case()
+def plain_code_between_graphs() -> None:
+    class Mixed(Net):
+        @compile_core.disable
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.plain(torch.tanh(self.first(x)))
+            return self.third(torch.tanh(self.norm(hidden))) + self.second(hidden)
+
+    stock, compiled = pair(Mixed)
+    train((stock, compiled), steps=3)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 2
+
+
+@case()
+def gradients_of_inputs_alone() -> None:
+    """Asking for these leaves the parameters' gradients as they are, and starts no all-reduce."""
+    stock, compiled = pair()
+    train((stock, compiled), steps=1)
+    found = []
+    for model in (stock, compiled):
+        x = data(3).requires_grad_()
+        found.append(torch.autograd.grad(model(x).square().mean(), x)[0])
+    check_close(found[1], found[0])
+    check_gradients(stock, compiled)
+    train((stock, compiled), steps=1)
 
 
 @case()

@@ -59,7 +59,6 @@ def unused_parameter_is_stock_ddps_error() -> None:
 
     _, compiled = pair(Partial)
     compiled(data(0)).sum().backward()
-    check_reducer(compiled, "does not depend on")
     try:
         compiled(data(1))
     except RuntimeError as error:

@@ -1,0 +1,43 @@
+"""Gradients that a backward program stores for a communicator, and does not return to autograd's engine.
+
+To autograd such a program does not have these inputs. So the engine does not visit them, and reaches their accumulation
+only where a gradient comes from elsewhere, too; the communicator can ask it whether it will.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compile_core.ir.communicator import Communicator
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.pick import Pick, picker
+from compile_core.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class TakenGradients:
+    """What is taken of one program.
+
+    Attributes:
+        names: the destinations.
+        others: positions of the inputs whose gradients autograd gets.
+    """
+
+    communicator: Communicator
+    names: tuple[str, ...]
+    others: tuple[int, ...]
+    pick_others: Pick
+
+    @staticmethod
+    def of(
+        graph: PartitionedGraph, backward: Schedule, communicator: Communicator | None
+    ) -> TakenGradients | None:
+        """Those of a scheduled backward of ``graph``; ``None`` if it has no destinations."""
+        if communicator is None or not backward.destinations:
+            return None
+        others = tuple(
+            position
+            for position, output in zip(graph.signature.gradient_inputs, backward.outputs, strict=True)
+            if output is not None
+        )
+        return TakenGradients(communicator, backward.destinations, others, picker(others))

@@ -1,0 +1,46 @@
+"""What a compiled program needs of whatever reduces its gradients across processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Communicator(Protocol):
+    """Owns the places that destinations name, and the collectives over them.
+
+    When a program that has destinations runs, it asks for each of them and tells which have been written. What is
+    started when is not the program's concern: gradients of one collective may come from several programs.
+
+    Attributes:
+        anchor: a tensor that requires a gradient and never gets one. It stands for all the inputs whose gradients are
+            taken: the engine reaches it exactly where it accumulates gradients in leaves at all.
+    """
+
+    anchor: torch.Tensor
+
+    def expect(self, node: Any, names: Sequence[str]) -> None:
+        """Called in a forward: when the engine runs ``node`` of autograd's graph, these destinations are written."""
+        ...
+
+    def begin(self) -> None:
+        """Called in a backward, before the first region of a program runs."""
+        ...
+
+    def destination(self, name: str) -> torch.Tensor:
+        """The tensor into which the program stores the result of this destination name."""
+        ...
+
+    def arrived(self, names: Sequence[str]) -> None:
+        """Called behind each region: these destinations are written. Returns at once."""
+        ...
+
+
+class RegionObserver(Protocol):
+    """Told when regions run, to draw a measured step."""
+
+    def region_started(self, name: str) -> None: ...
+
+    def region_finished(self, name: str) -> None: ...

@@ -1,0 +1,167 @@
+"""The in-graph way of a ``DistributedDataParallel`` module: compiled backwards store their gradients in buckets.
+
+Calls bypass ``DDP.forward`` and go to the wrapped module, so what ``DDP.forward`` does besides is done here: buffers
+are broadcast, inputs moved to the module's device, ``no_sync()`` obeyed. Where the forward cannot be captured as one
+graph, several graphs and the eager code between them fill the same buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from compile_core.bind_sizes import GraphOfManySizes
+from compile_core.capture import normal_tensors
+from compile_core.compiled_function import CompiledFunction
+from compile_core.ir.captured import CapturedGraph
+from compile_core.ir.pick import picker
+from compile_core.pipeline import CompiledGraph, compile_graph
+from compile_core.planners import CompileRequest
+from distributed.agreement import Decision, agree, check_same_plan
+from distributed.ddp_options import DDPOptions
+from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
+from distributed.gradient_buckets import GradientBuckets
+
+logger = logging.getLogger(__name__)
+
+# How many forms a captured graph is compiled in, for as many sets of parameters.
+_MOST_FORMS = 256
+
+Program = Callable[..., Sequence[torch.Tensor]]
+
+
+def is_synchronised(ddp: DistributedDataParallel) -> bool:
+    """Whether the gradients of a call made now will be reduced."""
+    return torch.is_grad_enabled() and ddp.require_backward_grad_sync
+
+
+class InGraphWay:
+    """Runs calls of one module; the ranks have agreed to go this way before the first that is synchronised.
+
+    Attributes:
+        buckets: the module's gradients.
+        graphs: what was compiled.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions) -> None:
+        self._ddp = ddp
+        self._request = request
+        self._options = options
+        self.buckets = GradientBuckets(reduced_parameters(ddp), process_group(ddp))
+        self._planner = DDPPlanner(ddp, self.buckets)
+        self._compiled: list[Program] = []
+        make = functools.partial(
+            CompiledFunction,
+            ddp.module,
+            fullgraph=request.fullgraph,
+            dynamic=request.dynamic,
+            cache_limit=request.options.cache_size_limit,
+        )
+        compile_local = functools.partial(compile_graph, backend=request.backend, options=request.options)
+        self._local: CompiledFunction = make(compile_local)
+        self._synchronised: CompiledFunction = make(self._compile)
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """What was compiled for calls whose gradients are reduced."""
+        return [
+            program
+            for compiled in self._compiled
+            if isinstance(compiled, (CompiledGraph, GraphOfManySizes))
+            for program in compiled.programs
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ddp, buckets = self._ddp, self.buckets
+        buckets.begin_forward()
+        if not is_synchronised(ddp):
+            args, kwargs = self._prepare(args, kwargs)
+            ddp.require_forward_param_sync = False
+            return self._local(*args, **kwargs)
+        if buckets.missing:
+            raise RuntimeError(_unused(buckets.missing))
+        args, kwargs = self._prepare(args, kwargs)
+        ddp.require_forward_param_sync = True
+        self._planner.hooked = hooked_parameters(buckets.parameters)
+        try:
+            result = self._synchronised(*args, **kwargs)
+        except Exception as error:
+            if buckets.plan is None:
+                self._agree(Decision(error=f"{type(error).__name__}: {error}"))
+            raise
+        if buckets.plan is None:
+            plan = self._planner.first_plan()
+            self._agree(Decision(plan=str(plan)))
+            buckets.adopt(plan)
+        buckets.expecting = True
+        return result
+
+    def _agree(self, decision: Decision) -> None:
+        group = self.buckets.group
+        decisions = agree(decision, group, self._options.agreement_timeout_s)
+        if not decision.error:
+            check_same_plan(decisions, group)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``DDP.forward`` does before it calls the module."""
+        ddp = self._ddp
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers()
+        if ddp.device_ids:
+            device = torch.device(ddp.device_type, ddp.device_ids[0])
+            moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
+            return moved[0][0], moved[1][0]
+        return args, kwargs
+
+    def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Program:
+        """One captured graph may serve several modules of one class, whose gradients go to places of their own."""
+        positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
+        pick_parameters = picker(positions)
+        forms: list[tuple[tuple[Any, ...], frozenset[str], Program]] = []
+
+        def form_for(inputs: Sequence[Any]) -> Program:
+            parameters, hooked = pick_parameters(inputs), self._planner.hooked
+            for known, known_hooked, program in forms:
+                if hooked == known_hooked and all(map(operator.is_, known, parameters)):
+                    return program
+            if len(forms) == _MOST_FORMS:
+                logger.warning(
+                    "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
+                )
+                return captured.module
+            with normal_tensors():
+                program = compile_graph(
+                    captured,
+                    inputs,
+                    backend=self._request.backend,
+                    options=self._request.options,
+                    planner=self._planner,
+                )
+            forms.append((parameters, hooked, program))
+            self._compiled.append(program)
+            return program
+
+        form_for(inputs)
+
+        def run(*inputs: Any) -> Sequence[torch.Tensor]:
+            return form_for(inputs)(*inputs)
+
+        return run
+
+
+def _unused(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return (
+        f"the last backward gave no gradient to {len(names)} parameters of the module that were not used in producing "
+        f"the loss: {shown}. Pass find_unused_parameters=True to DistributedDataParallel for unused parameters, freeze "
+        f"them, or make sure that all results of the module take part in the loss"
+    )

@@ -1,0 +1,54 @@
+"""The bookkeeping of one backward: which gradients are still to come, and which buckets are complete.
+
+It holds no tensors, so that its rules can be tested without any: buckets are started in the plan's order, each once,
+when all that belongs to it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+
+class ReductionRound:
+    """Counts contributions to gradients.
+
+    Args:
+        buckets: the names in each bucket.
+        announced: by name, how many contributions are known to come. A gradient of which none is known may still come,
+            from a part of autograd's graph that does not exist yet, as under reentrant checkpoints; its bucket waits.
+
+    Attributes:
+        stored: the gradients to which something has come.
+    """
+
+    def __init__(self, buckets: Iterable[Iterable[str]], announced: Mapping[str, int]) -> None:
+        members = [tuple(names) for names in buckets]
+        self.stored: set[str] = set()
+        self._bucket_of = {name: index for index, names in enumerate(members) for name in names}
+        self._left = [len(names) for names in members]
+        self._missing = {name: announced.get(name) or 1 for name in self._bucket_of}
+        self._started = 0
+
+    def is_started(self, name: str) -> bool:
+        """Whether the gradient's bucket is being reduced, so that nothing may be stored in it any more."""
+        return self._bucket_of[name] < self._started
+
+    def arrived(self, names: Iterable[str]) -> None:
+        """One contribution to each of these has come."""
+        for name in names:
+            self.stored.add(name)
+            missing = self._missing[name] = self._missing[name] - 1
+            if missing == 0:
+                self._left[self._bucket_of[name]] -= 1
+
+    def take_complete(self) -> Iterator[int]:
+        """The buckets to start now."""
+        while self._started < len(self._left) and self._left[self._started] == 0:
+            self._started += 1
+            yield self._started - 1
+
+    def take_rest(self) -> Iterator[int]:
+        """The buckets that were not started, when nothing comes any more."""
+        while self._started < len(self._left):
+            self._started += 1
+            yield self._started - 1
