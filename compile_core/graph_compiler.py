@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
 from compile_core.bind_sizes import GraphOfManySizes
 from compile_core.ir.captured import is_symbolic_number
+from compile_core.ir.fake_examples import fakes_like
 from compile_core.ir.numbers import value_at_compilation
 from compile_core.options import CompileOptions, parse_options
 from compile_core.pipeline import CompiledGraph, compile_module
@@ -63,8 +64,8 @@ def compile_any_graph(
     if against:
         logger.warning("a graph runs with torch's own kernels: %s", against)
         return gm
-    inputs = _fakes(examples, value_at_compilation)
-    compiled = compile_module(gm, _fakes(examples), inputs, backend=backend, options=options)
+    inputs = fakes_like(examples, value_at_compilation)
+    compiled = compile_module(gm, fakes_like(examples), inputs, backend=backend, options=options)
     if not isinstance(compiled, (CompiledGraph, GraphOfManySizes)):
         return compiled
     changed = [mutation.input for mutation in compiled.partitioned.signature.mutated]
@@ -99,25 +100,3 @@ def _reason_against(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> str:
         if not isinstance(example, torch.Tensor):
             return "a result is not a tensor"
     return ""
-
-
-def _fakes(examples: Sequence[Any], number: Callable[[Any], Any] = lambda number: number) -> list[Any]:
-    """Fake tensors of one mode: of that of the symbolic ones, or a new one, whatever mode the examples belong to.
-
-    Args:
-        examples: tensors and numbers.
-        number: what to make of a size, stride or number.
-    """
-    symbolic = [example for example in examples if getattr(example, "_has_symbolic_sizes_strides", False)]
-    with symbolic[0].fake_mode if symbolic else FakeTensorMode():
-        return [
-            torch.empty_strided(
-                tuple(map(number, example.shape)),
-                tuple(map(number, example.stride())),
-                dtype=example.dtype,
-                device=example.device,
-            ).requires_grad_(example.requires_grad)
-            if isinstance(example, torch.Tensor)
-            else number(example)
-            for example in examples
-        ]

@@ -16,12 +16,13 @@ import torch
 from compile_core import config
 from compile_core.autograd import random_decompositions
 from compile_core.autograd.bind import BoundGraph, bind_autograd
-from compile_core.autograd.cut_at_results import cut_at_results, link_pieces
+from compile_core.autograd.cut_at_results import cut_at_results
 from compile_core.autograd.double_backward import differentiable_backward
 from compile_core.autograd.known_masks import simplify_masks
 from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.pad_products import pad_products
 from compile_core.autograd.partition import partition
+from compile_core.autograd.pieces import Piece, link_pieces
 from compile_core.autograd.random_to_counters import random_to_counters
 from compile_core.autograd.taken_gradients import TakenGradients
 from compile_core.autograd.trace_joint import trace_joint
@@ -31,8 +32,9 @@ from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.communicator import Communicator
+from compile_core.ir.fake_examples import fakes_like
 from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.numbers import is_number
+from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import graph_inputs, whole_schedule
 from compile_core.ir.schedule import Schedule
@@ -117,8 +119,9 @@ def compile_module(
         if isinstance(backend, GraphBackend):
             with timed("backend"):
                 return backend.compile(module, list(examples))
-        if options.linked_results:
-            return _compile_pieces(module, examples, inputs, backend, options, planner)
+        pieces = cut_at_results(module) if options.linked_results else []
+        if len(pieces) > 1:
+            return compile_pieces(module, pieces, backend=backend, options=options)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except Unsupported as reason:
         logger.warning("a graph runs with torch's own kernels: %s", reason)
@@ -133,26 +136,22 @@ def compile_module(
         return module
 
 
-def _compile_pieces(
+def compile_pieces(
     module: torch.fx.GraphModule,
-    examples: Sequence[Any],
-    inputs: Sequence[Any],
-    backend: RegionBackend,
+    pieces: Sequence[Piece],
+    *,
+    backend: Backend,
     options: CompileOptions,
-    planner: SchedulePlanner | None,
+    gives_back_draws: bool = False,
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Compiles what lies between results that others are computed from, each piece by itself."""
-    pieces = cut_at_results(module)
-    if len(pieces) == 1:
-        return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
+    """Stages 2 to 8 for each piece that ``module`` was cut into, and what runs them one after the other."""
     # Planners tell parameters by identity, and of later pieces there are no real inputs.
     runs = []
     for piece in pieces:
-        values = [node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")]
-        runs.append(
-            compile_stages(piece.module, values, values, backend=backend, options=options, planner=None)
-        )
-    return link_pieces(module, pieces, runs)
+        examples = [node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")]
+        inputs = fakes_like(examples, value_at_compilation)
+        runs.append(compile_module(piece.module, examples, inputs, backend=backend, options=options))
+    return link_pieces(module, pieces, runs, gives_back_draws)
 
 
 def compile_stages(

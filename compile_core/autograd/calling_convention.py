@@ -76,7 +76,7 @@ def find_calling_convention(
     with preserved_modes(), fake_mode, kernels_of_sizes(fake_mode):
         with torch.enable_grad():
             inputs = [
-                _as_intermediate(example) if isinstance(example, torch.Tensor) else example
+                as_intermediate(example) if isinstance(example, torch.Tensor) else example
                 for example in examples
             ]
         tensors = {k: given for k, given in enumerate(inputs) if isinstance(given, torch.Tensor)}
@@ -233,7 +233,7 @@ def as_leaf(example: torch.Tensor) -> torch.Tensor:
     return TensorSpec.of(example).empty().requires_grad_(example.requires_grad)
 
 
-def _as_intermediate(example: torch.Tensor) -> torch.Tensor:
+def as_intermediate(example: torch.Tensor) -> torch.Tensor:
     """Like a leaf, but in-place operators do not refuse it: the real input may be an activation."""
     leaf = as_leaf(example)
     return leaf.clone() if leaf.requires_grad and TensorSpec.of(leaf).is_dense else leaf
