@@ -20,7 +20,7 @@ from compile_core.autograd.cut_points import find_cut_points
 from compile_core.autograd.pieces import Piece, cut_graph
 
 # The parameters that the reducer reduces together, in the order in which it starts the buckets.
-Buckets = Sequence[Sequence[torch.nn.Parameter]]
+Buckets = Sequence[Sequence[torch.Tensor]]
 
 
 class SplitForward:
@@ -45,7 +45,7 @@ class SplitForward:
         self._first_uses = self._find_first_uses(inputs)
 
     @property
-    def ready_order(self) -> list[torch.nn.Parameter]:
+    def ready_order(self) -> list[torch.Tensor]:
         """The parameters in the order in which their gradients will be final."""
         return sorted(self._first_uses, key=self._first_uses.__getitem__, reverse=True)
 
@@ -83,9 +83,9 @@ class SplitForward:
     def _may_begin(self, place: int) -> bool:
         return self._points.allowed[place]
 
-    def _find_first_uses(self, inputs: Sequence[Any]) -> dict[torch.nn.Parameter, int]:
+    def _find_first_uses(self, inputs: Sequence[Any]) -> dict[torch.Tensor, int]:
         positions = {node: position for position, node in enumerate(self._points.nodes)}
-        uses: dict[torch.nn.Parameter, int] = {}
+        uses: dict[torch.Tensor, int] = {}
         for node, given in zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if isinstance(given, torch.nn.Parameter):
                 users = [positions[user] for user in node.users if self._is_differentiated(user)]

@@ -29,8 +29,8 @@ def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
 
 
 def stock_buckets(
-    ddp: DistributedDataParallel, ready_order: Sequence[torch.nn.Parameter]
-) -> list[list[torch.nn.Parameter]]:
+    ddp: DistributedDataParallel, ready_order: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
     """What the reducer reduces together, in the order in which it starts.
 
     Args:
