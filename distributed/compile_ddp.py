@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledDDP:
-    """Runs calls of one ``DistributedDataParallel`` module; see ``compile_ddp``."""
+    """Runs calls of one ``DistributedDataParallel`` module, ``ddp``; see ``compile_ddp``."""
 
     def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions) -> None:
-        self._ddp = ddp
+        self.ddp = ddp
         self._request = request
         self._options = options
         # Made before the ranks have agreed where a call is not synchronised: one rank may evaluate alone.
@@ -62,12 +62,12 @@ class CompiledDDP:
         return self._against_in_graph or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if has_hooks(self._ddp):
-            return self._hooked(self._ddp, *args, **kwargs)
+        if has_hooks(self.ddp):
+            return self._hooked(self.ddp, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        ddp = self._ddp
+        ddp = self.ddp
         if self._against_in_graph is None and is_synchronised(ddp):
             self._agree_on_way()
         against = self._against_in_graph
@@ -82,11 +82,11 @@ class CompiledDDP:
     def _reason_for_reducer(self) -> str:
         if not isinstance(self._request.backend, RegionBackend):
             return f"backend {self._request.backend.name!r} takes whole graphs and no schedule"
-        return reason_for_reducer(self._ddp)
+        return reason_for_reducer(self.ddp)
 
     def _agree_on_way(self) -> None:
         """Fixes the way for good: in-graph only if every rank can."""
-        ddp, reason = self._ddp, self._reason_for_reducer()
+        ddp, reason = self.ddp, self._reason_for_reducer()
         decisions = agree(Decision(reason=reason), process_group(ddp), self._options.agreement_timeout_s)
         against = [(rank, other.reason) for rank, other in enumerate(decisions) if other.reason]
         if not against:

@@ -45,6 +45,13 @@ def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset
     )
 
 
+def stock_plan(ddp: DistributedDataParallel, ready: Sequence[Parameter]) -> BucketPlan:
+    """The buckets that stock DDP's reducer would rebuild for gradients that come in this order."""
+    cap = ddp.bucket_bytes_cap
+    first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap
+    return reducer_plan(ready, cap, first)
+
+
 class DDPPlanner:
     """A ``SchedulePlanner`` for one module.
 
@@ -106,10 +113,7 @@ class DDPPlanner:
         parameters = self.buckets.parameters
         # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
         devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
-        described = [_describe(name, parameters[name], devices) for name in ready]
-        cap = self._ddp.bucket_bytes_cap
-        first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if self._ddp.bucket_bytes_cap_default else cap
-        return reducer_plan(described, cap, first)
+        return stock_plan(self._ddp, [_describe(name, parameters[name], devices) for name in ready])
 
 
 def _describe(name: str, parameter: torch.nn.Parameter, devices: list[torch.device]) -> Parameter:

@@ -1,4 +1,4 @@
-"""Measures when the segments of a backward computed and when its all-reduces ran."""
+"""Measures when the segments of a backward computed, when gradients arrived, and when all-reduces ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 from bucketing.timeline import Interval, Timeline
 from compile_core.errors import CompileError
-from distributed.compile_ddp import inspect_ddp
+from compile_core.ir.communicator import RegionObserver
+from compile_core.runtime.executable import Executable
+from distributed.compile_ddp import CompiledDDP, inspect_ddp
 
 
 class HostRecorder:
@@ -25,6 +27,7 @@ class HostRecorder:
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
+        self._arrived_s: dict[str, float] = {}
         self._works: SimpleQueue[tuple[int, int, float, Any] | None] = SimpleQueue()
         self._waiter = Thread(target=self._wait_for_works, name="gradsplit-recorder", daemon=True)
         self._waiter.start()
@@ -44,7 +47,7 @@ class HostRecorder:
         self._works.put((bucket, size_bytes, self._starting_s, work))
 
     def gradients_arrived(self, names: Sequence[str]) -> None:
-        """Regions tell as much."""
+        self._arrived_s.update(dict.fromkeys(names, time.perf_counter()))
 
     def round_ended(self) -> None:
         """The works tell as much."""
@@ -56,6 +59,10 @@ class HostRecorder:
 
     def timeline(self) -> Timeline:
         return Timeline(tuple(self._intervals))
+
+    def arrived_s(self) -> dict[str, float]:
+        """By parameter, when its gradient was complete, by the timeline's clock; of several backwards, in the last."""
+        return self._arrived_s
 
     def _wait_for_works(self) -> None:
         for bucket, size_bytes, started_s, work in iter(self._works.get, None):
@@ -75,6 +82,7 @@ class DeviceRecorder:
         self._started: torch.cuda.Event | None = None
         self._starting: torch.cuda.Event | None = None
         self._pairs: list[tuple[Any, str, torch.cuda.Event, torch.cuda.Event, int]] = []
+        self._arrived: dict[str, torch.cuda.Event] = {}
 
     def region_started(self, name: str) -> None:
         self._started = self._mark(torch.cuda.current_stream(self._device))
@@ -97,7 +105,7 @@ class DeviceRecorder:
         self._pairs.append(("all_reduce", f"bucket {bucket}", started, ended, size_bytes))
 
     def gradients_arrived(self, names: Sequence[str]) -> None:
-        """Regions tell as much."""
+        self._arrived.update(dict.fromkeys(names, self._mark(torch.cuda.current_stream(self._device))))
 
     def round_ended(self) -> None:
         """The works tell as much."""
@@ -118,10 +126,35 @@ class DeviceRecorder:
             intervals.append(Interval(kind, label, start_s, end_s, size_bytes))
         return Timeline(tuple(intervals))
 
+    def arrived_s(self) -> dict[str, float]:
+        """As ``HostRecorder.arrived_s``."""
+        return {name: self._origin.elapsed_time(event) / 1e3 for name, event in self._arrived.items()}
+
     def _mark(self, stream: Any) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+class _Labelled:
+    """Passes on the regions of one of several graphs, whose names are the same."""
+
+    def __init__(self, recorder: RegionObserver, label: str) -> None:
+        self._recorder = recorder
+        self._label = label
+
+    def region_started(self, name: str) -> None:
+        self._recorder.region_started(self._label + name)
+
+    def region_finished(self, name: str) -> None:
+        self._recorder.region_finished(self._label + name)
+
+
+def labelled_backwards(runner: CompiledDDP) -> dict[str, Executable]:
+    """The backwards of a module's graphs, by what stands before the names of their regions in a timeline."""
+    backwards = [graph.backward for graph in runner.graphs if graph.backward is not None]
+    labels = [f"graph {k} " if len(backwards) > 1 else "" for k in range(len(backwards))]
+    return dict(zip(labels, backwards, strict=True))
 
 
 @contextmanager
@@ -143,14 +176,14 @@ def record_timeline(compiled: Any) -> Iterator[HostRecorder | DeviceRecorder]:
         )
     device = next(iter(buckets.parameters.values())).device
     recorder = DeviceRecorder(device) if device.type == "cuda" else HostRecorder()
-    backwards = [graph.backward for graph in runner.graphs if graph.backward is not None]
+    backwards = labelled_backwards(runner)
     buckets.observer = recorder
-    for backward in backwards:
-        backward.observer = recorder
+    for label, backward in backwards.items():
+        backward.observer = _Labelled(recorder, label)
     try:
         yield recorder
     finally:
         recorder.finish()
         buckets.observer = None
-        for backward in backwards:
+        for backward in backwards.values():
             backward.observer = None

@@ -1,0 +1,125 @@
+"""Shows how the gradients of a DDP module are reduced: which buckets and why, and how well the link is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from bucketing.timeline import Timeline
+from compile_core.api import compile
+from compile_core.compiled_module import CompiledModule
+from compile_core.errors import CompileError
+from distributed.compile_ddp import CompiledDDP, inspect_ddp
+from distributed.ddp_explanation import DDPExplanation, Segment
+from distributed.ddp_planner import stock_plan
+from distributed.record_timeline import DeviceRecorder, HostRecorder, labelled_backwards, record_timeline
+
+# In the first steps programs are compiled and costs are measured; then the plan is settled.
+_SETTLING_STEPS = 12
+_MEASURED_STEPS = 3
+
+
+def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
+    """Explains how gradients are reduced when the module is called with some arguments.
+
+    All ranks must do this together: some training steps are run, whose loss is the sum of all floating-point results.
+    Afterwards gradients, buffers and torch's random state are what they were before.
+
+    Args:
+        ddp: a compiled DDP module; or one that is not compiled, which is explained as ``compile`` with its defaults
+            would have it.
+
+    Returns:
+        A function that takes the module's arguments and returns the explanation for this rank, which prints as tables.
+
+    Raises:
+        TypeError: not a DDP module.
+        CompileError: no result needs gradients, or they are not reduced, as under ``no_sync()``.
+    """
+    compiled = ddp if isinstance(ddp, (CompiledModule, CompiledDDP)) else compile(ddp)
+    runner = inspect_ddp(compiled)
+
+    def explain(*args: Any, **kwargs: Any) -> DDPExplanation:
+        def step() -> None:
+            for parameter in runner.ddp.parameters():
+                parameter.grad = None
+            _sum_of_results(compiled(*args, **kwargs)).backward()
+
+        if not runner.ddp.require_backward_grad_sync:
+            raise CompileError("under no_sync() no gradients are reduced: call explain_ddp outside of it")
+        with _left_as_it_was(runner.ddp), torch.enable_grad():
+            for _ in range(_SETTLING_STEPS):
+                step()
+            if runner.plan is None:
+                return DDPExplanation(reason_for_reducer=runner.reason_for_reducer or "")
+            recorders = []
+            for _ in range(_MEASURED_STEPS):
+                with record_timeline(compiled) as recorder:
+                    step()
+                recorders.append(recorder)
+        recorders.sort(key=lambda recorder: recorder.timeline().exposed_ms)
+        return _explanation(runner, recorders[len(recorders) // 2])
+
+    return explain
+
+
+def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -> DDPExplanation:
+    plan, measured = runner.plan, recorder.timeline()
+    assert plan is not None
+    arrived_ms = {name: 1e3 * (at_s - measured.start_s) for name, at_s in recorder.arrived_s().items()}
+    return DDPExplanation(
+        plan=plan,
+        stock_plan=stock_plan(runner.ddp, plan.parameters),
+        segments=_segments(runner, measured),
+        ready_ms=arrived_ms,
+        measured=measured if measured.intervals else None,
+    )
+
+
+def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[Segment, ...]:
+    """Those that ran, in order."""
+    stores = {
+        label + compute.name: tuple(compute.destinations.values())
+        for label, backward in labelled_backwards(runner).items()
+        for compute in backward.schedule.computes
+    }
+    ran = sorted(
+        (interval for interval in measured.intervals if interval.kind == "compute"),
+        key=lambda interval: interval.start_s,
+    )
+    return tuple(
+        Segment(interval.label, stores[interval.label], 1e3 * (interval.end_s - interval.start_s))
+        for interval in ran
+    )
+
+
+def _sum_of_results(results: Any) -> torch.Tensor:
+    tensors = [
+        tensor for tensor in _find_tensors(results) if tensor.requires_grad and tensor.is_floating_point()
+    ]
+    if not tensors:
+        raise CompileError("no result of the module needs gradients, so there are none to reduce")
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+
+
+@contextmanager
+def _left_as_it_was(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Gradients, buffers and torch's random state are afterwards what they were before."""
+    gradients = [(parameter, parameter.grad) for parameter in ddp.parameters()]
+    values = [None if gradient is None else gradient.clone() for _, gradient in gradients]
+    buffers = [(buffer, buffer.clone()) for buffer in ddp.buffers()]
+    devices = {parameter.device for parameter in ddp.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng([device.index for device in devices]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+                for (parameter, gradient), value in zip(gradients, values, strict=True):
+                    parameter.grad = None if gradient is None or value is None else gradient.copy_(value)

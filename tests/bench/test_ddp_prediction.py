@@ -1,0 +1,31 @@
+"""``bucketing.simulate`` predicts a step on two GPUs, under plans that differ much, to 15%: the bench says so itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).with_name("ddp_prediction.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_process
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("sockets", [False, True])
+def test_steps_take_as_long_as_predicted(sockets: bool) -> None:
+    over_sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    program = [str(BENCH), "--models", "gpt2", "--check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
+        cwd=BENCH.parents[2],
+        env={**os.environ, "PYTHONPATH": str(BENCH.parents[2]), **(over_sockets if sockets else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

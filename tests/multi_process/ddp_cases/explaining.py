@@ -1,0 +1,64 @@
+"""``explain_ddp``: what it says of a module, and that it leaves the module as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from distributed import explain_ddp, inspect_ddp
+from tests.multi_process.ddp_harness import DEVICE, Net, case, data, pair, stock_ddp
+
+
+@case()
+def plan_beside_stock_ddp() -> None:
+    _, compiled = pair()
+    explanation = explain_ddp(compiled)(data(0))
+    assert explanation.plan == inspect_ddp(compiled).plan
+    names = {name for name, _ in compiled.module.named_parameters()}
+    assert {parameter.name for parameter in explanation.stock_plan.parameters} == names
+    assert len(explanation.stock_plan.buckets) > 1
+    assert {name for segment in explanation.segments for name in segment.gradients} == names
+    assert set(explanation.ready_ms) == names and min(explanation.ready_ms.values()) > 0
+    # The last layer's gradients come first.
+    assert explanation.ready_ms["third.weight"] < explanation.ready_ms["first.weight"]
+    moved = [interval.bytes for interval in explanation.measured.intervals if interval.kind == "all_reduce"]
+    assert moved == [bucket.bytes for bucket in explanation.plan.buckets]
+    text = str(explanation)
+    for expected in ("Buckets, beside stock DDP's", "third.weight", "backward_0", "exposed"):
+        assert expected in text, text
+
+
+@case()
+def explained_module_is_left_as_it_was() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Net(nn.BatchNorm1d(32)), nn.Dropout(0.5))
+
+    _, compiled = pair(make)
+    compiled(data(0)).sum().backward()
+    held = [(p, p.grad, p.grad.clone()) for p in compiled.parameters()]
+    buffers = copy.deepcopy(dict(compiled.named_buffers()))
+    torch.manual_seed(3)
+    expected = torch.rand(4, device=DEVICE)
+    torch.manual_seed(3)
+    explain_ddp(compiled)(data(1))
+    assert torch.equal(torch.rand(4, device=DEVICE), expected)
+    assert all(p.grad is gradient and torch.equal(gradient, value) for p, gradient, value in held)
+    assert all(torch.equal(value, buffers[name]) for name, value in compiled.named_buffers())
+
+
+@case()
+def module_that_is_not_compiled() -> None:
+    ddp = stock_ddp()
+    explanation = explain_ddp(ddp)(data(0))
+    assert explanation.plan is not None
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+
+
+@case()
+def module_of_the_reducer() -> None:
+    _, compiled = pair(find_unused_parameters=True)
+    explanation = explain_ddp(compiled)(data(0))
+    assert explanation.plan is None
+    assert "find_unused_parameters=True" in str(explanation)
