@@ -1,5 +1,7 @@
 """``bucketing.simulate`` predicts a step on two GPUs, under plans that differ much, to 15%: the bench says so itself."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
