@@ -1,4 +1,4 @@
-"""``bucketing.simulate`` predicts a step on two GPUs, under plans that differ much, to 15%: the bench says so itself."""
+"""``bucketing.simulate`` predicts a step on two GPUs to 15%, under plans that differ much: the bench says so."""
 
 from __future__ import annotations
 
