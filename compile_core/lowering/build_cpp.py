@@ -5,7 +5,8 @@ processors, about equal in length. Compiling goes on in the background until som
 stages of the backward run while the forward's kernels are compiled.
 
 Each kernel is a cache entry of its own, under the hash of its text, so that a program that changed in one place is
-compiled in one place. Kernels of a unit share its object, which their entries hold by hard links.
+compiled in one place. Kernels of a unit share its object, which their entries hold by hard links. Processes that want
+some of the same kernels at the same time, as the ranks of a job do, divide them among themselves.
 
 A kernel becomes a builtin function of Python (see ``toolchain.cpp_compiler``), which asks tensors for their addresses,
 and a function of C for who has the addresses. The OpenMP runtime is the one that torch has loaded already: the object
@@ -20,6 +21,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -65,13 +67,13 @@ def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[
     labels = {source.text: source.name for source in reversed(sources)}
     for text in labels:
         if text not in _loaded and text not in _compiling:
-            _find(text, disk)
+            _loaded.update(_find(text, disk))
     missing = [text for text in labels if text not in _loaded and text not in _compiling]
     units = _balanced(missing)
     if units:
         pool = ThreadPoolExecutor(max_workers=len(units), thread_name_prefix="gradsplit-build")
         for unit in units:
-            future = pool.submit(_build_unit, unit, labels, disk)
+            future = pool.submit(_build_or_await, unit, labels, disk)
             _compiling.update(dict.fromkeys(unit, future))
         pool.shutdown(wait=False)
     return lambda: {source.name: _wait(source.text) for source in sources}
@@ -87,11 +89,10 @@ def _wait(text: str) -> BuiltKernel:
     return _loaded[text]
 
 
-def _find(text: str, disk: DiskCache) -> None:
-    """Loads a kernel that the cache has."""
+def _find(text: str, disk: DiskCache) -> Kernels:
+    """Loads a kernel if the cache has it."""
     with disk.find(_kernel_key(text)) as folder:
-        if folder is not None:
-            _loaded.update(_load(folder / _OBJECT, [text]))
+        return {} if folder is None else _load(folder / _OBJECT, [text])
 
 
 def _balanced(texts: Sequence[str]) -> list[list[str]]:
@@ -104,6 +105,28 @@ def _balanced(texts: Sequence[str]) -> list[list[str]]:
     for text in sorted(texts, key=lambda text: (-len(text), text)):
         min(units, key=lambda unit: sum(map(len, unit))).append(text)
     return units
+
+
+def _build_or_await(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache) -> Kernels:
+    """Builds what no other process is building, and loads the others' results: equal ranks build each kernel once."""
+    kernels: Kernels = {}
+    with ExitStack() as claims:
+        claimed = {text: claims.enter_context(disk.claim(_kernel_key(text))) for text in texts}
+        for text in texts:  # some may have been built since they were looked for
+            if claimed[text]:
+                kernels |= _find(text, disk)
+        ours = [text for text in texts if claimed[text] and text not in kernels]
+        if ours:
+            kernels |= _build_unit(ours, labels, disk)
+    given_up = [text for text in texts if not claimed[text] and not disk.wait_for_claim(_kernel_key(text))]
+    for text in texts:
+        if not claimed[text]:
+            kernels |= _find(text, disk)
+    left = [text for text in texts if text not in kernels]
+    if left:  # whoever claimed them failed
+        build = _build_unit if given_up else _build_or_await
+        kernels |= build(left, labels, disk)
+    return kernels
 
 
 def _build_unit(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache) -> Kernels:

@@ -3,9 +3,10 @@
 An entry is a folder named after the hash of everything that went into it. It is built in a folder beside, described
 by a manifest (sizes and hashes of its files), and moved into place by one rename: other processes see all of it or
 nothing. A lock per entry makes the second of two processes that want the same thing wait and load instead of building
-it twice; the kernel releases the lock of a process that dies. An entry that does not match its manifest (a machine
-that lost power, a file that somebody wrote into) is built again. When the entries outgrow a limit, those that were
-not used for the longest time go first.
+it twice; the kernel releases the lock of a process that dies. Who builds several entries at once claims them before, so
+that processes that want some of the same ones divide them among themselves. An entry that does not match its manifest
+(a machine that lost power, a file that somebody wrote into) is built again. When the entries outgrow a limit, those
+that were not used for the longest time go first.
 
 Where nothing can be kept (a folder that may only be read, a full disk, a lock that never becomes free), results are
 built in a temporary folder, and a line is logged.
@@ -102,6 +103,32 @@ class DiskCache:
         yield None
 
     @contextmanager
+    def claim(self, key: str) -> Iterator[bool]:
+        """Whether this process is to build an entry, perhaps together with others; if so, no other process is as long
+        as the context lasts. Where there can be no locks, everybody is."""
+        claimed = True
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._locked(_claim(key), fcntl.LOCK_EX, timeout_s=0.0))
+                stack.callback((self._locks / _claim(key)).unlink, missing_ok=True)
+            except TimeoutError:
+                claimed = False
+            except OSError:
+                pass
+            yield claimed
+
+    def wait_for_claim(self, key: str) -> bool:
+        """Waits until the process that claimed an entry has built it, failed, or died; False if that takes too long."""
+        try:
+            with self._locked(_claim(key), fcntl.LOCK_SH):
+                (self._locks / _claim(key)).unlink(missing_ok=True)
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    @contextmanager
     def _kept(self, key: str, fill: Callable[[Path], None]) -> Iterator[Path]:
         with self._locked(key, fcntl.LOCK_EX):
             place = self._entries / key
@@ -112,6 +139,10 @@ class DiskCache:
     @property
     def _entries(self) -> Path:
         return self.folder / "entries"
+
+    @property
+    def _locks(self) -> Path:
+        return self.folder / "locks"
 
     def _fill(self, key: str, place: Path, fill: Callable[[Path], None]) -> None:
         self._entries.mkdir(parents=True, exist_ok=True)
@@ -130,16 +161,15 @@ class DiskCache:
             self._evict_sometimes(added_bytes=_size(place), keep=key)
 
     @contextmanager
-    def _locked(self, key: str, operation: int) -> Iterator[None]:
+    def _locked(self, key: str, operation: int, timeout_s: float | None = None) -> Iterator[None]:
         """Makes other processes and threads wait that want the same key; those with ``LOCK_SH`` not for each other.
 
         Raises:
             OSError: there can be no lock in this folder, or it did not become free.
         """
-        locks = self.folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        path = locks / key
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        self._locks.mkdir(parents=True, exist_ok=True)
+        path = self._locks / key
+        deadline = time.monotonic() + (_LOCK_TIMEOUT_S if timeout_s is None else timeout_s)
         while True:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -181,7 +211,7 @@ class DiskCache:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _remove_unless_used(self, place: Path) -> bool:
-        path = self.folder / "locks" / place.name
+        path = self._locks / place.name
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,6 +243,10 @@ def _wait_for_lock(handle: int, operation: int, deadline: float) -> None:
                 raise TimeoutError(f"another process holds a lock for {_LOCK_TIMEOUT_S:.0f} s") from None
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
+
+
+def _claim(key: str) -> str:
+    return f"claim-{key}"
 
 
 def _unlock(handle: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,59 @@ def test_kernels_are_shared_among_as_many_compilers_as_there_are_processors(
     functions = start_build(sources, tmp_path)()  # a second program that needs what is being compiled
     assert sorted(source.count("KernelDefinition gs_") for source in compiled) == [3, 3]
     assert len(functions) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_come_one_after_the_other_build_each_kernel_once(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_cpp, "usable_processors", lambda: 2)
+    compile_unit = build_cpp._compile
+
+    def slow(*arguments) -> None:
+        time.sleep(0.4)
+        compile_unit(*arguments)
+
+    monkeypatch.setattr(build_cpp, "_compile", slow)
+    nests = [residual_add((7, n)) for n in (2, 3, 5)] + [softmax(n, 7) for n in (2, 3)]
+    sources = [replace(generate_cpp(*nest), name=str(k)) for k, nest in enumerate(nests)]
+    children = []
+    for first in (
+        sources[:1],
+        sources,
+        sources[2:],
+    ):  # what is there already makes other units of what is not
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                build(first, tmp_path)
+                status = 0 if len(build(sources, tmp_path)) == len(sources) else 2
+            finally:
+                os._exit(status)
+        children.append(child)
+        time.sleep(0.3)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    built = "".join(path.read_text() for path in tmp_path.glob("entries/*/kernels.cpp"))
+    assert built.count("KernelDefinition gs_") == len(sources)
+    assert not list(tmp_path.glob("locks/claim-*"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_waits_for_a_process_that_dies_builds_itself(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(build_cpp, "_compile", lambda *_: time.sleep(60))
+        build([generate_cpp(*softmax(3, 7))], tmp_path)
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("building-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
+    assert len(build([generate_cpp(*softmax(3, 7))], tmp_path)) == 1
+    os.waitpid(child, 0)
 
 
 def test_a_kernel_that_failed_is_tried_again(

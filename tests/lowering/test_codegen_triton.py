@@ -59,6 +59,25 @@ def test_hand_written_nests_compile(name: str, folder: Path) -> None:
     assert kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("name", list(HAND_WRITTEN)[:4])
+def test_a_kernel_for_another_gpu_of_a_kind_is_the_same_entry(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of a host compiles, and the others load."""
+    nest, buffers = HAND_WRITTEN[name]
+    first, second = (
+        generate_triton(
+            nest,
+            {buffer: replace(spec, device=torch.device("cuda", index)) for buffer, spec in buffers.items()},
+        )
+        for index in (0, 1)
+    )
+    compile_triton_for(first, SM_90, folder)
+    monkeypatch.setattr(build_triton._workers, "ask", None)
+    assert second.device.index == 1
+    assert compile_triton_for(second, SM_90, folder).asm["ptx"]
+
+
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "int64" not in name])
 def test_scalar_operations_compile(name: str, folder: Path) -> None:
     assert compile_triton_for(generate_triton(*OPERATIONS[name][1]), SM_90, folder)
