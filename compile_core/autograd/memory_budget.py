@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from compile_core.autograd.min_cut import CutProblem, bytes_of, choose_saved, is_pinned
-from compile_core.autograd.recompute_policy import packet
-from compile_core.ir.numbers import value_at_compilation
+from compile_core.autograd.operator_cost import moved_bytes, operations_of
 from compile_core.ir.random_operators import is_random
 
 # Operations that a processor does in the time of reading one byte; between a CPU's ten and a GPU's two hundred.
@@ -70,11 +66,4 @@ def _by_worth(problem: CutProblem, saved: list[Node]) -> list[Node]:
 
 def _estimated_cost(node: Node) -> float:
     """The time of an operator, in bytes read or written."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
-    result = node.meta["val"]
-    tensors = [value.meta["val"] for value in node.all_input_nodes]
-    tensors += [result] if isinstance(result, torch.Tensor) else list(result)
-    moved = sum(value.numel() * value.dtype.itemsize for value in tensors if isinstance(value, torch.Tensor))
-    formula = flop_registry.get(packet(node))
-    operations = 0 if formula is None else formula(*args, **kwargs, out_val=result)
-    return value_at_compilation(moved) + value_at_compilation(operations) / _OPERATIONS_A_BYTE
+    return moved_bytes(node) + operations_of(node) / _OPERATIONS_A_BYTE

@@ -1,0 +1,38 @@
+"""What an operator costs, told from its fake values: operations and bytes. Nothing is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from compile_core.autograd.recompute_policy import packet
+from compile_core.ir.numbers import value_at_compilation
+
+
+def operations_of(node: Node) -> int:
+    """The floating-point operations of a product, convolution or attention; 0 for what only moves data."""
+    formula = flop_registry.get(packet(node))
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    return value_at_compilation(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def moved_bytes(node: Node) -> int:
+    """The bytes that the operator reads and writes if all of its values lie in memory."""
+    return sum(result_bytes(value) for value in (node, *node.all_input_nodes))
+
+
+def result_bytes(node: Node) -> int:
+    """The bytes of a node's tensors; a number has none."""
+    leaves: list[Any] = tree_leaves(node.meta.get("val"))
+    return sum(
+        value_at_compilation(leaf.numel()) * leaf.dtype.itemsize
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )

@@ -1,0 +1,28 @@
+"""Backward graphs for planning: large, as they would be for a GPU, and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from compile_core.autograd.partition import partition
+from compile_core.autograd.trace_joint import trace_joint
+from tests.autograd.compare_with_eager import captured
+from tests.lowering.move_graph import on_gpu
+
+Shape = Sequence[int]
+
+
+def recorded(program: Callable[..., Any], **shapes: Shape) -> tuple[GraphModule, dict[str, int]]:
+    """The backward of a program of parameters, given by name and shape, and where each one's gradient stands."""
+    with FakeTensorMode():
+        examples = [torch.empty(*shape, requires_grad=True) for shape in shapes.values()]
+    graph = partition(trace_joint(captured(program), examples, {}))
+    assert graph.backward is not None
+    names = list(shapes)
+    gradients = {names[k]: place for place, k in enumerate(graph.signature.gradient_inputs)}
+    return on_gpu(graph.backward), gradients
