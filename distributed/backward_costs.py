@@ -1,9 +1,9 @@
 """What a backward costs if its nodes run in a given order: time and memory, estimated and not measured.
 
-The estimate knows that generated kernels fuse: between two calls of torch's kernels everything pointwise, every view and
-every reduction is taken for one kernel, whose inner values never lie in memory. What a call reads or returns, what is
-read behind a later call, and what the backward returns does. A gradient that is stored in a bucket takes no memory
-beside the bucket's.
+The estimate knows that generated kernels fuse: between two calls of torch's kernels everything pointwise and every
+reduction is taken for one kernel, whose inner values never lie in memory. What a call reads or returns, what is read
+behind a later call, and what the backward returns does. A gradient that is stored in a bucket takes no memory beside
+the bucket's.
 
 Only ratios of times matter to whoever plans with them: which work is long enough to hide which all-reduce.
 """
@@ -55,8 +55,8 @@ class NodeFacts:
     """What is known of a node whatever the order.
 
     Attributes:
-        kind: a view or a number is ``free``; a ``call`` of one of torch's kernels is fused with nothing; other nodes are
-            ``fused``; an ``input`` is there.
+        kind: a view or a number is ``free``; a ``call`` of one of torch's kernels is fused with nothing; other nodes
+            are ``fused``; an ``input`` is there.
         memory: the node whose memory the value lies in.
         bytes: of the value.
         readers: what reads the value's elements, itself or through views.
@@ -129,7 +129,9 @@ class OrderCosts:
     ) -> None:
         self.order, self.facts = order, facts
         # A gradient that is all of a product seen another way is computed in its place, too.
-        self.stored = {facts[node].memory for node in stored if facts[facts[node].memory].bytes == facts[node].bytes}
+        self.stored = {
+            facts[node].memory for node in stored if facts[facts[node].memory].bytes == facts[node].bytes
+        }
         self.stored.update(stored)
         self.returned = {facts[node].memory for node in returned}
         self.position = {node: number for number, node in enumerate(order)}

@@ -1,14 +1,13 @@
-"""Cuts a backward graph where gradients become ready.
+"""Cuts a backward graph into regions, behind each of which some gradients are complete.
 
-A region computes what the gradients of its segment need and nothing else: work that only later segments need, or
-only the gradients of the inputs, waits, so that gradients are complete as early as they can be. The regions together
-compute every value once, in the order of the graph within a region.
+What runs in which region, and in which order, is planned before (``plan_segments``). Between regions pass the values
+that later ones read; together they compute every value once.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
@@ -17,50 +16,50 @@ from compile_core.ir.regions import build_region, graph_inputs, graph_results
 from compile_core.ir.schedule import Schedule
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of the backward, compiled as one region.
+
+    Attributes:
+        nodes: what it computes, in the order in which it runs. The parts of a tuple are where the tuple is: only
+            tensors pass between regions.
+        gradients: names of the parameters whose gradients are complete behind it, in the order in which they are.
+    """
+
+    nodes: tuple[Node, ...]
+    gradients: tuple[str, ...]
+
+
 def cut_backward(
-    module: GraphModule, gradients: Mapping[str, int], segments: Sequence[Sequence[str]], factor: float
+    module: GraphModule, gradients: Mapping[str, int], segments: Sequence[Segment], factor: float
 ) -> Schedule:
     """The backward with a region for each segment.
 
     Args:
         module: the backward graph; results that are in ``gradients`` are stored, not returned.
         gradients: for every parameter of the segments, the position of its gradient among the results.
-        segments: the parameters whose gradients are complete when the region ends, in the order of the regions.
+        segments: in the order of the regions, with all nodes that compute.
         factor: by which gradients are multiplied when they are stored.
 
     Returns:
-        A schedule with one region a segment, and one more if other results remain. Destinations are named after the
-        parameters.
+        A schedule whose destinations are named after the parameters.
     """
-    found = graph_results(module)
-    regions = []
-    placed: set[Node] = set()
-    for names in segments:
-        stored = {name: _result(found, gradients[name]) for name in names}
-        nodes = _needed(stored.values(), placed)
-        placed |= nodes
-        regions.append((nodes, stored))
+    results = graph_results(module)
     # By position: an input may have the same value for its gradient as a parameter, as the terms of a sum do.
     taken = set(gradients.values())
-    returned = [None if position in taken else node for position, node in enumerate(found)]
-    rest = _needed((node for node in returned if node is not None), placed)
-    if rest:
-        regions.append((rest, {}))
-
+    returned = [None if position in taken else node for position, node in enumerate(results)]
+    later = {node for node in returned if node is not None}
     computes = []
-    kept = {node for node in returned if node is not None}
-    for position, (nodes, stored) in enumerate(regions):
-        later = set(kept)
-        for others, other_stored in regions[position + 1 :]:
-            later.update(other_stored.values())
-            later.update(source for node in others for source in node.all_input_nodes)
-        ordered = [node for node in module.graph.nodes if node in nodes]
-        results = [node for node in ordered if node in later]
-        computes.append(build_region(f"backward_{position}", module, ordered, results, stored, factor))
+    for number, segment in reversed(list(enumerate(segments))):
+        stored = {name: _result(results, gradients[name]) for name in segment.gradients}
+        passed = [node for node in segment.nodes if node in later]
+        computes.append(build_region(f"backward_{number}", module, segment.nodes, passed, stored, factor))
+        later.update(stored.values())
+        later.update(source for node in segment.nodes for source in node.all_input_nodes)
     return Schedule(
         name="backward",
         inputs=tuple(node.name for node in graph_inputs(module)),
-        computes=tuple(computes),
+        computes=tuple(reversed(computes)),
         outputs=tuple(None if node is None else node.name for node in returned),
     )
 
@@ -70,20 +69,3 @@ def _result(results: Sequence[Node | None], position: int) -> Node:
     if node is None:
         raise InternalError(f"result {position} of the backward is undefined and cannot be stored")
     return node
-
-
-def _needed(results: Iterable[Node], placed: set[Node]) -> set[Node]:
-    """What must be computed for these values and is not placed yet.
-
-    The parts of a tuple go where the tuple goes: only tensors pass between regions.
-    """
-    found: set[Node] = set()
-    frontier = list(results)
-    while frontier:
-        node = frontier.pop()
-        if node in found or node in placed or node.op == "placeholder":
-            continue
-        found.add(node)
-        frontier.extend(node.all_input_nodes)
-        frontier.extend(user for user in node.users if user.target is operator.getitem)
-    return found

@@ -17,6 +17,7 @@ from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
 from distributed.cut_backward import cut_backward
 from distributed.gradient_buckets import GradientBuckets
+from distributed.plan_segments import plan_segments
 
 
 def process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
@@ -78,13 +79,8 @@ class DDPPlanner:
         gradients = self._gradients(graph, inputs)
         if not gradients:
             return whole_schedule("backward", graph.backward), None
-        order = {node: position for position, node in enumerate(graph.backward.graph.nodes)}
-        results = graph_results(graph.backward)
-        ready = sorted(gradients, key=lambda name: order[results[gradients[name]]])
-        self._ready.append(ready)
-        segments = [
-            [parameter.name for parameter in bucket.parameters] for bucket in self._pack(ready).buckets
-        ]
+        segments = plan_segments(graph.backward, gradients)
+        self._ready.append([name for segment in segments for name in segment.gradients])
         return cut_backward(graph.backward, gradients, segments, self.buckets.factor), self.buckets
 
     def first_plan(self) -> BucketPlan:

@@ -1,9 +1,9 @@
 """In which orders a backward's work may run: weight gradients that wait until all that others depend on is done.
 
-Autograd has each layer's weight gradient beside its data gradient. What is ready last is then often what is largest, the
-gradient of an embedding, and nothing hides its all-reduce. But what only one parameter's gradient needs can run at any
-later time. So the last products of weight gradients are postponed behind everything else, and the all-reduce of the
-embedding runs under them. What they read stays in memory until then.
+Autograd has each layer's weight gradient beside its data gradient. What is ready last is then often what is largest,
+the gradient of an embedding, and nothing hides its all-reduce. But what only one parameter's gradient needs can run at
+any later time. So the last products of weight gradients are postponed behind everything else, and the all-reduce of
+the embedding runs under them. What they read stays in memory until then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def postponable(order: Sequence[Node], gradients: Mapping[str, Node]) -> dict[st
         if owner is not None and not _is_part_of_another(node, owners):
             work.setdefault(owner, []).append(node)
     position = {node: number for number, node in enumerate(order)}
-    ready = sorted((name for name in work if _is_product(work[name])), key=lambda name: position[gradients[name]])
+    ready = sorted(
+        (name for name in work if _is_product(work[name])), key=lambda name: position[gradients[name]]
+    )
     return {name: work[name] for name in ready}
 
 

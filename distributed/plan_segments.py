@@ -1,14 +1,14 @@
 """Where a backward is cut into regions, and in which order its work runs.
 
 A gradient is on its way as soon as the region that stores it has run, so a cut lets all-reduces start earlier; but it
-costs the host a call, and kernels what they had fused across it. The cuts do not depend on the buckets, which are planned
-while the program runs, nor is the link known when the backward is compiled. So times are estimated, and what is taken is
-good for a fast link, where only what is ready last is seen, as well as for slow ones, which must start early and never
-wait: `bucketing.merge_plan` says for each link where it wants cuts, and of all of them those stay that are worth more
-than they cost, by the sum over the links of the step's length over the shortest possible one.
+costs the host a call, and kernels what they had fused across it. The cuts do not depend on the buckets, which are
+planned while the program runs, nor is the link known when the backward is compiled. So times are estimated, and what is
+taken is good for a fast link, where only what is ready last is seen, as well as for slow ones, which must start early
+and never wait: `bucketing.merge_plan` says for each link where it wants cuts, and of these those stay that are worth
+more than they cost, by the sum over the links of the backward's length over the shortest possible one.
 
-The order is chosen the same way: as autograd has it, or with more and more of the last weight gradients postponed behind
-the gradients that are ready last (`order_backward`), as far as no more memory is alive than at the backward's peak.
+The order is chosen the same way: as autograd has it, or with more and more of the last weight gradients postponed
+behind the gradients that are ready last (`order_backward`), as far as no more memory is alive than at the peak.
 """
 
 from __future__ import annotations
@@ -27,37 +27,46 @@ from bucketing.link_model import LinkModel
 from bucketing.merge_plan import merge_plan
 from compile_core.ir.regions import graph_results
 from distributed.backward_costs import CPU_RATES, GPU_RATES, OrderCosts, Rates, node_facts
+from distributed.cut_backward import Segment
 from distributed.order_backward import may_be_ordered, postponable, settled_order, with_postponed
 
+
+@dataclass(frozen=True)
+class Machine:
+    """What a backward is planned for.
+
+    Attributes:
+        rates: how fast it computes.
+        links: all-reduces as they may be.
+        cut_s: what the host and lost fusions take for each region more.
+    """
+
+    rates: Rates
+    links: tuple[LinkModel, ...]
+    cut_s: float
+
+
 # NVLink, a fast network, and sockets.
-LINKS = (LinkModel(15e-6, 1 / 300e9), LinkModel(40e-6, 1 / 40e9), LinkModel(100e-6, 1 / 5e9))
-# What the host and lost fusions take for each region more.
-CUT_S = 25e-6
+GPU = Machine(
+    GPU_RATES, (LinkModel(15e-6, 1 / 300e9), LinkModel(40e-6, 1 / 40e9), LinkModel(100e-6, 1 / 5e9)), 25e-6
+)
+# Processes of one machine, and sockets.
+CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.
 _LEAST_GAIN = 0.005
 # Places where a cut could be lie this share of the backward apart.
 _LEAST_SHARE = 0.005
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of the backward, compiled as one region.
-
-    Attributes:
-        nodes: what it computes, in the order in which it runs.
-        gradients: names of the parameters whose gradients are complete behind it, in the order in which they are.
-    """
-
-    nodes: tuple[Node, ...]
-    gradients: tuple[str, ...]
-
-
-def plan_segments(module: GraphModule, gradients: Mapping[str, int]) -> tuple[Segment, ...]:
+def plan_segments(
+    module: GraphModule, gradients: Mapping[str, int], machine: Machine | None = None
+) -> tuple[Segment, ...]:
     """The backward's segments in the order in which they run.
 
     Args:
         module: the backward graph, with fake values.
         gradients: for each parameter whose gradient is stored in a bucket, the position of it among the results.
+        machine: by default, one with such devices as the gradients are on.
 
     Returns:
         Segments that together hold every node that computes once, each behind what it reads; all but the last complete
@@ -69,9 +78,9 @@ def plan_segments(module: GraphModule, gradients: Mapping[str, int]) -> tuple[Se
     returned = [
         node for position, node in enumerate(results) if node is not None and position not in into_buckets
     ]
-    on_cpu = all(node.meta["val"].device.type == "cpu" for node in stored.values())
-    rates = CPU_RATES if on_cpu else GPU_RATES
-    facts = node_facts(module.graph.nodes, rates)
+    if machine is None:
+        machine = CPU if all(node.meta["val"].device.type == "cpu" for node in stored.values()) else GPU
+    facts = node_facts(module.graph.nodes, machine.rates)
 
     def costs_of(order: Sequence[Node]) -> OrderCosts:
         return OrderCosts(order, facts, stored.values(), returned)
@@ -85,14 +94,14 @@ def plan_segments(module: GraphModule, gradients: Mapping[str, int]) -> tuple[Se
         if max(settled.live_bytes(), default=0) <= limit:
             order, costs = settled.order, settled
         work = postponable(order, stored)
-    best = _Cuts(costs, stored, rates)
+    best = _Cuts(costs, stored, machine)
     for count in _counts(len(work)):
         # The smallest last: nothing hides its all-reduce.
         last = sorted([*work][-count:], key=lambda name: -facts[stored[name]].bytes)
         costs = costs_of(with_postponed(order, [work[name] for name in last]))
         if max(costs.live_bytes()) > limit:
             break
-        candidate = _Cuts(costs, stored, rates)
+        candidate = _Cuts(costs, stored, machine)
         if candidate.score < best.score - _LEAST_GAIN:
             best = candidate
     return best.segments()
@@ -113,15 +122,16 @@ class _Cuts:
         score: the steps' lengths over the least possible ones, added up over the links.
     """
 
-    def __init__(self, costs: OrderCosts, stored: Mapping[str, Node], rates: Rates) -> None:
+    def __init__(self, costs: OrderCosts, stored: Mapping[str, Node], machine: Machine) -> None:
+        self.machine = machine
         self.order = costs.order
         self.facts = costs.facts
         # One that is a saved value is ready at once.
         places = {name: costs.position.get(node, -1) + 1 for name, node in stored.items()}
         self.ready = sorted(stored, key=places.__getitem__)
         self.ready_at = [places[name] for name in self.ready]
-        self.done_s = [0.0, *accumulate(costs.seconds(rates))]
-        self.split_s = [size / rates.bytes_per_s for size in costs.split_bytes()]
+        self.done_s = [0.0, *accumulate(costs.seconds(machine.rates))]
+        self.split_s = [size / machine.rates.bytes_per_s for size in costs.split_bytes()]
         sizes = [0, *accumulate(self.facts[stored[name]].bytes for name in self.ready)]
         # For each place of a cut, the number of gradients and the bytes that are ready there.
         self.ends = self._thinned(sorted({self._cut_behind(place) for place in self.ready_at}))
@@ -153,7 +163,9 @@ class _Cuts:
     def _choose(self) -> tuple[list[int], float]:
         """The best of the cuts that links want, and how good they are."""
         whole = len(self.order)
-        cuts = sorted({cut for link in LINKS for cut in self._wanted_by(link) if 0 < cut < whole})
+        cuts = sorted(
+            {cut for link in self.machine.links for cut in self._wanted_by(link) if 0 < cut < whole}
+        )
         score = self._score(cuts)
         while cuts:
             fewer, least = self._best([[cut for cut in cuts if cut != removed] for removed in cuts])
@@ -197,7 +209,7 @@ class _Cuts:
         whole = len(self.order)
         total_bytes = max(self.bytes.values(), default=0)
         score = 0.0
-        for link in LINKS:
+        for link in self.machine.links:
             extra_s = end_s = 0.0
             sent = 0
             for cut in (*cuts, whole):
@@ -205,8 +217,10 @@ class _Cuts:
                 if ready > sent:
                     end_s = max(end_s, self.done_s[cut] + extra_s) + link.seconds(ready - sent)
                     sent = ready
-                extra_s += CUT_S + self.split_s[cut]
-            computing_s = self.done_s[-1] + len(cuts) * CUT_S + sum(self.split_s[cut] for cut in cuts)
+                extra_s += self.machine.cut_s + self.split_s[cut]
+            computing_s = (
+                self.done_s[-1] + len(cuts) * self.machine.cut_s + sum(self.split_s[cut] for cut in cuts)
+            )
             least_s = max(self.done_s[-1], link.seconds(total_bytes))
             score += max(end_s, computing_s) / least_s if least_s else 1.0
         return score

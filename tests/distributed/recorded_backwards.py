@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint

@@ -4,16 +4,17 @@ gradients."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import GraphModule
 
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.regions import graph_results
 from compile_core.ir.schedule import Schedule
-from distributed.cut_backward import cut_backward
+from distributed.cut_backward import Segment, cut_backward
 from tests.autograd.compare_with_eager import backward, compile_program, partitioned_graph
 
 NAMES = ["w1", "b1", "w2", "b2"]
@@ -27,6 +28,26 @@ def program(x, w1, b1, w2, b2):
 def inputs() -> list[torch.Tensor]:
     shapes = [(3, 4), (6, 4), (6,), (2, 6), (2,)]
     return [torch.randn(*shape, requires_grad=True) for shape in shapes]
+
+
+def cut_behind(
+    module: GraphModule, gradients: Mapping[str, int], names: Sequence[Sequence[str]]
+) -> list[Segment]:
+    """The graph in its order, cut behind the last gradient of each group, and what is behind the last."""
+    order = list(module.graph.nodes)
+    results = graph_results(module)
+    segments = []
+    begin = 0
+    for group in [*names, []]:
+        places = [
+            order.index(result) + 1 for name in group if (result := results[gradients[name]]) is not None
+        ]
+        end = max([begin, *places]) if group else len(order)
+        nodes = tuple(node for node in order[begin:end] if node.op == "call_function")
+        if nodes or group:
+            segments.append(Segment(nodes, tuple(group)))
+        begin = end
+    return segments
 
 
 class FakeCommunicator:
@@ -67,7 +88,8 @@ class FakePlanner:
         places = {k: position for position, k in enumerate(graph.signature.gradient_inputs)}
         gradients = {name: places[self.num_data + k] for k, name in enumerate(ordered)}
         self.communicator = FakeCommunicator(tensors)
-        self.schedule = cut_backward(graph.backward, gradients, self.segments, self.factor)
+        segments = cut_behind(graph.backward, gradients, self.segments)
+        self.schedule = cut_backward(graph.backward, gradients, segments, self.factor)
         return self.schedule, self.communicator
 
 
@@ -142,13 +164,9 @@ def test_first_segment_computes_nothing_of_the_first_layer():
     assert not any("layer_norm" in node.name for node in first.module.graph.nodes)
 
 
-def test_what_is_not_reduced_comes_last():
+def test_each_region_stores_the_gradients_of_its_segment():
     _, schedule = cut([["w2", "b2"], ["w1", "b1"]])
-    assert [tuple(step.destinations.values()) for step in schedule.computes] == [
-        ("w2", "b2"),
-        ("w1", "b1"),
-        (),
-    ]
+    assert [tuple(step.destinations.values()) for step in schedule.computes] == [("w2", "b2"), ("w1", "b1")]
 
 
 def test_input_and_parameter_with_the_same_gradient():
@@ -166,6 +184,7 @@ def test_parameter_named_like_a_node():
     graph = partitioned_graph(program, *tensors)
     assert graph.backward is not None
     name = next(node.name for node in graph.backward.graph.nodes if node.op == "call_function")
-    schedule = cut_backward(graph.backward, {name: 1}, [[name]], 1.0)
+    segments = cut_behind(graph.backward, {name: 1}, [[name]])
+    schedule = cut_backward(graph.backward, {name: 1}, segments, 1.0)
     outputs = [output for step in schedule.computes for output in step.outputs]
     assert len(set(outputs)) == len(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from compile_core.ir.regions import graph_results
-from distributed import plan_segments as planning
-from distributed.backward_costs import GPU_RATES, OrderCosts, node_facts
-from distributed.plan_segments import Segment, plan_segments
+from distributed.backward_costs import OrderCosts, node_facts
+from distributed.cut_backward import Segment
+from distributed.plan_segments import GPU, plan_segments
 from tests.distributed.recorded_backwards import recorded
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def peak(module: GraphModule, gradients: dict[str, int], order: Iterable[Node]) 
     results = graph_results(module)
     stored = [results[position] for position in gradients.values()]
     returned = [node for k, node in enumerate(results) if k not in gradients.values()]
-    costs = OrderCosts(list(order), node_facts(module.graph.nodes, GPU_RATES), stored, returned)  # type: ignore[arg-type]
+    costs = OrderCosts(list(order), node_facts(module.graph.nodes, GPU.rates), stored, returned)  # type: ignore[arg-type]
     return max(costs.live_bytes(), default=0)
 
 
@@ -97,13 +98,12 @@ def check(module: GraphModule, gradients: dict[str, int], segments: tuple[Segmen
     assert peak(module, gradients, order) <= peak(module, gradients, nodes_of(module))
 
 
-def test_random_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "CPU_RATES", GPU_RATES)
-    monkeypatch.setattr(planning, "CUT_S", 1e-6)
+def test_random_backwards() -> None:
+    machine = replace(GPU, cut_s=1e-6)
     kinds = set()
     for seed in range(100):
         module, gradients = random_backward(seed)
-        segments = plan_segments(module, gradients)
+        segments = plan_segments(module, gradients, machine)
         check(module, gradients, segments)
         order = [node for segment in segments for node in segment.nodes]
         kinds.add((len(segments) > 1, order != nodes_of(module)))
@@ -112,7 +112,15 @@ def test_random_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layers(
-    w0: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor, w5: Tensor, w6: Tensor, w7: Tensor, table: Tensor
+    w0: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    w4: Tensor,
+    w5: Tensor,
+    w6: Tensor,
+    w7: Tensor,
+    table: Tensor,
 ) -> Tensor:
     """Eight layers on rows that are taken from a table."""
     rows = table[:4096].relu()
