@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -16,7 +17,7 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.errors import CompileError
 from distributed.compile_ddp import CompiledDDP, inspect_ddp
 from distributed.ddp_explanation import DDPExplanation, Segment
-from distributed.ddp_planner import stock_plan
+from distributed.ddp_planner import process_group, stock_plan
 from distributed.record_timeline import DeviceRecorder, HostRecorder, labelled_backwards, record_timeline
 
 # In the first steps programs are compiled and costs are measured; then the plan is settled.
@@ -59,6 +60,7 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
                 return DDPExplanation(reason_for_reducer=runner.reason_for_reducer or "")
             recorders = []
             for _ in range(_MEASURED_STEPS):
+                _wait_for_all(runner.ddp)
                 with record_timeline(compiled) as recorder:
                     step()
                 recorders.append(recorder)
@@ -96,6 +98,13 @@ def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[Segment, ...]:
         Segment(interval.label, stores[interval.label], 1e3 * (interval.end_s - interval.start_s))
         for interval in ran
     )
+
+
+def _wait_for_all(ddp: DistributedDataParallel) -> None:
+    """Else a rank that is early counts its waiting as part of an all-reduce."""
+    arrived = torch.zeros(1, device=next(ddp.parameters()).device)
+    dist.all_reduce(arrived, group=process_group(ddp))
+    arrived.item()
 
 
 def _sum_of_results(results: Any) -> torch.Tensor:

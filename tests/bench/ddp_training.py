@@ -126,10 +126,10 @@ def _measure(arguments: argparse.Namespace, device: torch.device, start: Figures
             gradient_gib=gradient_bytes / 2**30,
             loss=loss,
         )
-        return _with_plan(figures, running, gradient_bytes)
+        return _with_plan(figures, running, device, gradient_bytes)
 
 
-def _with_plan(figures: Figures, running: Running, gradient_bytes: int) -> Figures:
+def _with_plan(figures: Figures, running: Running, device: torch.device, gradient_bytes: int) -> Figures:
     """With what can be said beside the times: of all-reduces the speed, of ours the buckets and what is not hidden."""
     if running.call is None:
         per_s = gradient_bytes / figures.step_ms * 1e-6
@@ -143,6 +143,7 @@ def _with_plan(figures: Figures, running: Running, gradient_bytes: int) -> Figur
         return dataclasses.replace(figures, note=f"reducer: {runner.reason_for_reducer}")
     exposed_ms = []
     for _ in range(_TIMELINES):
+        begin_together(device)
         with distributed.record_timeline(running.call) as recorder:
             running.step()
         timeline = recorder.timeline()

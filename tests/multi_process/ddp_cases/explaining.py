@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+import compile_core
 from distributed import explain_ddp, inspect_ddp
 from tests.multi_process.ddp_harness import DEVICE, Net, case, data, pair, stock_ddp
 
@@ -62,3 +63,18 @@ def module_of_the_reducer() -> None:
     explanation = explain_ddp(compiled)(data(0))
     assert explanation.plan is None
     assert "find_unused_parameters=True" in str(explanation)
+
+
+class _Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.nn.functional.gelu(self.norm(self.first(x))))
+        compile_core.graph_break()
+        return self.third(torch.tanh(x))
+
+
+@case()
+def segments_of_several_graphs() -> None:
+    _, compiled = pair(_Broken)
+    explanation = explain_ddp(compiled)(data(0))
+    graph_of = {name: segment.name[:7] for segment in explanation.segments for name in segment.gradients}
+    assert (graph_of["third.weight"], graph_of["second.weight"]) == ("graph 1", "graph 0")
