@@ -13,6 +13,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan
+from bucketing.cost_model import CostModel
+from bucketing.merge_plan import MergePlan
 from compile_core.backends.registry import RegionBackend
 from compile_core.compiled_module import CompiledModule
 from compile_core.hooked_modules import HookedCalls, has_hooks
@@ -55,6 +57,16 @@ class CompiledDDP:
     def plan(self) -> BucketPlan | None:
         """The plan of the buckets; ``None`` before the first and where ``buckets`` is."""
         return None if self.buckets is None else self.buckets.plan
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What the plan was chosen from; ``None`` before it is settled."""
+        return None if self.buckets is None or self._in_graph is None else self._in_graph.settler.costs
+
+    @property
+    def merge_plan(self) -> MergePlan | None:
+        """The plan chosen from measured costs, with reasons; ``None`` before it is settled."""
+        return None if self.buckets is None or self._in_graph is None else self._in_graph.settler.chosen
 
     @property
     def reason_for_reducer(self) -> str | None:

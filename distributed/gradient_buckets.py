@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from bucketing.bucket import BucketPlan
 from compile_core.errors import CompileError, InternalError
 from distributed.bucket_buffers import BucketBuffers
+from distributed.measure_costs import ReadyTimes
 from distributed.reduction_round import ReductionRound
 
 # torch exports these without declaring them.
@@ -61,6 +62,8 @@ class GradientBuckets:
             ranks. 1 where the collective itself averages.
         expecting: a forward of the module ran whose backward has not ended yet.
         missing: the parameters that got no gradient in the last round.
+        rounds: how many have ended.
+        ready_times: measures rounds, in which everything is reduced last.
         observer: is told of rounds.
     """
 
@@ -71,6 +74,8 @@ class GradientBuckets:
         self.factor = 1.0 if averages else 1.0 / group.size()
         self.expecting = False
         self.missing: tuple[str, ...] = ()
+        self.rounds = 0
+        self.ready_times: ReadyTimes | None = None
         self.observer: GradientObserver | None = None
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
@@ -198,12 +203,17 @@ class GradientBuckets:
                     mine = self._buffers.hold(name, gradient)
                     self._set_aside[name] = gradient.clone() if mine else gradient
                     parameter.grad = None
+        if self.ready_times is not None:
+            self.ready_times.round_began()
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
         self._round.arrived(names)
         if self.observer is not None:
             self.observer.gradients_arrived(names)
+        if self.ready_times is not None:
+            self.ready_times.gradients_arrived(names)
+            return
         for bucket in self._round.take_complete():
             self._start(bucket)
 
@@ -234,6 +244,8 @@ class GradientBuckets:
 
     def _end_round(self) -> None:
         assert self._round is not None and self._buffers is not None
+        if self.ready_times is not None:
+            self.ready_times.all_computed()
         with torch.no_grad():
             for bucket in self._round.take_rest():
                 self._start(bucket)
@@ -249,6 +261,7 @@ class GradientBuckets:
                 elif before is not None or name in stored:
                     self.parameters[name].grad = place
         self._clear()
+        self.rounds += 1
         if self.observer is not None:
             self.observer.round_ended()
 

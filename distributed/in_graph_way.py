@@ -28,6 +28,7 @@ from distributed.agreement import Decision, agree, check_same_plan
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets
+from distributed.settle_plan import PlanSettler
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class InGraphWay:
 
     Attributes:
         buckets: the module's gradients.
+        settler: chooses which of them are reduced together.
         graphs: what was compiled.
     """
 
@@ -55,6 +57,7 @@ class InGraphWay:
         self._request = request
         self._options = options
         self.buckets = GradientBuckets(reduced_parameters(ddp), process_group(ddp))
+        self.settler = PlanSettler(self.buckets)
         self._planner = DDPPlanner(ddp, self.buckets)
         self._compiled: list[Program] = []
         make = functools.partial(
@@ -87,6 +90,7 @@ class InGraphWay:
             return self._local(*args, **kwargs)
         if buckets.missing:
             raise RuntimeError(_unused(buckets.missing))
+        self.settler.begin_forward()
         args, kwargs = self._prepare(args, kwargs)
         ddp.require_forward_param_sync = True
         self._planner.hooked = hooked_parameters(buckets.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import compile_core
@@ -27,6 +28,38 @@ def gradients_equal_stock_ddp() -> None:
     check_in_graph(compiled)
     assert len(inspect_ddp(compiled).plan.buckets) > 1
     assert len(inspect_ddp(compiled).graphs) == 1
+
+
+@case()
+def plan_is_chosen_from_measured_costs() -> None:
+    stock, compiled = pair()
+    runner = inspect_ddp(compiled)
+    for step in range(8):
+        for model in (stock, compiled):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(data(step)).square().mean().backward()
+        check_gradients(stock, compiled)
+        assert (runner.merge_plan is not None) == (step >= 5)
+    assert runner.plan is runner.merge_plan.plan
+    names = [name for name, _ in compiled.module.named_parameters()]
+    assert sorted(parameter.name for parameter in runner.plan.parameters) == sorted(names)
+    last_layer, first_layer = runner.costs.ready_s["third.weight"], runner.costs.ready_s["first.weight"]
+    assert 0 < last_layer <= first_layer <= runner.costs.end_s
+    plans = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, (str(runner.plan), runner.costs.end_s, runner.costs.link))
+    assert plans[0] == plans[1]
+    assert len(runner.graphs) == 1
+
+
+@case()
+def gradients_move_to_the_chosen_buckets() -> None:
+    """What was accumulated under the first plan is not lost."""
+    stock, compiled = pair()
+    for step in range(7):
+        for model in (stock, compiled):
+            model(data(step)).square().mean().backward()
+        check_gradients(stock, compiled)
+    assert inspect_ddp(compiled).merge_plan is not None
 
 
 @case()
