@@ -107,6 +107,8 @@ class CompiledDDP:
         rank, reason = against[0]
         self._against_in_graph = f"rank {rank}: {reason}"
         logger.warning("the DDP module keeps stock DDP's reducer (%s)", self._against_in_graph)
+        if self._options.gradient_compression:
+            logger.warning("its gradients are not compressed: register a communication hook for that")
 
 
 def compile_ddp(

@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bucketing.bucket import BucketPlan
 from compile_core.errors import CompileError, InternalError
+from distributed.averaging import Averaging, Work
 from distributed.bucket_buffers import BucketBuffers
 from distributed.measure_costs import ReadyTimes
 from distributed.reduction_round import ReductionRound
@@ -56,10 +57,10 @@ class GradientBuckets:
     Args:
         parameters: those whose gradients are reduced, by name.
         group: over which ranks.
+        averaging: how buckets are reduced.
 
     Attributes:
-        factor: what a gradient must be multiplied with when it is stored, so that the reduced bucket is the mean over
-            ranks. 1 where the collective itself averages.
+        factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
         expecting: a forward of the module ran whose backward has not ended yet.
         missing: the parameters that got no gradient in the last round.
         rounds: how many have ended.
@@ -67,18 +68,18 @@ class GradientBuckets:
         observer: is told of rounds.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-        averages = dist.get_backend(group) == "nccl"
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup, averaging: Averaging
+    ) -> None:
         self.parameters = dict(parameters)
         self.group = group
-        self.factor = 1.0 if averages else 1.0 / group.size()
+        self.factor = averaging.factor
         self.expecting = False
         self.missing: tuple[str, ...] = ()
         self.rounds = 0
         self.ready_times: ReadyTimes | None = None
         self.observer: GradientObserver | None = None
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        self._averaging = averaging
         device = next(iter(self.parameters.values())).device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
@@ -95,7 +96,7 @@ class GradientBuckets:
         # Of those that a program stores, the value of before.
         self._set_aside: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
-        self._works: list[Any] = []
+        self._works: list[Work] = []
         # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
         self._storing = True
 
@@ -224,10 +225,10 @@ class GradientBuckets:
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        work = self.group.allreduce([flat], self._options)
+        work = self._averaging.start(flat)
         self._works.append(work)
         if self.observer is not None:
-            self.observer.collective_started(bucket, flat.numel() * flat.element_size(), work)
+            self.observer.collective_started(bucket, self._averaging.wire_bytes(flat), work)
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""

@@ -25,6 +25,7 @@ from compile_core.ir.pick import picker
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement import Decision, agree, check_same_plan
+from distributed.averaging import Averaging
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets
@@ -56,7 +57,9 @@ class InGraphWay:
         self._ddp = ddp
         self._request = request
         self._options = options
-        self.buckets = GradientBuckets(reduced_parameters(ddp), process_group(ddp))
+        group = process_group(ddp)
+        self._averaging = Averaging(group, options.gradient_compression)
+        self.buckets = GradientBuckets(reduced_parameters(ddp), group, self._averaging)
         self.settler = PlanSettler(self.buckets)
         self._planner = DDPPlanner(ddp, self.buckets)
         self._compiled: list[Program] = []
@@ -102,7 +105,7 @@ class InGraphWay:
             raise
         if buckets.plan is None:
             plan = self._planner.first_plan()
-            self._agree(Decision(plan=str(plan)))
+            self._agree(Decision(plan=f"{plan}\n{self._averaging}"))
             buckets.adopt(plan)
         buckets.expecting = True
         return result
