@@ -15,7 +15,7 @@ class BucketBuffers:
     Attributes:
         plan: what they were made for.
         flat: the buffer of each bucket, one-dimensional.
-        places: by parameter, its gradient's part of a buffer, in the parameter's shape.
+        places: by parameter, its gradient's part of a buffer, laid out as autograd lays out that parameter's gradients.
         bucket_of: by parameter, the index of its bucket.
     """
 
@@ -29,11 +29,15 @@ class BucketBuffers:
             flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
             self.flat.append(flat)
             for parameter, offset in zip(bucket.parameters, bucket.offsets_elements, strict=True):
-                shape = parameters[parameter.name].shape
-                self.places[parameter.name] = flat[offset : offset + parameter.numel].view(shape)
+                self.places[parameter.name] = _place(flat, offset, parameters[parameter.name])
                 self.bucket_of[parameter.name] = bucket.index
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""
         place = self.places[name]
         return tensor is place or tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+
+
+def _place(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient has the strides of its parameter, without gaps."""
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)

@@ -61,6 +61,7 @@ def cut_backward(
         inputs=tuple(node.name for node in graph_inputs(module)),
         computes=tuple(reversed(computes)),
         outputs=tuple(None if node is None else node.name for node in returned),
+        stored=dict(gradients),
     )
 
 

@@ -5,11 +5,11 @@ is its communicator. All others are accumulated by autograd's engine as usual, a
 of parameters that eager code between compiled graphs uses, that have hooks, or that are used outside of the module,
 as by weight decay written into the loss.
 
-A *round* is one backward. When its first gradient comes, the engine is asked what it is going to run, so it is known
-how many contributions each gradient will get; a bucket is started when the last one has come to its last gradient.
-At the end of the backward what is left is started, everything is awaited, and gradients are set. So each backward
-reduces each bucket once, in the plan's order, whichever way this rank's gradients take: ranks that run other programs
-for the same module, one of them in plain Python say, still add up the same numbers.
+A *round* is one backward. When it reaches a result of the module, or when its first gradient comes, the engine is asked
+what it is going to run, so it is known how many contributions each gradient will get; a bucket is started when the last
+one has come to its last gradient. At the end of the backward what is left is started, everything is awaited, and
+gradients are set. So each backward reduces each bucket once, in the plan's order, whichever way this rank's gradients
+take: ranks that run other programs for the same module, one of them in plain Python say, still add up the same numbers.
 
 What a gradient held before, from backwards under ``no_sync()`` or without ``zero_grad()``, is added before the bucket
 is reduced: the mean of the sums is what stock DDP computes. Afterwards ``param.grad`` is a view of its bucket, unless
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from bucketing.bucket import BucketPlan
 from compile_core.errors import CompileError, InternalError
@@ -86,6 +87,7 @@ class GradientBuckets:
         # Nobody else keeps these alive, and hooks go with them.
         self._nodes = {name: get_gradient_edge(parameter).node for name, parameter in self.parameters.items()}
         for name, node in self._nodes.items():
+            node.register_prehook(self._backward_reaches)
             node.register_hook(functools.partial(self._accumulated, name))
         self._buffers: BucketBuffers | None = None
         # Nodes of compiled programs that may still run, and what each will store.
@@ -96,6 +98,9 @@ class GradientBuckets:
         # Of those that a program stores, the value of before.
         self._set_aside: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
+        # What the program that runs, and the one that runs next, leaves undefined.
+        self._absent: frozenset[str] = frozenset()
+        self._next_absent: frozenset[str] = frozenset()
         self._works: list[Work] = []
         # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
         self._storing = True
@@ -130,12 +135,27 @@ class GradientBuckets:
                 work.wait()
             self._clear()
 
+    def expect_backward(self, result: Any) -> None:
+        """A synchronised call of the module ended: the backward that reaches its result is a round.
+
+        A round must begin in the backward that the program asked for, or it would end with the first of those that
+        reentrant checkpoints run inside of it.
+        """
+        self.expecting = True
+        results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        for node in {value.grad_fn for value in results if value.grad_fn is not None}:
+            node.register_prehook(self._backward_reaches)
+
     def expect(self, node: Any, names: Sequence[str]) -> None:
         if len(self._announced) >= 16:
             self._announced = [entry for entry in self._announced if entry[0]() is not None]
         self._announced.append((weakref.ref(node), names))
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        self._next_absent = frozenset(names)
+
     def begin(self) -> None:
+        self._absent, self._next_absent = self._next_absent, frozenset()
         self._storing = _will_run(self._anchor_node)
         if self._storing and self._round is None:
             self._open_round()
@@ -154,18 +174,25 @@ class GradientBuckets:
             return
         assert self._round is not None and self._buffers is not None
         for name, contribution in self._scratch.items():
-            self._refuse_late(name)
-            self._buffers.places[name].add_(contribution)
+            if name not in self._absent:
+                self._refuse_late(name)
+                self._buffers.places[name].add_(contribution)
         self._scratch.clear()
+        if self._absent:
+            self._round.nothing_comes([name for name in names if name in self._absent])
+            names = [name for name in names if name not in self._absent]
         self._note(names)
+
+    def _backward_reaches(self, *_: Any) -> None:
+        """Before the engine runs the node of a result of the module, or accumulates a gradient."""
+        if self.expecting and self._round is None and self._buffers is not None:
+            self._open_round()
 
     def _accumulated(self, name: str, *_: Any) -> None:
         """The engine has accumulated a gradient."""
         if self._round is None:
-            if not self.expecting or self._buffers is None:
-                return
-            self._open_round()
-        assert self._round is not None and self._buffers is not None
+            return
+        assert self._buffers is not None
         parameter = self.parameters[name]
         found = parameter.grad
         if found is not None:
@@ -183,15 +210,16 @@ class GradientBuckets:
         assert self._buffers is not None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         announced: dict[str, int] = {}
-        for reference, names in self._announced:
+        # Programs store nothing where only gradients of inputs are asked for.
+        for reference, names in self._announced if _will_run(self._anchor_node) else ():
             node = reference()
             if node is not None and _will_run(node):
                 for name in names:
                     announced[name] = announced.get(name, 0) + 1
         by_programs = set(announced)
-        for name, node in self._nodes.items():
-            if _will_run(node):
-                announced[name] = announced.get(name, 0) + 1
+        by_engine = {name for name, node in self._nodes.items() if _will_run(node)}
+        for name in by_engine:
+            announced[name] = announced.get(name, 0) + 1
         plan = self._buffers.plan
         self._round = ReductionRound(
             ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets), announced
@@ -200,7 +228,7 @@ class GradientBuckets:
             gradient = parameter.grad
             if gradient is not None:
                 self._before[name] = gradient
-                if name in by_programs:
+                if name in by_programs or name not in by_engine:
                     mine = self._buffers.hold(name, gradient)
                     self._set_aside[name] = gradient.clone() if mine else gradient
                     parameter.grad = None
@@ -245,6 +273,12 @@ class GradientBuckets:
 
     def _end_round(self) -> None:
         assert self._round is not None and self._buffers is not None
+        if not self._round.has_begun:
+            # No gradient of a parameter was asked for.
+            for name in self._set_aside:
+                self.parameters[name].grad = self._before[name]
+            self._clear(expecting=self.expecting)
+            return
         if self.ready_times is not None:
             self.ready_times.all_computed()
         with torch.no_grad():
@@ -266,9 +300,9 @@ class GradientBuckets:
         if self.observer is not None:
             self.observer.round_ended()
 
-    def _clear(self) -> None:
+    def _clear(self, expecting: bool = False) -> None:
         self._round = None
-        self.expecting = False
+        self.expecting = expecting
         self._works.clear()
         self._before.clear()
         self._set_aside.clear()

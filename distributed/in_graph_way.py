@@ -107,7 +107,7 @@ class InGraphWay:
             plan = self._planner.first_plan()
             self._agree(Decision(plan=f"{plan}\n{self._averaging}"))
             buckets.adopt(plan)
-        buckets.expecting = True
+        buckets.expect_backward(result)
         return result
 
     def _agree(self, decision: Decision) -> None:

@@ -19,6 +19,7 @@ class ReductionRound:
 
     Attributes:
         stored: the gradients to which something has come.
+        has_begun: it is known of some gradient that something has come, or that nothing will.
     """
 
     def __init__(self, buckets: Iterable[Iterable[str]], announced: Mapping[str, int]) -> None:
@@ -28,6 +29,7 @@ class ReductionRound:
         self._left = [len(names) for names in members]
         self._missing = {name: announced.get(name) or 1 for name in self._bucket_of}
         self._started = 0
+        self.has_begun = False
 
     def is_started(self, name: str) -> bool:
         """Whether the gradient's bucket is being reduced, so that nothing may be stored in it any more."""
@@ -37,9 +39,18 @@ class ReductionRound:
         """One contribution to each of these has come."""
         for name in names:
             self.stored.add(name)
-            missing = self._missing[name] = self._missing[name] - 1
-            if missing == 0:
-                self._left[self._bucket_of[name]] -= 1
+            self._count(name)
+
+    def nothing_comes(self, names: Iterable[str]) -> None:
+        """One contribution to each of these was announced, and turned out to be undefined."""
+        for name in names:
+            self._count(name)
+
+    def _count(self, name: str) -> None:
+        self.has_begun = True
+        missing = self._missing[name] = self._missing[name] - 1
+        if missing == 0:
+            self._left[self._bucket_of[name]] -= 1
 
     def take_complete(self) -> Iterator[int]:
         """The buckets to start now."""

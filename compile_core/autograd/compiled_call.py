@@ -156,6 +156,8 @@ class CompiledCall(torch.autograd.Function):
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
         if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
+        if absent and program.taken is not None:
+            program.taken.communicator.leave_out(program.taken.undefined(absent))
         if torch.is_grad_enabled():
             found = _gradients_with_history(ctx, program, arriving)
         else:

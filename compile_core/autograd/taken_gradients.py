@@ -6,6 +6,7 @@ only where a gradient comes from elsewhere, too; the communicator can ask it whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compile_core.ir.communicator import Communicator
@@ -21,12 +22,18 @@ class TakenGradients:
     Attributes:
         names: the destinations.
         others: positions of the inputs whose gradients autograd gets.
+        sources: for each name, the positions of the arriving gradients that it depends on.
     """
 
     communicator: Communicator
     names: tuple[str, ...]
     others: tuple[int, ...]
     pick_others: Pick
+    sources: Mapping[str, tuple[int, ...]]
+
+    def undefined(self, absent: set[int]) -> list[str]:
+        """Those that depend on nothing but gradients that did not arrive."""
+        return [name for name, sources in self.sources.items() if sources and absent.issuperset(sources)]
 
     @staticmethod
     def of(
@@ -40,4 +47,6 @@ class TakenGradients:
             for position, output in zip(graph.signature.gradient_inputs, backward.outputs, strict=True)
             if output is not None
         )
-        return TakenGradients(communicator, backward.destinations, others, picker(others))
+        tangents = graph.signature.gradient_tangents
+        sources = {name: tangents[position] for name, position in backward.stored.items()}
+        return TakenGradients(communicator, backward.destinations, others, picker(others), sources)

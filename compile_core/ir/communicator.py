@@ -25,6 +25,11 @@ class Communicator(Protocol):
         """Called in a forward: when the engine runs ``node`` of autograd's graph, these destinations are written."""
         ...
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Called in a backward, before ``begin``: what the program stores there is undefined, as no gradient arrived
+        that it depends on."""
+        ...
+
     def begin(self) -> None:
         """Called in a backward, before the first region of a program runs."""
         ...

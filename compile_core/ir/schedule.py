@@ -46,12 +46,14 @@ class Schedule:
         computes: in execution order.
         outputs: what the caller receives, in order: names of values, or ``None`` where nothing is returned (a gradient
             that is undefined, or that went to a destination).
+        stored: for each destination, the position among ``outputs`` at which its value would be returned.
     """
 
     name: str
     inputs: tuple[str, ...]
     computes: tuple[Compute, ...]
     outputs: tuple[str | None, ...]
+    stored: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def destinations(self) -> tuple[str, ...]:

@@ -64,6 +64,9 @@ class FakeCommunicator:
     def destination(self, name: str) -> torch.Tensor:
         return self.places[name]
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        self.events.append(f"leave out {' '.join(names)}")
+
     def begin(self) -> None:
         self.events.append("begin")
 

@@ -37,6 +37,16 @@ def test_the_rest_is_started_in_order():
     assert found.stored == {"a", "c"}
 
 
+def test_what_turned_out_to_be_undefined_holds_up_nothing():
+    found = ReductionRound([("a", "b")], {"a": 2, "b": 1})
+    assert not found.has_begun
+    found.nothing_comes(["a", "b"])
+    assert found.has_begun and list(found.take_complete()) == []
+    found.arrived(["a"])
+    assert list(found.take_complete()) == [0]
+    assert found.stored == {"a"}
+
+
 @given(st.data())
 def test_every_bucket_is_started_once_in_order_and_complete(data: st.DataObject):
     names = [f"p{k}" for k in range(data.draw(st.integers(1, 8)))]

@@ -38,6 +38,9 @@ class Recorder:
         self.events.append(f"destination {name}")
         return self.place
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        self.events.append(f"leave out {names}")
+
     def begin(self) -> None:
         self.events.append("begin")
 

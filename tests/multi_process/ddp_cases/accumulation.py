@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
+from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -11,7 +15,9 @@ from tests.multi_process.ddp_harness import (
     check_close,
     check_gradients,
     check_in_graph,
+    check_steps,
     data,
+    loss_of,
     pair,
 )
 
@@ -72,3 +78,110 @@ def two_forwards_before_two_backwards() -> None:
         mean = expected.grad / dist.get_world_size()
         dist.all_reduce(mean)
         check_close(found.grad, mean)
+
+
+@case()
+def no_sync_over_several_batches() -> None:
+    def run(model: Any, step: int) -> None:
+        with model.no_sync():
+            for part in range(2):
+                loss_of(model(data(3 * step + part))).backward()
+        loss_of(model(data(3 * step + 2))).backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def forward_under_no_sync_and_backward_outside_of_it() -> None:
+    """Stock DDP goes by the forward, so nothing is reduced; ranks hold gradients of their own."""
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled)
+    for model in (stock, compiled):
+        model.zero_grad()
+        with model.no_sync():
+            loss = loss_of(model(data(7)))
+        loss.backward()
+    check_gradients(stock, compiled, exact=True, synchronised=False)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def backward_under_no_sync_and_forward_outside_of_it() -> None:
+    def run(model: Any, step: int) -> None:
+        loss = loss_of(model(data(step)))
+        with model.no_sync():
+            loss.backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def sum_of_the_losses_of_several_forwards() -> None:
+    def run(model: Any, step: int) -> None:
+        sum(loss_of(model(data(3 * step + part))) for part in range(3)).backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 1
+
+
+@case()
+def a_forward_whose_result_is_the_next_ones_input() -> None:
+    def run(model: Any, step: int) -> None:
+        x = data(step)
+        for _ in range(3):
+            x = model(x)[:, :16]
+        loss_of(x).backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def two_backwards_through_one_forward() -> None:
+    """Both are reduced. Stock DDP reduces the first only, and leaves ranks with different sums."""
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled)
+    for model in (stock, compiled):
+        model.zero_grad()
+        loss = loss_of(model(data(7)))
+        loss.backward(retain_graph=model is compiled)
+        if model is compiled:
+            loss.backward()
+    for parameter in stock.parameters():
+        parameter.grad.mul_(2)
+    check_gradients(stock, compiled)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def a_forward_without_a_backward_between_steps() -> None:
+    def run(model: Any, step: int) -> None:
+        model(data(step + 50))
+        loss_of(model(data(step))).backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def gradients_of_parameters_asked_for_by_autograd_grad() -> None:
+    """DDP is documented not to work with it: it goes round the reduction. Here it is an error, and later steps work."""
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled)
+    try:
+        torch.autograd.grad(loss_of(compiled(data(7))), list(compiled.parameters()))
+    except RuntimeError as error:
+        assert "not have been used in the graph" in str(error), error
+    else:
+        raise AssertionError("gradients that are reduced in the backward are returned by nothing")
+    check_steps(stock, compiled)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.multi_process.ddp_harness import Net, case, check_buffers, check_in_graph, pair, train
+from tests.multi_process.ddp_harness import (
+    DEVICE,
+    Net,
+    case,
+    check_buffers,
+    check_close,
+    check_in_graph,
+    check_steps,
+    data,
+    loss_of,
+    pair,
+    train,
+)
 
 
 @case()
@@ -13,3 +29,80 @@ def buffers_are_broadcast() -> None:
     train((stock, compiled))
     check_in_graph(compiled)
     check_buffers(stock, compiled)
+
+
+def with_batch_norm() -> Net:
+    return Net(norm=nn.BatchNorm1d(32))
+
+
+@case()
+def buffers_stay_local_if_they_are_not_broadcast() -> None:
+    stock, compiled = pair(with_batch_norm, backend="aot_eager", broadcast_buffers=False)
+    check_steps(stock, compiled, exact=False)
+    check_buffers(stock, compiled)
+    check_in_graph(compiled)
+    means = [torch.empty(32, device=DEVICE) for _ in range(dist.get_world_size())]
+    dist.all_gather(means, compiled.module.norm.running_mean)
+    assert not torch.equal(means[0], means[1])
+
+
+@case()
+def buffers_in_evaluation() -> None:
+    """Rank 0's are broadcast at a forward after training, under ``no_grad`` too, but not in a row of evaluations."""
+    stock, compiled = pair(with_batch_norm, backend="aot_eager")
+    check_steps(stock, compiled, exact=False, steps=2)
+    for model in (stock, compiled):
+        model.eval()
+    for step in range(2):
+        with torch.no_grad():
+            check_close(compiled(data(step)), stock(data(step)))
+        for model in (stock, compiled):
+            model.module.norm.running_mean.add_(dist.get_rank() + 1)
+    check_buffers(stock, compiled)
+    for model in (stock, compiled):
+        model.train()
+    check_steps(stock, compiled, exact=False, steps=1)
+    check_buffers(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def buffers_under_no_sync() -> None:
+    def run(model: Any, step: int) -> None:
+        with model.no_sync():
+            for part in range(2):
+                loss_of(model(data(3 * step + part))).backward()
+        loss_of(model(data(3 * step + 2))).backward()
+
+    stock, compiled = pair(with_batch_norm, backend="aot_eager")
+    check_steps(stock, compiled, run, exact=False)
+    check_buffers(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def a_buffer_that_the_module_counts_with() -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return super().forward(x) / self.steps
+
+    stock, compiled = pair(Counting, backend="aot_eager")
+    check_steps(stock, compiled)
+    check_buffers(stock, compiled, exact=True)
+    check_in_graph(compiled)
+
+
+@case("cuda")
+def synchronised_batch_norm() -> None:
+    """Torch's SyncBatchNorm takes tensors on a GPU only."""
+    stock, compiled = pair(
+        lambda: nn.SyncBatchNorm.convert_sync_batchnorm(with_batch_norm()), backend="aot_eager"
+    )
+    check_steps(stock, compiled, exact=False)
+    check_buffers(stock, compiled)
+    check_in_graph(compiled)

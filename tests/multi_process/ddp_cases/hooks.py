@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
+    DEVICE,
     case,
     check_close,
     check_in_graph,
     check_reducer,
+    check_steps,
+    data,
+    loss_of,
     pair,
     train,
 )
@@ -94,3 +102,149 @@ def one_rank_that_needs_the_reducer_takes_all() -> None:
         compiled.find_unused_parameters = True
     train((stock, compiled))
     check_reducer(compiled, "rank 1")
+
+
+@case()
+def hooks_of_the_ddp_module_itself() -> None:
+    """They run round ``DDP.forward``, in stock DDP's order."""
+    stock, compiled = pair(backend="aot_eager")
+    seen: dict[int, list[str]] = {0: [], 1: []}
+    for which, model in enumerate((stock, compiled)):
+        note = seen[which].append
+        register_all(model, "ddp", note)
+        register_all(model.module, "module", note)
+        register_all(model.module.second, "second", note)
+    check_steps(stock, compiled, lambda model, step: loss_of(model(data(step).requires_grad_())).backward())
+    assert seen[0] == seen[1] and len(seen[0]) >= 3 * 3 * 4, seen
+    check_in_graph(compiled)
+
+
+def register_all(module: nn.Module, name: str, note: Callable[[str], None]) -> None:
+    def before(module: nn.Module, args: Any) -> Any:
+        note(f"before {name}")
+        return (args[0] * 1.5,)
+
+    def after(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        note(f"after {name}")
+        return output * 0.5
+
+    def backward_before(module: nn.Module, gradients: Any) -> None:
+        note(f"before backward of {name}")
+
+    def backward(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        note(f"backward of {name}")
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+    module.register_full_backward_pre_hook(backward_before)
+    module.register_full_backward_hook(backward)
+
+
+@case()
+def forward_hooks_with_keywords_on_the_ddp_module() -> None:
+    stock, compiled = pair(backend="aot_eager")
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (), {"x": args[0] * 2}
+
+    for model in (stock, compiled):
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(lambda module, args, kwargs, output: output + 1, with_kwargs=True)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def hooks_of_submodules_are_captured() -> None:
+    stock, compiled = pair(backend="aot_eager")
+    for model in (stock, compiled):
+        model.module.second.register_forward_hook(lambda module, args, output: output * 2)
+        model.module.norm.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 1
+
+
+@case()
+def hooks_of_modules_that_come_and_go() -> None:
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, steps=1)
+    handles = [
+        model.module.second.register_forward_hook(lambda module, args, output: output * 2)
+        for model in (stock, compiled)
+    ]
+    handles += [model.register_forward_hook(lambda m, args, output: -output) for model in (stock, compiled)]
+    check_steps(stock, compiled, steps=1)
+    for handle in handles:
+        handle.remove()
+    check_steps(stock, compiled, steps=1)
+    check_in_graph(compiled)
+
+
+@case()
+def what_hooks_of_parameters_see() -> None:
+    """``register_hook`` sees and changes each rank's own gradient, before it is reduced."""
+    stock, compiled = pair(backend="aot_eager")
+    seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    def hook_of(gradients: list[torch.Tensor], factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            gradients.append(gradient.clone())
+            return gradient * factor
+
+        return hook
+
+    for model, gradients in zip((stock, compiled), seen, strict=True):
+        for factor, parameter in enumerate((model.module.first.weight, model.module.third.bias), start=2):
+            parameter.register_hook(hook_of(gradients, factor))
+    check_steps(stock, compiled)
+    assert len(seen[0]) == len(seen[1]) == 6
+    for expected, found in zip(*map(sorted_by_size, seen), strict=True):
+        check_close(found, expected, "gradient that a hook saw", exact=True)
+    check_in_graph(compiled)
+
+
+def sorted_by_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return sorted(tensors, key=torch.numel)
+
+
+@case()
+def hooks_after_gradients_are_accumulated() -> None:
+    """Stock DDP accumulates before it reduces, so such a hook sees the rank's own gradient."""
+    stock, compiled = pair(backend="aot_eager")
+    seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for model, gradients in zip((stock, compiled), seen, strict=True):
+
+        def note(parameter: torch.Tensor, gradients: list[torch.Tensor] = gradients) -> None:
+            gradients.append(parameter.grad.clone())
+
+        model.module.second.weight.register_post_accumulate_grad_hook(note)
+        model.module.first.bias.register_post_accumulate_grad_hook(note)
+    check_steps(stock, compiled)
+    assert len(seen[0]) == len(seen[1]) == 6
+    check_in_graph(compiled)
+
+
+@case()
+def hooks_that_compress() -> None:
+    hooks = [default_hooks.fp16_compress_hook]
+    if DEVICE == "cuda":  # gloo cannot add up such numbers
+        hooks.append(default_hooks.bf16_compress_hook)
+    for hook in hooks:
+        stock, compiled = pair(backend="aot_eager")
+        for model in (stock, compiled):
+            model.register_comm_hook(None, hook)
+        check_steps(stock, compiled)
+        check_reducer(compiled, "communication hook")
+
+
+@case()
+def power_sgd() -> None:
+    stock, compiled = pair(backend="aot_eager", bucket_cap_mb=25)
+    for model in (stock, compiled):
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    check_steps(stock, compiled, steps=5)
+    check_reducer(compiled, "communication hook")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -13,7 +17,9 @@ from tests.multi_process.ddp_harness import (
     check_gradients,
     check_in_graph,
     check_reducer,
+    check_steps,
     data,
+    loss_of,
     pair,
     train,
 )
@@ -93,3 +99,210 @@ def ignored_parameters_stay_local() -> None:
     for (name, expected), found in zip(stock.named_parameters(), compiled.parameters(), strict=True):
         check_close(found.grad, expected.grad, name)
     check_in_graph(compiled)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer beside a trained product of two thin ones."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_adapters() -> Net:
+    net = Net()
+    net.norm.requires_grad_(False)
+    net.first, net.second, net.third = Adapted(net.first), Adapted(net.second), Adapted(net.third)
+    return net
+
+
+@case()
+def adapters_train_on_a_frozen_base() -> None:
+    stock, compiled = pair(with_adapters, backend="aot_eager")
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    assert sum(len(bucket.parameters) for bucket in inspect_ddp(compiled).plan.buckets) == 6
+
+
+@case()
+def base_layers_thawed_between_steps_stay_local() -> None:
+    """Stock DDP reduces what needed gradients when it was made; what is thawed later is each rank's own business."""
+    stock, compiled = pair(with_adapters, backend="aot_eager")
+    check_steps(stock, compiled)
+    for model in (stock, compiled):
+        model.module.second.layer.weight.requires_grad_(True)
+        model.zero_grad()
+        loss_of(model(data(5))).backward()
+    check_gradients(stock, compiled, exact=True, synchronised=False)
+    check_in_graph(compiled)
+
+
+@case()
+def parameters_frozen_between_steps() -> None:
+    """Stock DDP waits for the frozen parameter's gradient: the next forward says what is missing."""
+    for model in pair(backend="aot_eager"):
+        loss_of(model(data(0))).backward()
+        model.module.second.weight.requires_grad_(False)
+        model.zero_grad()
+        loss_of(model(data(1))).backward()
+        try:
+            loss_of(model(data(2))).backward()
+        except RuntimeError as error:
+            assert "find_unused_parameters=True" in str(error), error
+        else:
+            raise AssertionError("a parameter of a bucket got no gradient")
+
+
+@case()
+def ignored_buffers_and_parameters() -> None:
+    def make() -> Net:
+        net = Net(norm=nn.BatchNorm1d(32))
+        ignored = ["second.weight", "second.bias", "norm.running_mean"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        return net
+
+    stock, compiled = pair(make, backend="aot_eager")
+    check_steps(stock, compiled, exact=False, steps=1, synchronised=False)
+    check_in_graph(compiled)
+    reduced = {place.name for bucket in inspect_ddp(compiled).plan.buckets for place in bucket.parameters}
+    assert "second.weight" not in reduced and "first.weight" in reduced
+
+
+@case()
+def all_parameters_ignored_but_one() -> None:
+    def make() -> Net:
+        net = Net()
+        ignored = [name for name, _ in net.named_parameters() if name != "second.weight"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        return net
+
+    stock, compiled = pair(make, backend="aot_eager")
+    check_steps(stock, compiled, synchronised=False)
+    check_in_graph(compiled)
+
+
+@case()
+def find_unused_parameters_with_branches_that_ranks_take() -> None:
+    class Branching(Net):
+        def forward(self, x: torch.Tensor, second: bool) -> torch.Tensor:
+            x = self.norm(self.first(x))
+            return self.second(x) if second else self.third(x)
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step), (step + dist.get_rank()) % 2 == 0)).backward()
+
+    stock, compiled = pair(Branching, backend="aot_eager", find_unused_parameters=True)
+    check_steps(stock, compiled, run, steps=4)
+    check_reducer(compiled, "find_unused_parameters")
+
+
+@case()
+def static_graph() -> None:
+    """The first step tells stock DDP which parameters are unused; ``third`` never gets a gradient."""
+
+    class Partial(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.norm(self.first(x)))
+
+    for make in (Net, Partial):
+        stock, compiled = pair(make, backend="aot_eager", static_graph=True)
+        check_steps(stock, compiled, steps=4)
+        check_reducer(compiled, "static_graph")
+
+
+@case()
+def mixed_dtypes_in_one_module() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.short = nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.bfloat16)
+            self.long, self.last = nn.Linear(16, 16, dtype=torch.float64), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.short(self.first(x).tanh().bfloat16())
+            return self.last(self.long(x.double()).tanh().float())
+
+    stock, compiled = pair(Mixed, backend="aot_eager", bucket_cap_mb=25)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).plan.buckets) >= 3
+
+
+@case()
+def parameters_given_to_the_forward() -> None:
+    """Found by identity: in keyword arguments, lists and mappings, and as attributes that are no parameters' names."""
+
+    class Given(Net):
+        def forward(self, x: torch.Tensor, weights: Any = None, *, more: Any) -> torch.Tensor:
+            x = self.norm(nn.functional.linear(x, more["first"][0], more["first"][1]))
+            return nn.functional.linear(self.second(x).tanh(), *weights)
+
+    def run(model: Any, step: int) -> None:
+        net = model.module
+        more = {"first": [net.first.weight, net.first.bias]}
+        loss_of(model(data(step), (net.third.weight, net.third.bias), more=more)).backward()
+
+    stock, compiled = pair(Given, backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def gradient_as_bucket_view() -> None:
+    stock, compiled = pair(backend="aot_eager", gradient_as_bucket_view=True)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def a_parameter_that_is_not_contiguous() -> None:
+    def make() -> Net:
+        net = Net()
+        net.second.weight = nn.Parameter(torch.randn(32, 32).t())
+        return net
+
+    stock, compiled = pair(make, backend="aot_eager")
+    check_steps(stock, compiled)
+    for expected, found in zip(stock.parameters(), compiled.parameters(), strict=True):
+        assert found.grad.stride() == expected.grad.stride()
+
+
+@case()
+def convolutions_that_are_channels_last() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolve, self.last = nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.convolve(x.reshape(-1, 1, 4, 4)).relu()
+            return self.last(x.mean((2, 3)))
+
+    stock, compiled = pair(lambda: Images().to(memory_format=torch.channels_last), backend="aot_eager")
+    check_steps(stock, compiled)
+
+
+@case()
+def a_sparse_embedding() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.table((x * 3).long() % 10))
+
+    stock, compiled = pair(Sparse, backend="aot_eager")
+    for step in range(2):
+        for model in (stock, compiled):
+            model.zero_grad()
+            loss_of(model(data(step))).backward()
+            model.module.table.weight.grad = model.module.table.weight.grad.to_dense()
+        check_gradients(stock, compiled, exact=True)

@@ -1,0 +1,180 @@
+"""Forwards that are several graphs: they share the buckets, with each other and with eager code between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import compile_core
+from distributed import inspect_ddp
+from tests.multi_process.ddp_harness import (
+    Net,
+    case,
+    check_in_graph,
+    check_steps,
+    data,
+    loss_of,
+    pair,
+)
+
+
+def check_graphs(make: Callable[[], nn.Module], at_least: int, run: Any = None, **ddp_options: Any) -> None:
+    """Steps of the module equal stock DDP's, and its gradients come from at least so many compiled graphs."""
+    stock, compiled = pair(make, backend="aot_eager", **ddp_options)
+    check_steps(stock, compiled, *([] if run is None else [run]))
+    check_in_graph(compiled)
+    found = sum(graph.backward is not None for graph in inspect_ddp(compiled).graphs)
+    assert found >= at_least, f"{found} graphs"
+
+
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.gelu(self.norm(self.first(x)))
+        compile_core.graph_break()
+        x = torch.tanh(self.second(x))
+        compile_core.graph_break()
+        return self.third(x)
+
+
+@case()
+def breaks_between_layers() -> None:
+    check_graphs(Broken, 3)
+
+
+@case()
+def breaks_between_layers_of_one_bucket() -> None:
+    check_graphs(Broken, 3, bucket_cap_mb=25)
+
+
+@case()
+def breaks_in_submodules_of_one_class() -> None:
+    """One captured graph serves all of them; their gradients go to places of their own."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            compile_core.graph_break()
+            return x.tanh()
+
+    check_graphs(lambda: nn.Sequential(*(Block() for _ in range(4))), 4)
+
+
+@case()
+def eager_parameters_between_graphs() -> None:
+    class Between(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.third(compile_core.disable(self.second)(self.first(x).relu()).relu())
+
+    class Partly(Between):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.norm
+
+    check_graphs(Partly, 2)
+
+
+@case()
+def a_parameter_on_both_sides_of_a_break() -> None:
+    class Both(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.second(self.norm(self.first(x)))
+            compile_core.graph_break()
+            return self.third(self.second(x).tanh())
+
+    check_graphs(Both, 2)
+
+
+@case()
+def a_parameter_in_a_graph_and_in_eager_code() -> None:
+    class Both(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.second(self.norm(self.first(x)))
+            x = compile_core.disable(self.second)(x)
+            return self.third(self.second(x).tanh())
+
+    check_graphs(Both, 2)
+
+
+@case()
+def tied_weights_on_both_sides_of_a_break() -> None:
+    check_graphs(lambda: Broken(tied=True), 3)
+
+
+@case()
+def branches_that_data_decide() -> None:
+    """Ranks take the same branch: each has its own data, but the decision is made on something that they share."""
+
+    class Deciding(Net):
+        def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.first(x))
+            if step.sum() % 2 == 0:
+                x = self.second(x).tanh()
+            else:
+                x = self.second(x.sin())
+            return self.third(x)
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step), torch.tensor([step]))).backward()
+
+    check_graphs(Deciding, 3, run)
+
+
+@case()
+def a_loop_that_data_decide() -> None:
+    class Looping(Net):
+        def forward(self, x: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.first(x))
+            for _ in range(int(rounds)):
+                x = self.second(x).tanh()
+            return self.third(x)
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step), torch.tensor(step + 1))).backward()
+
+    check_graphs(Looping, 1, run)
+
+
+@case()
+def prints_and_numbers_in_the_middle() -> None:
+    class Counting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.first(x))
+            scale = x.detach().abs().max().item()
+            x = self.second(x / scale)
+            repr(x)
+            return self.third(x)
+
+    check_graphs(Counting, 2)
+
+
+@case()
+def breaks_under_no_sync() -> None:
+    def run(model: Any, step: int) -> None:
+        with model.no_sync():
+            loss_of(model(data(2 * step))).backward()
+        loss_of(model(data(2 * step + 1))).backward()
+
+    check_graphs(Broken, 3, run)
+
+
+@case()
+def breaks_and_several_forwards_before_a_backward() -> None:
+    def run(model: Any, step: int) -> None:
+        (loss_of(model(data(2 * step))) + loss_of(model(data(2 * step + 1)))).backward()
+
+    check_graphs(Broken, 3, run)
+
+
+@case()
+def breaks_and_other_sizes() -> None:
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step, rows=6 - step))).backward()
+
+    check_graphs(Broken, 3, run)

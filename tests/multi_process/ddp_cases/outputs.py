@@ -1,0 +1,145 @@
+"""Results of the forward: several, nested, unused by the loss, and such that share memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tests.multi_process.ddp_harness import (
+    Net,
+    case,
+    check_close,
+    check_gradients,
+    check_in_graph,
+    check_steps,
+    data,
+    loss_of,
+    pair,
+)
+
+
+class Heads(Net):
+    """Two results, of which the second costs parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = super().forward(x)
+        return hidden, self.head(hidden)
+
+
+@case()
+def a_result_that_the_loss_does_not_use() -> None:
+    """It has parameters in common with the one that is used."""
+
+    class Two(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = super().forward(x)
+            return hidden, hidden.softmax(-1)
+
+    stock, compiled = pair(Two, backend="aot_eager")
+    check_steps(stock, compiled, lambda model, step: loss_of(model(data(step))[0]).backward())
+    check_in_graph(compiled)
+
+
+@case()
+def a_result_whose_parameters_the_loss_does_not_use() -> None:
+    """The backward ends without their gradients; stock DDP says so at the next forward, and so do we."""
+    for model in pair(Heads, backend="aot_eager"):
+        loss_of(model(data(0))[0]).backward()
+        try:
+            model(data(1))
+        except RuntimeError as error:
+            assert "find_unused_parameters=True" in str(error), error
+        else:
+            raise AssertionError("the gradients of the head are missing")
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    rest: dict[str, Any]
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+@case()
+def nested_results() -> None:
+    class Nested(Heads):
+        def forward(self, x: torch.Tensor, how: str) -> Any:
+            hidden, logits = super().forward(x)
+            if how == "named":
+                return Named(logits, {"hidden": [hidden], "count": 3})
+            return Result(logits, [hidden])
+
+    stock, compiled = pair(Nested, backend="aot_eager")
+
+    def named(model: Any, step: int) -> None:
+        result = model(data(step), how="named")
+        assert type(result) is Named and result.rest["count"] == 3
+        (loss_of(result.logits) + loss_of(result.rest["hidden"][0])).backward()
+
+    def of_a_class(model: Any, step: int) -> None:
+        result = model(data(step), "class")
+        assert type(result) is Result
+        (loss_of(result.logits) + loss_of(result.hidden[0])).backward()
+
+    check_steps(stock, compiled, named)
+    check_steps(stock, compiled, of_a_class)
+    check_in_graph(compiled)
+
+
+@case()
+def a_result_that_is_an_input_or_a_parameter() -> None:
+    class Returning(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(x), x, self.third.weight
+
+    stock, compiled = pair(Returning, backend="aot_eager")
+
+    def run(model: Any, step: int) -> None:
+        found, x, weight = model(data(step))
+        assert weight is model.module.third.weight
+        (loss_of(found) + loss_of(x) + 0.1 * loss_of(weight)).backward()
+
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)
+
+
+@case()
+def losses_made_by_the_module_itself() -> None:
+    class WithLoss(Net):
+        def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+            logits = super().forward(x)
+            return logits if target is None else (nn.functional.cross_entropy(logits, target), logits)
+
+    stock, compiled = pair(WithLoss, backend="aot_eager")
+    target = torch.arange(6, device=data(0).device)
+    check_steps(stock, compiled, lambda model, step: model(data(step), target=target)[0].backward())
+    check_in_graph(compiled)
+    with torch.no_grad():
+        check_close(compiled(data(9)), stock(data(9)), exact=True)
+
+
+@case()
+def gradients_of_inputs_and_of_a_module_before() -> None:
+    """What comes before the DDP module is each rank's own."""
+    stock, compiled = pair(backend="aot_eager")
+    before = [nn.Linear(16, 16).to(data(0).device) for _ in range(2)]
+    before[1].load_state_dict(before[0].state_dict())
+    for step in range(2):
+        for model, first in zip((stock, compiled), before, strict=True):
+            model.zero_grad()
+            first.zero_grad()
+            loss_of(model(first(data(step)))).backward()
+        check_gradients(stock, compiled, exact=True)
+        check_close(before[1].weight.grad, before[0].weight.grad, exact=True)
+    check_in_graph(compiled)
