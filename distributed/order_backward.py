@@ -20,12 +20,25 @@ from compile_core.ir.random_operators import is_random
 
 
 def settled_order(order: Sequence[Node], results: Collection[Node]) -> list[Node]:
-    """The order with reductions right behind what they read, and what takes more memory than it is made of right before
-    its first reader, unless it is a result.
-
-    Less memory is held between, gradients of biases are ready earlier, and what is fused lies together.
-    """
-    return _reductions_early(_wide_late(order, results))
+    """The order with what takes more memory than it is made of, as a wide copy of narrow values, right before its first
+    reader, unless it is a result: less is held, and less passes from region to region."""
+    here = set(order)
+    late = {node for node in order if node not in results and _may_be_late(node)}
+    done: set[Node] = set()
+    found: list[Node] = []
+    for wanted in order:
+        pending = [] if wanted in late else [wanted]
+        while pending:
+            node = pending[-1]
+            missing = [source for source in node.all_input_nodes if source in here and source not in done]
+            if missing:
+                pending.extend(reversed(missing))
+                continue
+            pending.pop()
+            if node not in done:
+                done.add(node)
+                found.append(node)
+    return found
 
 
 def may_be_ordered(order: Sequence[Node]) -> bool:
@@ -85,49 +98,9 @@ def _is_product(work: Sequence[Node]) -> bool:
     return bool(products) and all(operations_of(node) and not is_random(node) for node in products)
 
 
-def _wide_late(order: Sequence[Node], results: Collection[Node]) -> list[Node]:
-    here = set(order)
-    late = {node for node in order if node not in results and _may_be_late(node)}
-    done: set[Node] = set()
-    found: list[Node] = []
-    for wanted in order:
-        pending = [] if wanted in late else [wanted]
-        while pending:
-            node = pending[-1]
-            missing = [source for source in node.all_input_nodes if source in here and source not in done]
-            if missing:
-                pending.extend(reversed(missing))
-                continue
-            pending.pop()
-            if node not in done:
-                done.add(node)
-                found.append(node)
-    return found
-
-
 def _may_be_late(node: Node) -> bool:
     if not node.users or is_number(node) or not is_fusible(node) or is_reduction(node):
         return False
     if is_view(node):
         return node.target is not operator.getitem
     return result_bytes(node) > sum(result_bytes(source) for source in node.all_input_nodes)
-
-
-def _reductions_early(order: Sequence[Node]) -> list[Node]:
-    here = set(order)
-    done: set[Node] = set()
-    found: list[Node] = []
-    for wanted in order:
-        pending = [wanted]
-        while pending:
-            node = pending.pop()
-            if node in done:
-                continue
-            done.add(node)
-            found.append(node)
-            for user in node.users:
-                if user in here and is_reduction(user):
-                    sources = user.all_input_nodes
-                    if all(source in done or source not in here for source in sources):
-                        pending.append(user)
-    return found
