@@ -160,6 +160,11 @@ class GradientBuckets:
         if self._storing and self._round is None:
             self._open_round()
 
+    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
+        if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
+            return None
+        return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
+
     def destination(self, name: str) -> torch.Tensor:
         place = self.place(name)
         stored = not self._storing or self._round is None or name in self._round.stored

@@ -34,6 +34,12 @@ class Communicator(Protocol):
         """Called in a backward, before the first region of a program runs."""
         ...
 
+    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
+        """What ``destination`` will give for each of these in the backward that has begun, where these are the tensors
+        that a backward stores to as a rule: only another plan moves them. ``None`` in an exceptional backward, whose
+        results are not stored or come on top of others."""
+        ...
+
     def destination(self, name: str) -> torch.Tensor:
         """The tensor into which the program stores the result of this destination name."""
         ...

@@ -2,8 +2,8 @@
 
 The rules of what may be replayed when are in ``graphed_program``. Random operators draw from torch's generator, whose
 state a CUDA graph advances as the operators would. What cannot be captured runs as it is, with the reason logged:
-programs with tensors on the CPU or on several GPUs, collectives, what raises during capture, and calls under somebody
-else's capture.
+programs with tensors on the CPU or on several GPUs, what raises during capture, and calls under somebody else's
+capture. A backward that stores gradients for a communicator is a graph for each region; see ``recorded_segments``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.kept_calls import KeptCall
 from compile_core.ir.regions import graph_inputs, graph_results
 from compile_core.runtime.executable import Executable
 from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
+from compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,26 @@ _one_at_a_time = threading.Lock()
 
 
 class CudaRecorder:
-    """Captures on a stream that is there for it; each graph has a memory pool of its own."""
+    """Captures on a stream that is there for it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the GPU.
+        pool: the memory of all graphs; else each has a pool of its own.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
         self._device = device
         self._stream = _capture_stream(device)
+        self._pool = pool
 
     def reason_against(self) -> str:
         return "another CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
 
+    def in_parts(self) -> CudaRecorder:
+        return CudaRecorder(self._device, torch.cuda.graph_pool_handle())
+
     def record(
-        self, program: Program, inputs: Sequence[torch.Tensor]
+        self, program: Program, inputs: list[torch.Tensor]
     ) -> tuple[Callable[[], None], Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self._stream.device_index]
@@ -56,9 +65,9 @@ class CudaRecorder:
             gc.disable()
             try:
                 with torch.cuda.stream(self._stream):
-                    graph.capture_begin(capture_error_mode="thread_local")
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     try:
-                        results = program([*inputs])
+                        results = program(inputs)
                     finally:
                         graph.capture_end()
             except Exception:
@@ -97,7 +106,7 @@ def with_cuda_graphs(
     device = next(_devices(graph.forward))
     recorder = CudaRecorder(device)
     if backward is not None and graph.backward is not None:
-        reason = reason_against(graph.backward, backward.communicator)
+        reason = reason_against(graph.backward)
         if reason:
             logger.warning("the backward is not captured as a CUDA graph: %s", reason)
             return graph_programs(graph, forward, None, changed, recorder)[0], backward
@@ -107,10 +116,10 @@ def with_cuda_graphs(
 def graph_programs(
     graph: PartitionedGraph,
     forward: Program,
-    backward: Program | None,
+    backward: Executable | None,
     changed: Sequence[int],
     recorder: Recorder,
-) -> tuple[GraphedProgram, GraphedProgram | None]:
+) -> tuple[GraphedProgram, GraphedProgram | GraphedBackward | None]:
     """Forward and backward of ``graph`` as programs that ``recorder`` records."""
     results = graph_results(graph.forward)
     returned = {
@@ -132,21 +141,22 @@ def graph_programs(
         return graphed, None
     primals = {node.name for node in graph_inputs(graph.forward)}
     computed = [position for position, name in enumerate(graph.saved) if name not in primals]
-    return graphed, GraphedProgram(
+    num_inputs, num_stored = len(backward.schedule.inputs), len(backward.schedule.destinations)
+    graphed_backward = GraphedProgram(
         "CUDA graph of a backward",
-        backward,
-        recorder,
+        StoringProgram(backward) if num_stored else backward,
+        SegmentRecorder(recorder) if num_stored else recorder,
         len(graph_results(graph.backward)),
-        copied_in=range(len(graph.saved), len(graph_inputs(graph.backward))),
+        changed=range(num_inputs, num_inputs + num_stored),
+        copied_in=range(len(graph.saved), num_inputs),
         forward=graphed,
         kept={position: graph.num_outputs + k for k, position in enumerate(computed)},
     )
+    return graphed, GraphedBackward(backward, graphed_backward) if num_stored else graphed_backward
 
 
-def reason_against(module: torch.fx.GraphModule, communicator: Communicator | None = None) -> str:
+def reason_against(module: torch.fx.GraphModule) -> str:
     """Why the program of a graph cannot be captured, or ""."""
-    if communicator is not None:
-        return "it reduces gradients across processes"
     devices = set(_devices(module))
     if any(device.type != "cuda" for device in devices):
         names = ", ".join(sorted({device.type for device in devices}))

@@ -58,11 +58,16 @@ class Recorder(Protocol):
         """Why nothing can be recorded or replayed at this moment, or ""."""
         ...
 
+    def in_parts(self) -> Recorder:
+        """A recorder of what is replayed one after the other, always in the order in which it was recorded: memory that
+        one recording has freed may be used by the next."""
+        ...
+
     def record(
-        self, program: Program, inputs: Sequence[torch.Tensor]
+        self, program: Program, inputs: list[torch.Tensor]
     ) -> tuple[Callable[[], None], Sequence[Any]]:
         """What computes the program's results from what lies at the inputs' addresses by then, and the tensors into
-        which it does. The inputs are not held, nor are the results computed yet.
+        which it does. The inputs are not held, nor are the results computed yet. The list may be emptied.
         """
         ...
 
@@ -361,7 +366,7 @@ class GraphedProgram:
                 static: list[Any] = [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
                 if source is not None:
                     self._restore(static, source)
-                replay, results = self._recorder.record(self._program, static)
+                replay, results = self._recorder.record(self._program, [*static])
         except Exception as error:
             self._given_up = True
             return self._run_plainly(f"recording failed: {error}")

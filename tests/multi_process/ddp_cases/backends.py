@@ -26,13 +26,6 @@ def aot_eager_backend_is_bit_equal() -> None:
 
 
 @case()
-def cuda_graphs_leave_the_collectives_out() -> None:
-    stock, compiled = pair(mode="reduce-overhead")
-    train((stock, compiled), steps=5)
-    check_in_graph(compiled)
-
-
-@case()
 def inductor_backend_fills_the_buckets() -> None:
     stock, compiled = pair(backend="inductor", bucket_cap_mb=0.007)
     train((stock, compiled), steps=2)

@@ -1,0 +1,142 @@
+"""``mode="reduce-overhead"``: backwards are replayed, and reduced as they would be without.
+
+On the CPU a recorder of the tests stands in for CUDA's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bucketing.bucket import BucketPlan
+from bucketing.reducer_plan import reducer_plan
+from compile_core import pipeline
+from compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
+from distributed import inspect_ddp
+from tests.multi_process.ddp_harness import (
+    DEVICE,
+    Net,
+    case,
+    check_buffers,
+    check_close,
+    check_gradients,
+    check_in_graph,
+    data,
+    loss_of,
+    pair,
+    train,
+)
+from tests.runtime.recorder_on_cpu import RecorderOnCpu
+
+
+class CountingRecorder(CudaRecorder):
+    """CUDA's, which counts as the one for the CPU does."""
+
+    recorded = 0
+    against = ""
+
+    def reason_against(self) -> str:
+        return self.against or super().reason_against()
+
+    def in_parts(self) -> CudaRecorder:
+        self.recorded += 1
+        return super().in_parts()
+
+
+@contextmanager
+def recording() -> Iterator[Any]:
+    """Compiled modules record with what this gives."""
+    if DEVICE == "cuda":
+        recorder: Any = CountingRecorder(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        recorder = RecorderOnCpu()
+    with mock.patch.object(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder)):
+        yield recorder
+
+
+def with_statistics() -> Net:
+    return Net(norm=nn.BatchNorm1d(32))
+
+
+def make_pair(make: Callable[[], nn.Module] = with_statistics) -> tuple[Any, Any]:
+    backend = "aot_eager" if DEVICE == "cpu" else "triton"
+    return pair(make, backend=backend, mode="reduce-overhead", fullgraph=True)
+
+
+@case()
+def replayed_steps_are_stock_ddps() -> None:
+    with recording() as recorder:
+        stock, compiled = make_pair()
+        train((stock, compiled), steps=6)
+        check_in_graph(compiled)
+        check_buffers(stock, compiled)
+        assert len(inspect_ddp(compiled).plan.buckets) > 1
+        recorded = recorder.recorded
+        assert recorded > 0
+        train((stock, compiled), steps=3, first_step=6)
+        assert recorder.recorded == recorded, "steps that are alike were recorded again"
+
+
+@case()
+def replays_among_other_backwards() -> None:
+    """Whatever a gradient is added to, and whatever runs between: one after the other on the same two modules."""
+    with recording() as recorder:
+        models = stock, compiled = make_pair(Net)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        for step in range(12):
+            outputs = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                if step % 4 != 3:  # else the last step's gradients stay
+                    optimizer.zero_grad(set_to_none=step % 4 != 2)
+                if step % 3 == 2:
+                    with model.no_sync():
+                        loss_of(model(data(100 + step))).backward()
+                loss_of(model(data(step))).backward()
+                if step == 5:  # several forwards before one backward
+                    (loss_of(model(data(200))) + 2 * loss_of(model(data(201)))).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                model.eval()
+                with torch.no_grad():
+                    outputs.append(model(data(step)))
+                model.train()
+            check_gradients(stock, compiled)
+            check_close(outputs[1], outputs[0])
+            for optimizer in optimizers:
+                optimizer.step()
+        assert recorder.recorded > 0
+
+
+@case()
+def one_rank_replays_and_the_others_do_not() -> None:
+    with recording() as recorder:
+        stock, compiled = make_pair()
+        train((stock, compiled), steps=3)
+        recorder.against = "" if dist.get_rank() == 0 else "this rank does not"
+        train((stock, compiled), steps=3, first_step=3)
+        recorder.against = ""
+        train((stock, compiled), steps=2, first_step=6)
+
+
+@case()
+def another_plan_is_recorded_anew() -> None:
+    with recording() as recorder:
+        stock, compiled = make_pair()
+        train((stock, compiled), steps=4)
+        recorded, buckets = recorder.recorded, inspect_ddp(compiled).buckets
+        assert buckets is not None and recorded > 0
+        buckets.adopt(one_bucket(buckets.plan))
+        train((stock, compiled), steps=4, first_step=4)
+        assert recorder.recorded > recorded
+
+
+def one_bucket(plan: BucketPlan | None) -> BucketPlan:
+    assert plan is not None and len(plan.buckets) > 1
+    parameters = [parameter for bucket in plan.buckets for parameter in bucket.parameters]
+    return reducer_plan(parameters, 1 << 20, 1 << 20)
