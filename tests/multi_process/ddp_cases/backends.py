@@ -7,7 +7,6 @@ import torch
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     case,
-    check_in_graph,
     check_reducer,
     data,
     is_in_graph,

@@ -57,7 +57,9 @@ def recording() -> Iterator[Any]:
         recorder: Any = CountingRecorder(torch.device("cuda", torch.cuda.current_device()))
     else:
         recorder = RecorderOnCpu()
-    with mock.patch.object(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder)):
+    with mock.patch.object(
+        pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder)
+    ):
         yield recorder
 
 
@@ -77,7 +79,6 @@ def replayed_steps_are_stock_ddps() -> None:
         train((stock, compiled), steps=6)
         check_in_graph(compiled)
         check_buffers(stock, compiled)
-        assert len(inspect_ddp(compiled).plan.buckets) > 1
         recorded = recorder.recorded
         assert recorded > 0
         train((stock, compiled), steps=3, first_step=6)
