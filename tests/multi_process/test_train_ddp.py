@@ -38,7 +38,7 @@ def test_eager_and_compiled_train_alike(tmp_path: Path) -> None:
     assert report["max_grad_rel_diff"] <= 1e-5
     assert report["graphs"] == 1
     assert report["segments"] >= 4
-    assert len(report["buckets"]) >= 4
+    assert len(report["buckets"]) >= 2, "one would be reduced behind the backward, which hides nothing"
     names = [name for bucket in report["buckets"] for name in bucket["parameters"]]
     assert len(names) == len(set(names)) == 53
     assert report["overlap_ms"] > 0
