@@ -25,14 +25,14 @@ from compile_core.runtime.graphed_program import GraphedProgram, Program, Record
 
 @dataclass(frozen=True)
 class StoringProgram:
-    """An executable that is called with its destinations behind its inputs: they are part of what a recording reads
-    where, and asking for them again gives the same."""
+    """An executable that is called with its destinations behind its inputs, so that it is known where they lie. Its
+    communicator has been told that it begins."""
 
     executable: Executable
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         del inputs[len(self.executable.schedule.inputs) :]
-        return self.executable(inputs)
+        return self.executable.run(inputs)
 
 
 class SegmentRecorder:
@@ -86,6 +86,7 @@ class _NotedNews:
     def __init__(self, communicator: Communicator, steps: list[Callable[[], None]]) -> None:
         self.anchor = communicator.anchor
         self.expect = communicator.expect
+        self.leave_out = communicator.leave_out
         self.begin = communicator.begin
         self.destination = communicator.destination
         self.usual_places = communicator.usual_places
@@ -128,7 +129,7 @@ class GraphedBackward:
             return self._graphed([*inputs, *places])
         values = self._graphed.restored(inputs)
         inputs.clear()
-        return self._executable(values)
+        return self._executable.run(values)
 
     def restored(self, saved: Sequence[Any]) -> list[Any]:
         """See ``GraphedProgram``."""

@@ -24,6 +24,7 @@ class FakeCommunicator:
 
     Attributes:
         adds: the backward that runs next comes on top of another.
+        begun: how many backwards were.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -31,11 +32,15 @@ class FakeCommunicator:
         self.stored = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
         self.reduced: list[tuple[str, list[float]]] = []
         self.adds = False
+        self.begun = 0
         self._scratch: dict[str, torch.Tensor] = {}
 
     def expect(self, node: Any, names: Sequence[str]) -> None: ...
 
-    def begin(self) -> None: ...
+    def leave_out(self, names: Sequence[str]) -> None: ...
+
+    def begin(self) -> None:
+        self.begun += 1
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         return None if self.adds else [self.stored[name] for name in names]
@@ -124,6 +129,7 @@ def test_what_is_stored_is_told_behind_each_region(recorder: RecorderOnCpu) -> N
             ("a", [2.0 * step, 2.0 * step + 2]),
             ("b", [3.0 * step + 3, 3.0 * step + 6]),
         ]
+        assert communicator.begun == step + 1
     # The first call ran plainly; of the others each replays three regions.
     assert (recorder.recorded, recorder.replayed) == (3, 12)
 
@@ -138,6 +144,7 @@ def test_a_backward_on_top_of_another_runs_plainly(recorder: RecorderOnCpu) -> N
     assert call(run, 2.0) == [40.0]
     assert communicator.stored["a"].item() == 2 + 4
     assert communicator.stored["b"].item() == 6 + 9
+    assert communicator.begun == 3
     communicator.adds = False
     assert recorder.replayed == replayed
     assert call(run, 3.0) == [50.0]

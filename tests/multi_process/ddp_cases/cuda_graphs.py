@@ -125,6 +125,36 @@ def one_rank_replays_and_the_others_do_not() -> None:
         train((stock, compiled), steps=2, first_step=6)
 
 
+class TwoHeads(nn.Module):
+    """The first result does not depend on the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 32)
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return hidden, self.head(hidden)
+
+
+@case()
+def gradients_that_do_not_come_are_missing_in_replays() -> None:
+    with recording():
+        _, compiled = make_pair(TwoHeads)
+        for step in range(4):
+            compiled.zero_grad()
+            hidden, scores = compiled(data(step))
+            (hidden.sum() if step == 3 else hidden.sum() + loss_of(scores)).backward()
+        assert compiled.module.head.weight.grad is None
+        try:
+            compiled(data(4))
+        except RuntimeError as error:
+            assert "head.weight" in str(error)
+        else:
+            raise AssertionError("the next forward does not say which gradients were missing")
+
+
 @case()
 def another_plan_is_recorded_anew() -> None:
     with recording() as recorder:
