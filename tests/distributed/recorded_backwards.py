@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
+from compile_core.lowering.decompositions import decomposition_table
 from tests.autograd.compare_with_eager import captured
 from tests.lowering.move_graph import on_gpu
 
@@ -21,7 +22,7 @@ def recorded(program: Callable[..., Any], **shapes: Shape) -> tuple[GraphModule,
     """The backward of a program of parameters, given by name and shape, and where each one's gradient stands."""
     with FakeTensorMode():
         examples = [torch.empty(*shape, requires_grad=True) for shape in shapes.values()]
-    graph = partition(trace_joint(captured(program), examples, {}))
+    graph = partition(trace_joint(captured(program), examples, decomposition_table("cuda")))
     assert graph.backward is not None
     names = list(shapes)
     gradients = {names[k]: place for place, k in enumerate(graph.signature.gradient_inputs)}
