@@ -14,17 +14,17 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
     """Why the module's gradients must go through stock DDP's reducer, or "" if they need not."""
     checks = (
         (ddp.find_unused_parameters, "find_unused_parameters=True"),
-        (ddp.static_graph, "static_graph=True"),
-        (bool(ddp._comm_hooks), "a communication hook is registered"),
-        (hasattr(ddp, "buffer_hook"), "a buffer hook is registered"),
         (ddp.mixed_precision is not None, "DDP's own mixed precision is on"),
         (bool(ddp._delay_all_reduce_params), "some all-reduces are delayed"),
         (ddp._use_python_reducer, "torch's Python reducer is on"),
         (_has_sparse_gradients(ddp.module), "a module has sparse gradients"),
+        (_has_optimizers_in_backward(ddp.module), "optimizers step in the backward"),
     )
     for found, reason in checks:
         if found:
             return reason
+    if reason := _reason_switched_on(ddp):
+        return reason
     backend = dist.get_backend(ddp.process_group)
     if backend not in _REDUCING_BACKENDS:
         return f"the process group's backend is {backend}, not one of {', '.join(_REDUCING_BACKENDS)}"
@@ -34,9 +34,27 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
 def reason_of_call(ddp: DistributedDataParallel) -> str:
     """Why this one call must go through stock DDP's reducer, on all ranks alike, or ""."""
     # Ranks that have no more inputs take part in the collectives of the reducer's buckets.
-    return "the call is inside a join() context" if ddp._join_config.enable else ""
+    if ddp._join_config.enable:
+        return "the call is inside a join() context"
+    return _reason_switched_on(ddp)
+
+
+def _reason_switched_on(ddp: DistributedDataParallel) -> str:
+    """What the program can ask of a module after its first call, too."""
+    if ddp._comm_hooks:
+        return "a communication hook is registered"
+    if ddp.static_graph:
+        return "static_graph=True"
+    if hasattr(ddp, "buffer_hook"):
+        return "a buffer hook is registered"
+    return ""
 
 
 def _has_sparse_gradients(module: torch.nn.Module) -> bool:
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return any(isinstance(part, kinds) and part.sparse for part in module.modules())
+
+
+def _has_optimizers_in_backward(module: torch.nn.Module) -> bool:
+    """Stock DDP steps them itself when a bucket is reduced; they hang on nodes that compiled backwards go round."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())

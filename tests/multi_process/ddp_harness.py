@@ -22,6 +22,7 @@ from compile_core.compiled_module import wrap_module
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
 from distributed import CompiledDDP, DDPOptions, inspect_ddp
+from distributed.eligibility import reason_of_call
 
 # Set by the test that starts the ranks.
 DEVICE = os.environ.get("DDP_CASES_DEVICE", "cpu")
@@ -209,16 +210,21 @@ def check_buffers(stock: nn.Module, compiled: nn.Module, exact: bool = False) ->
 
 
 def is_in_graph(compiled: Any) -> bool:
-    return inspect_ddp(compiled).plan is not None
+    runner = inspect_ddp(compiled)
+    return runner.plan is not None and not reason_of_call(runner.ddp)
 
 
 def check_in_graph(compiled: Any) -> None:
-    """The module's gradients are reduced inside its compiled backwards."""
-    assert is_in_graph(compiled), inspect_ddp(compiled).reason_for_reducer
+    """The module's gradients are reduced inside its compiled backwards, also if it were called now."""
+    assert is_in_graph(compiled), _reason(compiled)
 
 
 def check_reducer(compiled: Any, reason: str) -> None:
-    """The module keeps stock DDP's reducer, for a reason that says this."""
+    """The module keeps stock DDP's reducer, also if it were called now, for a reason that says this."""
     assert not is_in_graph(compiled), "the module took the in-graph way"
-    found = inspect_ddp(compiled).reason_for_reducer
-    assert found is not None and reason in found, f"the reason is {found!r}"
+    assert reason in _reason(compiled), f"the reason is {_reason(compiled)!r}"
+
+
+def _reason(compiled: Any) -> str:
+    runner = inspect_ddp(compiled)
+    return runner.reason_for_reducer or reason_of_call(runner.ddp)

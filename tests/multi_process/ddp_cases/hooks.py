@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import compile_core
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
+    Net,
     case,
     check_close,
     check_in_graph,
@@ -21,6 +23,7 @@ from tests.multi_process.ddp_harness import (
     data,
     loss_of,
     pair,
+    stock_ddp,
     train,
 )
 
@@ -248,3 +251,46 @@ def power_sgd() -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     check_steps(stock, compiled, steps=5)
     check_reducer(compiled, "communication hook")
+
+
+@case()
+def communication_hooks_registered_after_steps() -> None:
+    """From then on calls take stock DDP's reducer, on all ranks."""
+    calls: list[list[int]] = [[], []]
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled)
+    for model, mine in zip((stock, compiled), calls, strict=True):
+        # Annotations would be looked at, and are texts here.
+        def hook(seen, bucket):
+            seen.append(bucket.index())
+            return default_hooks.allreduce_hook(None, bucket)
+
+        model.register_comm_hook(mine, hook)
+    check_steps(stock, compiled)
+    assert calls[0] and calls[1]
+    check_reducer(compiled, "communication hook")
+
+
+@case("cuda")
+def optimizers_that_step_in_the_backward() -> None:
+    """They hang on nodes of the engine; stock DDP runs them when it has reduced, on a stream of its own."""
+    models = [stock_ddp_with_optimizers(), stock_ddp_with_optimizers()]
+    stock, compiled = models[0], compile_core.compile(models[1], backend="aot_eager")
+    for step in range(3):
+        for model in (stock, compiled):
+            loss_of(model(data(step))).backward()
+        for (name, expected), found in zip(stock.named_parameters(), compiled.parameters(), strict=True):
+            check_close(found, expected, name)
+    check_reducer(compiled, "optimizers step in the backward")
+
+
+def stock_ddp_with_optimizers() -> nn.Module:
+    # Importing it warns, which is an error where tests are collected.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def make() -> nn.Module:
+        net = Net()
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
+        return net
+
+    return stock_ddp(make)
