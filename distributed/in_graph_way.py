@@ -26,6 +26,7 @@ from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement import Decision, agree, check_same_plan
 from distributed.averaging import Averaging
+from distributed.broadcast_buffers import BufferBroadcast
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets
@@ -61,6 +62,7 @@ class InGraphWay:
         self._averaging = Averaging(group, options.gradient_compression)
         self.buckets = GradientBuckets(reduced_parameters(ddp), group, self._averaging)
         self.settler = PlanSettler(self.buckets)
+        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)
         self._compiled: list[Program] = []
         make = functools.partial(
@@ -122,7 +124,7 @@ class InGraphWay:
         """What ``DDP.forward`` does before it calls the module."""
         ddp = self._ddp
         if ddp._check_sync_bufs_pre_fwd():
-            ddp._sync_buffers()
+            self._broadcast_buffers()
         if ddp.device_ids:
             device = torch.device(ddp.device_type, ddp.device_ids[0])
             moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)

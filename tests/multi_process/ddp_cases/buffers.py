@@ -106,3 +106,49 @@ def synchronised_batch_norm() -> None:
     check_steps(stock, compiled, exact=False)
     check_buffers(stock, compiled)
     check_in_graph(compiled)
+
+
+class Counting(nn.Module):
+    """Buffers of several dtypes and layouts, which a backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(norm=nn.LayerNorm(32, elementwise_affine=False))
+        self.register_buffer("scale", torch.ones(32, 6).t())
+        self.register_buffer("calls", torch.tensor(3))
+        self.register_buffer("on", torch.tensor([True, False, True]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.scale * self.calls
+
+
+@case()
+def buffers_that_are_replaced() -> None:
+    """By other tensors, other data, and other modules."""
+    stock, compiled = pair(Counting)
+    rank = dist.get_rank()
+    for change in range(4):
+        for model in (stock, compiled):
+            module = model.module
+            if change == 1:
+                module.calls = torch.tensor(5 + rank, device=DEVICE)
+            elif change == 2:
+                module.scale.data = torch.full((6, 32), 2.0 + rank, device=DEVICE)
+            elif change == 3:
+                module.net.norm = nn.BatchNorm1d(32, affine=False).to(DEVICE)
+                module.net.norm.running_mean.fill_(rank)
+            model.zero_grad()
+            loss_of(model(data(change))).backward()
+        check_buffers(stock, compiled)
+        for name in ("first", "second", "third"):
+            found, expected = (getattr(model.module.net, name).weight.grad for model in (compiled, stock))
+            check_close(found, expected)
+    check_in_graph(compiled)
+
+
+@case()
+def a_broadcast_is_no_change_of_what_was_saved() -> None:
+    _, compiled = pair(Counting)
+    first = loss_of(compiled(data(0)))
+    loss_of(compiled(data(1))).backward()
+    first.backward()

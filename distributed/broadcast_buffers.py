@@ -1,0 +1,105 @@
+"""Broadcasts a module's buffers from the first rank, as stock DDP does before each forward.
+
+Stock DDP looks for the buffers in all modules each time, and copies each into and out of the message by itself: for a
+deep network that is milliseconds of the host's time, in front of the first kernel of a step. Here what was found is
+only compared, the message is one piece of memory, and copies are one call for all buffers of a dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bucketing.bucket import ALIGNMENT_BYTES
+
+# torch exports it without declaring it.
+_foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+
+
+class BufferBroadcast:
+    """Broadcasts the buffers of one module; a collective of the group's ranks."""
+
+    def __init__(self, ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._ddp = ddp
+        self._group = group
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._tables = _Tables(ddp.module)
+        self._buffers: list[torch.Tensor] = []
+        self._addresses: list[int] | None = None
+        self._messages: list[_Message] = []
+
+    def __call__(self) -> None:
+        if self._tables.changed():
+            self._tables = _Tables(self._ddp.module)
+            self._addresses = None
+        if self._addresses is None or self._addresses != [buffer.data_ptr() for buffer in self._buffers]:
+            self._find_buffers()
+        is_root = self._group.rank() == 0
+        for message in self._messages:
+            if is_root:
+                message.pack()
+            self._group.broadcast([message.flat], self._options).wait()
+            if not is_root:
+                message.unpack()
+
+    def _find_buffers(self) -> None:
+        ignored = self._ddp.parameters_to_ignore
+        self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
+        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
+        devices = dict.fromkeys(buffer.device for buffer in self._buffers)
+        self._messages = [
+            _Message([buffer for buffer in self._buffers if buffer.device == device]) for device in devices
+        ]
+
+
+class _Message:
+    """Some buffers on one device, and memory that has room for all of them."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        offsets, end = [], 0
+        for buffer in buffers:
+            offsets.append(end)
+            size = buffer.numel() * buffer.element_size()
+            end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.flat = torch.zeros(end, dtype=torch.uint8, device=buffers[0].device)
+        # By dtype, the parts of the message and the buffers. A buffer's data has a version counter of its own: that the
+        # values come from elsewhere is no change that a backward must hear of.
+        self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for buffer, offset in zip(buffers, offsets, strict=True):
+            part = self.flat[offset : offset + buffer.numel() * buffer.element_size()]
+            parts, sources = self._copies.setdefault(buffer.dtype, ([], []))
+            parts.append(part.view(buffer.dtype).view(buffer.shape))
+            sources.append(buffer.data)
+
+    def pack(self) -> None:
+        for parts, buffers in self._copies.values():
+            _foreach_copy(parts, buffers)
+
+    def unpack(self) -> None:
+        for parts, buffers in self._copies.values():
+            _foreach_copy(buffers, parts)
+
+
+class _Tables:
+    """The modules and buffers that a module consists of, to notice when others have taken their places."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        tables: list[Mapping[str, Any]] = []
+        for part in module.modules():
+            tables += (part._modules, part._buffers)
+        self._empty = [table for table in tables if not table]
+        self._filled = [(table, [*table.values()]) for table in tables if table]
+
+    def changed(self) -> bool:
+        if any(self._empty):
+            return True
+        return not all(
+            len(table) == len(values) and all(map(operator.is_, table.values(), values))
+            for table, values in self._filled
+        )
