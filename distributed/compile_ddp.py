@@ -20,7 +20,7 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.pipeline import CompiledGraph
 from compile_core.planners import CompileRequest, forms_of
-from distributed.agreement import Decision, agree
+from distributed.agreement import agreement_of
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import process_group
 from distributed.eligibility import reason_for_reducer, reason_of_call
@@ -99,13 +99,12 @@ class CompiledDDP:
     def _agree_on_way(self) -> None:
         """Fixes the way for good: in-graph only if every rank can."""
         ddp, reason = self.ddp, self._reason_for_reducer()
-        decisions = agree(Decision(reason=reason), process_group(ddp), self._options.agreement_timeout_s)
-        against = [(rank, other.reason) for rank, other in enumerate(decisions) if other.reason]
-        if not against:
-            self._against_in_graph = ""
+        agreement = agreement_of(process_group(ddp))
+        self._against_in_graph = agreement.settle(
+            "asks how gradients are to be reduced", self._options.agreement_timeout_s, reason=reason
+        )
+        if not self._against_in_graph:
             return
-        rank, reason = against[0]
-        self._against_in_graph = f"rank {rank}: {reason}"
         logger.warning("the DDP module keeps stock DDP's reducer (%s)", self._against_in_graph)
         if self._options.gradient_compression:
             logger.warning("its gradients are not compressed: register a communication hook for that")

@@ -139,7 +139,7 @@ class FailureWatch:
             return False
         self._look()
         if self.failure and not self._stop.wait(_ABORT_AFTER_S) and not self._was_raised:
-            logger.error("this rank is blocked, and is freed because the job has failed: %s", self.failure)
+            logger.error("the job has failed while this rank waits for others: %s", self.failure)
             self._abort()
         return True
 

@@ -19,8 +19,9 @@ it was a tensor of the user's. As in stock DDP, a backward whose forward did not
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,7 @@ class GradientBuckets:
         parameters: those whose gradients are reduced, by name.
         group: over which ranks.
         averaging: how buckets are reduced.
+        wait_on_host: waits for a collective that no stream waits for, and raises if another rank will not take part.
 
     Attributes:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
@@ -70,7 +72,11 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup, averaging: Averaging
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: dist.ProcessGroup,
+        averaging: Averaging,
+        wait_on_host: Callable[[Any], None],
     ) -> None:
         self.parameters = dict(parameters)
         self.group = group
@@ -82,6 +88,7 @@ class GradientBuckets:
         self.observer: GradientObserver | None = None
         self._averaging = averaging
         device = next(iter(self.parameters.values())).device
+        self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
         # Nobody else keeps these alive, and hooks go with them.
@@ -132,7 +139,7 @@ class GradientBuckets:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
         if self._round is not None and _backward_number() == -1:
             for work in self._works:
-                work.wait()
+                self._wait(work)
             self._clear()
 
     def expect_backward(self, result: Any) -> None:
@@ -290,7 +297,7 @@ class GradientBuckets:
             for bucket in self._round.take_rest():
                 self._start(bucket)
             for work in self._works:
-                work.wait()
+                self._wait(work)
             stored = self._round.stored
             self.missing = tuple(name for name in self.parameters if name not in stored)
             for name, place in self._buffers.places.items():

@@ -72,6 +72,9 @@ def graph_fingerprint(captured: CapturedGraph) -> GraphFingerprint:
     names = {entry.name: _input_name(entry) for entry in captured.inputs}
     kinds = {entry.name: entry.kind for entry in captured.inputs}
     described = list(_Lines(names, kinds).of_graph(captured.module.graph, ""))
+    # Inputs come in the order of their first use, which the operators tell better.
+    inputs = sum(node.op == "placeholder" and _matters(node) for node in captured.module.graph.nodes)
+    described[:inputs] = sorted(described[:inputs])
     return GraphFingerprint(
         lines=tuple(line for line, _ in described),
         places=tuple(place for _, place in described),
@@ -103,7 +106,7 @@ class _Lines:
                 self._shown[node] = _object(example)
             elif node.op == "placeholder":
                 kind = self._kinds.get(node.name, "input")
-                name = self._shown[node] = self._inputs.get(node.name, f"%{next(self._numbers)}")
+                name = self._shown[node] = self._inputs.get(node.name) or f"%{next(self._numbers)}"
                 gradient = " requires_grad" if getattr(example, "requires_grad", False) else ""
                 yield f"{indent}{kind} {name}: {_value(example)}{gradient}", ""
             else:

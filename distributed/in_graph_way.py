@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketing.bucket import BucketPlan
 from compile_core.bind_sizes import GraphOfManySizes
 from compile_core.capture import normal_tensors
 from compile_core.compiled_function import CompiledFunction
@@ -24,18 +26,22 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.pick import picker
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement import Decision, agree, check_same_plan
+from distributed.agreed_graphs import AgreedGraphs
+from distributed.agreement import Statement, agreement_of, describe_error
 from distributed.averaging import Averaging
 from distributed.broadcast_buffers import BufferBroadcast
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets
+from distributed.graph_fingerprint import graph_fingerprint
 from distributed.settle_plan import PlanSettler
 
 logger = logging.getLogger(__name__)
 
 # How many forms a captured graph is compiled in, for as many sets of parameters.
 _MOST_FORMS = 256
+
+_FIRST_CALL = "plans the gradient buckets of a module"
 
 Program = Callable[..., Sequence[torch.Tensor]]
 
@@ -59,8 +65,12 @@ class InGraphWay:
         self._request = request
         self._options = options
         group = process_group(ddp)
+        self._agreement = agreement_of(group)
+        self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
         self._averaging = Averaging(group, options.gradient_compression)
-        self.buckets = GradientBuckets(reduced_parameters(ddp), group, self._averaging)
+        self.buckets = GradientBuckets(
+            reduced_parameters(ddp), group, self._averaging, self._agreement.watch.wait
+        )
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)
@@ -88,6 +98,7 @@ class InGraphWay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ddp, buckets = self._ddp, self.buckets
+        self._agreement.watch.at_point()
         buckets.begin_forward()
         if not is_synchronised(ddp):
             args, kwargs = self._prepare(args, kwargs)
@@ -101,22 +112,28 @@ class InGraphWay:
         self._planner.hooked = hooked_parameters(buckets.parameters)
         try:
             result = self._synchronised(*args, **kwargs)
-        except Exception as error:
-            if buckets.plan is None:
-                self._agree(Decision(error=f"{type(error).__name__}: {error}"))
+        except BaseException as error:
+            self._tell_others(error)
             raise
         if buckets.plan is None:
-            plan = self._planner.first_plan()
-            self._agree(Decision(plan=f"{plan}\n{self._averaging}"))
-            buckets.adopt(plan)
+            buckets.adopt(self._agree_on(self._planner.first_plan()))
         buckets.expect_backward(result)
         return result
 
-    def _agree(self, decision: Decision) -> None:
-        group = self.buckets.group
-        decisions = agree(decision, group, self._options.agreement_timeout_s)
-        if not decision.error:
-            check_same_plan(decisions, group)
+    def _tell_others(self, error: BaseException) -> None:
+        """A call raised. What a compilation raised, the others have been told already."""
+        if self._agreement.watch.failure:
+            return
+        if not isinstance(error, Exception):  # this process is about to end
+            self._agreement.watch.announce(f"rank {dist.get_rank()} was ended by {describe_error(error)}")
+        elif self.buckets.plan is None:
+            self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
+
+    def _agree_on(self, plan: BucketPlan) -> BucketPlan:
+        lines = tuple(line.strip() for line in f"{plan}\n{self._averaging}".splitlines())
+        statement = Statement("planned other gradient buckets", lines)
+        self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
+        return plan
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -137,6 +154,18 @@ class InGraphWay:
         pick_parameters = picker(positions)
         forms: list[tuple[tuple[Any, ...], frozenset[str], Program]] = []
 
+        fingerprint = graph_fingerprint(captured)
+
+        def compile_form(inputs: Sequence[Any]) -> Program:
+            with normal_tensors():
+                return compile_graph(
+                    captured,
+                    inputs,
+                    backend=self._request.backend,
+                    options=self._request.options,
+                    planner=self._planner,
+                )
+
         def form_for(inputs: Sequence[Any]) -> Program:
             parameters, hooked = pick_parameters(inputs), self._planner.hooked
             for known, known_hooked, program in forms:
@@ -147,14 +176,7 @@ class InGraphWay:
                     "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
                 )
                 return captured.module
-            with normal_tensors():
-                program = compile_graph(
-                    captured,
-                    inputs,
-                    backend=self._request.backend,
-                    options=self._request.options,
-                    planner=self._planner,
-                )
+            program = self._agreed_graphs.compile(fingerprint, lambda: compile_form(inputs))
             forms.append((parameters, hooked, program))
             self._compiled.append(program)
             return program
@@ -162,7 +184,10 @@ class InGraphWay:
         form_for(inputs)
 
         def run(*inputs: Any) -> Sequence[torch.Tensor]:
-            return form_for(inputs)(*inputs)
+            program = form_for(inputs)
+            if isinstance(program, GraphOfManySizes) and not program.is_compiled_for(inputs):
+                self._agreed_graphs.compile(fingerprint, lambda: program.compiled_for(inputs))
+            return program(*inputs)
 
         return run
 

@@ -1,10 +1,20 @@
-"""Ranks that disagree before their first all-reduce; the case is the argument. Run by ``test_disagreement.py``."""
+"""Ranks that disagree, or fail where others wait for them. Run by ``test_disagreement.py``, all cases in one start.
+
+Each case is a function that every rank runs, over a process group of its own; what it raised, and after how many
+seconds, is written to the folder that is the argument, a file for each rank.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +25,24 @@ import compile_core
 from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
-from distributed import DDPOptions, compile_ddp
+from distributed import CompiledDDP, DDPOptions, compile_ddp
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+AGREEMENT_TIMEOUT_S = 3.0
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> None:
+    CASES[function.__name__] = function
 
 
 class Net(torch.nn.Module):
     """Two layers, used in one order or the other: the same parameters, whose gradients become ready differently."""
 
-    def __init__(self, swapped: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        self.swapped = swapped
+        self.swapped = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.swapped:
@@ -32,32 +50,182 @@ class Net(torch.nn.Module):
         return self.second(self.first(x).relu())
 
 
-def main(case: str) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def make_ddp() -> DistributedDataParallel:
     torch.manual_seed(0)
-    net = Net(swapped=case == "another_graph" and rank == 1)
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.0001)
-    backend = resolve_backend("aot_eager")
-    if case == "compilation_fails" and rank == 1:
+    return DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+
+
+class Faults:
+    """A backend whose compilations do what ``happens`` says."""
+
+    def __init__(self) -> None:
+        self.happens: Callable[[], None] = lambda: None
+        backend = resolve_backend("aot_eager")
         assert isinstance(backend, RegionBackend)
-        backend = replace(backend, compile_region=fail)
-    request = CompileRequest(backend, CompileOptions(), False)
-    compiled = compile_ddp(ddp, request, DDPOptions(agreement_timeout_s=5))
-    if case == "does_not_come" and rank == 1:
-        time.sleep(30)
-    try:
-        compiled(torch.randn(2, 8)).sum().backward()
-    except compile_core.CompileError as error:
-        print(f"rank {rank} got: {error}", flush=True)
-        # The other rank must report by itself too, before the launcher ends it.
-        time.sleep(2)
-        raise
+        self._compile_region = backend.compile_region
+        self.backend = replace(backend, compile_region=self._compile)
+
+    def _compile(self, *arguments: Any) -> Any:
+        self.happens()
+        return self._compile_region(*arguments)
 
 
-def fail(*_: object) -> Any:
+def compiled(
+    ddp: DistributedDataParallel, faults: Faults | None = None, dynamic: bool | None = False
+) -> CompiledDDP:
+    request = CompileRequest((faults or Faults()).backend, CompileOptions(), False, dynamic)
+    return compile_ddp(ddp, request, DDPOptions(agreement_timeout_s=AGREEMENT_TIMEOUT_S))
+
+
+def step(model: Any, rows: int = 2, columns: int = 8, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(rows + RANK)
+    model(torch.randn(rows, columns, generator=generator, dtype=dtype)).square().sum().backward()
+
+
+def fail() -> None:
     raise compile_core.InternalError("a fault on this rank")
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@case
+def another_graph() -> None:
+    ddp = make_ddp()
+    ddp.module.swapped = RANK == 1
+    step(compiled(ddp))
+
+
+@case
+def another_dtype() -> None:
+    ddp = make_ddp()
+    dtype = torch.float64 if RANK == 1 else torch.float32
+    step(compiled(ddp.to(dtype)), dtype=dtype)
+
+
+@case
+def other_dynamic_dims() -> None:
+    step(compiled(make_ddp(), dynamic=RANK == 1))
+
+
+@case
+def does_not_come() -> None:
+    if RANK == 0:
+        step(compiled(make_ddp()))
+    else:
+        make_ddp()
+
+
+@case
+def another_branch_later() -> None:
+    """Rank 0 has nothing to compile: it is in an all-reduce when rank 1 gives up."""
+    ddp = make_ddp()
+    model = compiled(ddp)
+    step(model)
+    ddp.module.swapped = RANK == 1
+    step(model)
+
+
+@case
+def compilation_fails() -> None:
+    faults = Faults()
+    model = compiled(make_ddp(), faults)
+    if RANK == 1:
+        faults.happens = fail
+    step(model)
+
+
+@case
+def later_compilation_fails() -> None:
+    """Rank 1 fails at a size that only it has, and rank 0 is in an all-reduce."""
+    faults = Faults()
+    model = compiled(make_ddp(), faults)
+    step(model)
+    if RANK == 1:
+        faults.happens = fail
+    step(model, rows=2 + RANK)
+
+
+@case
+def compilation_is_interrupted() -> None:
+    faults = Faults()
+    model = compiled(make_ddp(), faults)
+    step(model)
+    if RANK == 1:
+        faults.happens = interrupt
+    step(model, rows=2 + RANK)
+
+
+@case
+def first_call_raises() -> None:
+    """An error of the program, on one rank."""
+    step(compiled(make_ddp()), columns=8 - RANK)
+
+
+@case
+def slow_rank_is_waited_for() -> None:
+    faults = Faults()
+    if RANK == 1:
+        faults.happens = lambda: time.sleep(0.3)
+    check_equal_to_stock(compiled(make_ddp(), faults), [2, 2])
+
+
+@case
+def another_size_on_one_rank() -> None:
+    check_equal_to_stock(compiled(make_ddp()), [2, 2 + RANK, 2])
+
+
+def check_equal_to_stock(model: CompiledDDP, batches: list[int]) -> None:
+    stock = make_ddp()
+    for rows in batches:
+        for one in (stock, model):
+            step(one, rows)
+    assert model.buckets is not None
+    for name, parameter in stock.module.named_parameters():
+        found = model.buckets.parameters[name].grad
+        assert found is not None and parameter.grad is not None
+        torch.testing.assert_close(found, parameter.grad)
+
+
+@case
+def process_dies_while_it_compiles() -> None:
+    """The last case, since rank 1 is gone then."""
+    faults, ddp = Faults(), make_ddp()
+    model = compiled(ddp, faults)
+    step(model)
+    if RANK == 1:
+        faults.happens = lambda: os._exit(0)
+    ddp.module.swapped = True
+    step(model)
+
+
+def main(folder: Path) -> None:
+    logging.getLogger("compile_core").setLevel(logging.CRITICAL)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD_SIZE, is_master=RANK == 0
+    )
+    # What the first compilation of a process imports takes ranks that share processors unequally long.
+    step(compile_core.compile(Net(), backend="aot_eager"))
+    outcomes: dict[str, tuple[str, float]] = {}
+    for name, run in CASES.items():
+        prefixed = dist.PrefixStore(name, store)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
+        )
+        start_s, error = time.monotonic(), ""
+        try:
+            run()
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        outcomes[name] = (error, time.monotonic() - start_s)
+        (folder / f"rank_{RANK}.json").write_text(json.dumps(outcomes))
+        if name == list(CASES)[-1]:
+            os._exit(0)
+        dist.destroy_process_group()
+        store.set(f"{name}/{RANK}", "done")
+        store.wait([f"{name}/{rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=60))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

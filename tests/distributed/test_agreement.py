@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from compile_core.errors import CompileError, Unsupported
+from compile_core.errors import CompileError
 from distributed import failure_watch
+from distributed.agreement import Agreement, Statement
 from distributed.bulletin import Bulletin
-from distributed.compile_rounds import Agreement, Statement
 
 GRAPH = Statement("captured another graph", ("input x", "%1 = relu(x)"), ("", "line 3: x.relu()"))
 OTHER = Statement("captured another graph", ("input x", "%1 = tanh(x)"), ("", "line 4: x.tanh()"))
@@ -71,7 +71,7 @@ def compiling(
             raise error
         return "compiled", statements
 
-    return lambda agreement: agreement.compile_together("a graph of 2 operators", timeout_s, compile)
+    return lambda agreement: agreement.compile_together("compiles a graph of 2 operators", timeout_s, compile)
 
 
 def training(seconds: float) -> Callable[[Agreement], None]:
@@ -115,19 +115,29 @@ def test_another_graph_is_an_error_with_the_first_line_that_differs() -> None:
 
 
 def test_a_reason_of_one_rank_counts_for_all() -> None:
-    cannot = Unsupported("unused-parameter", "the loss does not depend on it")
-    outcomes = Ranks().run(compiling(GRAPH), compiling(error=cannot))
-    assert outcomes[1] is cannot
-    assert isinstance(outcomes[0], Unsupported)
-    assert "rank 1: [unused-parameter]" in str(outcomes[0])
+    ranks = Ranks()
 
     def settle(agreement: Agreement) -> str:
         return agreement.settle(
-            "the way of a module", 5, reason="a hook" if agreement is ranks.all[0] else ""
+            "the way of a module", 5, reason="a hook" if agreement is ranks.all[1] else ""
         )
 
+    assert ranks.run(settle, settle) == ["rank 1: a hook"] * 2
+
+
+def test_a_rank_that_gives_up_ends_those_who_wait_for_it() -> None:
+    def give_up(agreement: Agreement) -> None:
+        agreement.give_up("the first call", 5, "ValueError: no data")
+
+    def settle(agreement: Agreement) -> str:
+        return agreement.settle("the first call", 5, [GRAPH])
+
     ranks = Ranks()
-    assert ranks.run(settle, settle) == ["rank 0: a hook"] * 2
+    # An error on all ranks is theirs to handle.
+    assert ranks.run(give_up, give_up) == [None, None]
+    assert ranks.run(settle, settle) == ["", ""]
+    outcomes = ranks.run(settle, give_up)
+    check_all_told(outcomes[:1], "rank 1 did not come to an agreement: ValueError: no data")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), KeyboardInterrupt(), SystemExit(3)])
@@ -155,7 +165,7 @@ def test_a_rank_that_dies_while_it_compiles_is_named() -> None:
         agreement._begin("a graph", 0.3)
 
     outcomes = Ranks().run(compiling(GRAPH, timeout_s=0.3), die)
-    check_all_told(outcomes[:1], "rank 1 began to compile and did not end within 0.3 s")
+    check_all_told(outcomes[:1], "rank 1 did not end a compilation within 0.3 s")
     # Also where the others have no part in it.
     check_all_told(Ranks().run(training(10), die)[:1], "rank 0 did not come to an agreement within 0.3 s")
 
@@ -163,7 +173,7 @@ def test_a_rank_that_dies_while_it_compiles_is_named() -> None:
 def test_a_rank_may_compile_alone_what_was_agreed_on() -> None:
     ranks = Ranks()
     alone = ranks.run(
-        training(0.3), lambda agreement: agreement.compile_alone("a size", 0.5, lambda: "compiled")
+        training(0.3), lambda agreement: agreement.compile_alone("compiles a size", 0.5, lambda: "compiled")
     )
     assert alone == [None, "compiled"]
     assert ranks.run(compiling(GRAPH), compiling(GRAPH)) == ["compiled"] * 2
@@ -173,16 +183,16 @@ def test_a_rank_that_fails_or_dies_compiling_alone_is_named() -> None:
     def fail() -> None:
         raise MemoryError("no room")
 
-    outcomes = Ranks().run(training(10), lambda agreement: agreement.compile_alone("a size", 5, fail))
+    outcomes = Ranks().run(
+        training(10), lambda agreement: agreement.compile_alone("compiles a size", 5, fail)
+    )
     check_all_told(outcomes[:1], "compilation failed on rank 1: MemoryError: no room")
 
     def die(agreement: Agreement) -> None:
         agreement._bulletin.count("alone", 1)
-        agreement._bulletin.post("alone/1", {"rank": 1, "what": "a size", "timeout_s": 0.3})
+        agreement._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 0.3})
 
-    check_all_told(
-        Ranks().run(training(10), die)[:1], "rank 1 began to compile a size and did not end within 0.3 s"
-    )
+    check_all_told(Ranks().run(training(10), die)[:1], "rank 1 compiles a size and did not end within 0.3 s")
 
 
 def test_a_failure_stays() -> None:
