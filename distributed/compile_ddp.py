@@ -17,6 +17,7 @@ from bucketing.cost_model import CostModel
 from bucketing.merge_plan import MergePlan
 from compile_core.backends.registry import RegionBackend
 from compile_core.compiled_module import CompiledModule
+from compile_core.errors import CompileError
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.pipeline import CompiledGraph
 from compile_core.planners import CompileRequest, forms_of
@@ -41,6 +42,10 @@ class CompiledDDP:
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
+        if options.step_in_backward is not None:
+            if reason := self._reason_for_reducer():
+                raise ValueError(_no_step(reason))
+            self._in_graph = InGraphWay(ddp, request, options)
         self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: self._run)
 
     @property
@@ -85,7 +90,10 @@ class CompiledDDP:
         against = self._against_in_graph
         if against is None:
             against = self._reason_for_reducer()
-        if against or reason_of_call(ddp):
+        against = against or reason_of_call(ddp)
+        if against and self._options.step_in_backward is not None:
+            raise CompileError(_no_step(against))
+        if against:
             return ddp.forward(*args, **kwargs)
         if self._in_graph is None:
             self._in_graph = InGraphWay(ddp, self._request, self._options)
@@ -108,6 +116,13 @@ class CompiledDDP:
         logger.warning("the DDP module keeps stock DDP's reducer (%s)", self._against_in_graph)
         if self._options.gradient_compression:
             logger.warning("its gradients are not compressed: register a communication hook for that")
+
+
+def _no_step(reason: str) -> str:
+    return (
+        f"step_in_backward needs gradients to be reduced by the compiled backward, but {reason}: compile without it "
+        "and call optimizer.step()"
+    )
 
 
 def compile_ddp(

@@ -35,6 +35,7 @@ from distributed.averaging import Averaging, Work
 from distributed.bucket_buffers import BucketBuffers
 from distributed.measure_costs import ReadyTimes
 from distributed.reduction_round import ReductionRound
+from distributed.step_in_backward import StepInBackward
 
 # torch exports these without declaring them.
 _will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
@@ -61,6 +62,7 @@ class GradientBuckets:
         group: over which ranks.
         averaging: how buckets are reduced.
         wait_on_host: waits for a collective that no stream waits for, and raises if another rank will not take part.
+        stepper: steps an optimizer in the rounds, if one is to be.
 
     Attributes:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
@@ -77,6 +79,7 @@ class GradientBuckets:
         group: dist.ProcessGroup,
         averaging: Averaging,
         wait_on_host: Callable[[Any], None],
+        stepper: StepInBackward | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.group = group
@@ -87,6 +90,7 @@ class GradientBuckets:
         self.ready_times: ReadyTimes | None = None
         self.observer: GradientObserver | None = None
         self._averaging = averaging
+        self._stepper = stepper
         device = next(iter(self.parameters.values())).device
         self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
         self.anchor = torch.empty(0, device=device, requires_grad=True)
@@ -141,6 +145,10 @@ class GradientBuckets:
             for work in self._works:
                 self._wait(work)
             self._clear()
+            if self._stepper is not None:
+                self._stepper.abandon_round()
+        if self._stepper is not None and self._round is None:
+            self._stepper.begin_forward()
 
     def expect_backward(self, result: Any) -> None:
         """A synchronised call of the module ended: the backward that reaches its result is a round.
@@ -166,6 +174,8 @@ class GradientBuckets:
         self._storing = _will_run(self._anchor_node)
         if self._storing and self._round is None:
             self._open_round()
+        if self._storing and self._stepper is not None:
+            self._stepper.program_begins()
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
@@ -180,7 +190,7 @@ class GradientBuckets:
         scratch = self._scratch[name] = torch.empty_like(place)
         return scratch
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         if not self._storing:
             self._scratch.clear()
             return
@@ -193,7 +203,10 @@ class GradientBuckets:
         if self._absent:
             self._round.nothing_comes([name for name in names if name in self._absent])
             names = [name for name in names if name not in self._absent]
-        self._note(names)
+        if names:
+            self._note(names)
+        if self._stepper is not None:
+            self._stepper.region_ended(values)
 
     def _backward_reaches(self, *_: Any) -> None:
         """Before the engine runs the node of a result of the module, or accumulates a gradient."""
@@ -244,8 +257,25 @@ class GradientBuckets:
                     mine = self._buffers.hold(name, gradient)
                     self._set_aside[name] = gradient.clone() if mine else gradient
                     parameter.grad = None
+        if self._stepper is not None:
+            self._stepper.begin_round(name for name in by_programs - by_engine if not self._is_users(name))
         if self.ready_times is not None:
             self.ready_times.round_began()
+
+    def _give(self, name: str) -> None:
+        """Sets the parameter's gradient."""
+        assert self._buffers is not None and self._round is not None
+        place = self._buffers.places[name]
+        if self._is_users(name):
+            self.parameters[name].grad = self._before[name].copy_(place)
+        elif name in self._before or name in self._round.stored:
+            self.parameters[name].grad = place
+
+    def _is_users(self, name: str) -> bool:
+        """Whether the gradient before this round is a tensor of the user's, which then stays the gradient."""
+        assert self._buffers is not None
+        before = self._before.get(name)
+        return before is not None and not self._buffers.hold(name, before)
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
@@ -267,6 +297,12 @@ class GradientBuckets:
             self.observer.collective_starting(bucket)
         work = self._averaging.start(flat)
         self._works.append(work)
+        if self._stepper is not None:
+            names = [parameter.name for parameter in self._buffers.plan.buckets[bucket].parameters]
+            for name in names:
+                if not self._is_users(name):
+                    self._give(name)
+            self._stepper.reducing(names, work)
         if self.observer is not None:
             self.observer.collective_started(bucket, self._averaging.wire_bytes(flat), work)
 
@@ -300,13 +336,10 @@ class GradientBuckets:
                 self._wait(work)
             stored = self._round.stored
             self.missing = tuple(name for name in self.parameters if name not in stored)
-            for name, place in self._buffers.places.items():
-                before = self._before.get(name)
-                if before is not None and not self._buffers.hold(name, before):
-                    # A tensor of the user's stays the gradient.
-                    self.parameters[name].grad = before.copy_(place)
-                elif before is not None or name in stored:
-                    self.parameters[name].grad = place
+            for name in self.parameters:
+                self._give(name)
+            if self._stepper is not None:
+                self._stepper.end_round(self._buffers.flat)
         self._clear()
         self.rounds += 1
         if self.observer is not None:

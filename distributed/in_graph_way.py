@@ -34,7 +34,9 @@ from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets
 from distributed.graph_fingerprint import graph_fingerprint
+from distributed.partial_optimizer import PartialOptimizer
 from distributed.settle_plan import PlanSettler
+from distributed.step_in_backward import StepInBackward
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,12 @@ class InGraphWay:
         self._agreement = agreement_of(group)
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
         self._averaging = Averaging(group, options.gradient_compression)
+        parameters, stepper = reduced_parameters(ddp), None
+        if options.step_in_backward is not None:
+            optimizer = PartialOptimizer(options.step_in_backward, parameters)
+            stepper = StepInBackward(optimizer, parameters, self._averaging.on_streams)
         self.buckets = GradientBuckets(
-            reduced_parameters(ddp), group, self._averaging, self._agreement.watch.wait
+            parameters, group, self._averaging, self._agreement.watch.wait, stepper
         )
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,8 +44,13 @@ class Communicator(Protocol):
         """The tensor into which the program stores the result of this destination name."""
         ...
 
-    def arrived(self, names: Sequence[str]) -> None:
-        """Called behind each region: these destinations are written. Returns at once."""
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
+        """Called behind each region: these destinations, which may be none, are written. Returns at once.
+
+        Args:
+            names: of the destinations.
+            values: what later regions of the program read, and what it returns; ``None`` where that is not known.
+        """
         ...
 
 

@@ -63,8 +63,8 @@ class Executable:
             del arguments, results
             for name in self._unread[position]:
                 del values[name]
-            if communicator is not None and compute.destinations:
-                communicator.arrived(tuple(compute.destinations.values()))
+            if communicator is not None:
+                communicator.arrived(tuple(compute.destinations.values()), values)
         return [None if name is None else values[name] for name in self.schedule.outputs]
 
 

@@ -12,7 +12,7 @@ a call a bucket.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,8 +93,9 @@ class _NotedNews:
         self._arrived = communicator.arrived
         self._steps = steps
 
-    def arrived(self, names: Sequence[str]) -> None:
-        self._steps.append(functools.partial(self._arrived, names))
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
+        # The values are not kept: they are memory that the next segments use again.
+        self._steps.append(functools.partial(self._arrived, names, None))
 
 
 def _replay(executable: Executable, name: str, replay: Callable[[], None]) -> None:

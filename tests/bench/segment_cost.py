@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ class _Buffers:
     def destination(self, name: str) -> Tensor:
         return self.places[name]
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def arrived(self, names: Sequence[str], values: Mapping[str, Tensor] | None) -> None:
         pass
 
 

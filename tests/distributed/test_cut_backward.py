@@ -70,7 +70,7 @@ class FakeCommunicator:
     def begin(self) -> None:
         self.events.append("begin")
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         self.events.append(" ".join(names))
 
 

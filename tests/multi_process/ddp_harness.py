@@ -92,11 +92,8 @@ def pair(
     )
 
 
-def compiled_ddp(
-    ddp_options: DDPOptions, make: Callable[[], nn.Module] = Net, backend: str = "aot_eager"
-) -> Any:
+def compiled_ddp(ddp: DistributedDataParallel, ddp_options: DDPOptions, backend: str = "aot_eager") -> Any:
     """Compiled DDP with settings of data parallelism."""
-    ddp = stock_ddp(make)
     request = CompileRequest(resolve_backend(backend), CompileOptions(), fullgraph=False)
     return wrap_module(ddp, CompiledDDP(ddp, request, ddp_options))
 

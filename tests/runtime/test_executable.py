@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ class Recorder:
     def begin(self) -> None:
         self.events.append("begin")
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         self.events.append(f"arrived {' '.join(names)}".strip())
 
     def region_started(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -50,7 +50,7 @@ class FakeCommunicator:
             return self._scratch.setdefault(name, torch.empty_like(self.stored[name]))
         return self.stored[name]
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         for name in names:
             if self.adds:
                 self.stored[name] += self._scratch.pop(name)

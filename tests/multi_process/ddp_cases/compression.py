@@ -36,7 +36,7 @@ def hooked_and_compressed(compression: Any, backend: str = "aot_eager", make: An
 
     compress.__annotations__.clear()  # DDP looks at those, too
     stock.register_comm_hook(None, compress)
-    return stock, compiled_ddp(DDPOptions(gradient_compression=compression), make, backend)
+    return stock, compiled_ddp(stock_ddp(make), DDPOptions(gradient_compression=compression), backend)
 
 
 @case()
@@ -96,7 +96,7 @@ class TwoTypes(nn.Module):
 @case()
 def other_types_travel_as_they_are() -> None:
     stock = stock_ddp(TwoTypes)
-    compiled = compiled_ddp(DDPOptions(gradient_compression="fp16"), TwoTypes)
+    compiled = compiled_ddp(stock_ddp(TwoTypes), DDPOptions(gradient_compression="fp16"))
     for model in (stock, compiled):
         loss_of(model(data(0))).backward()
     check_in_graph(compiled)

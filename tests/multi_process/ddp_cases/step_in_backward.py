@@ -1,0 +1,337 @@
+"""Optimizer steps under the backward, beside stock DDP and ``optimizer.step()`` behind it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compile_core
+from distributed import DDPOptions, inspect_ddp
+from tests.multi_process.ddp_harness import (
+    DEVICE,
+    Net,
+    case,
+    check_close,
+    check_gradients,
+    check_in_graph,
+    check_same_on_all_ranks,
+    compiled_ddp,
+    data,
+    gradients_are_exact,
+    loss_of,
+    stock_ddp,
+)
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def both(
+    make_optimizer: Make = sgd, make: Callable[[], nn.Module] = Net, backend: str = "aot_eager"
+) -> tuple[list[Any], list[torch.optim.Optimizer]]:
+    """Stock DDP and compiled DDP that steps in its backward, with their optimizers."""
+    stock, other = stock_ddp(make), stock_ddp(make)
+    optimizers = [make_optimizer(model) for model in (stock, other)]
+    return [stock, compiled_ddp(other, DDPOptions(step_in_backward=optimizers[1]), backend)], optimizers
+
+
+def train(
+    models: list[Any],
+    optimizers: list[torch.optim.Optimizer],
+    steps: int = 3,
+    exact: bool = True,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] = lambda model, x: loss_of(model(x)),
+    schedulers: tuple[Any, ...] = (),
+) -> None:
+    for step in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(model, data(step)).backward()
+        optimizers[0].step()
+        for scheduler in schedulers:
+            scheduler.step()
+        check_gradients(*models, exact=exact)
+        check_parameters(models, exact)
+
+
+def check_parameters(models: list[Any], exact: bool = True) -> None:
+    stock, compiled = (dict(model.named_parameters()) for model in models)
+    for name, expected in stock.items():
+        check_close(compiled[name], expected, name, exact=exact and gradients_are_exact())
+        check_same_on_all_ranks(compiled[name].detach(), name)
+
+
+def two_groups(kind: type[torch.optim.Optimizer], **settings: Any) -> Make:
+    """The second group, of weights, has a rate of its own."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+        return kind([{"params": others}, {"params": weights, "lr": 0.003}], lr=0.01, **settings)  # type: ignore[call-arg]
+
+    return make
+
+
+@case()
+def optimizers_of_torch() -> None:
+    """Groups, schedulers, state and its loading are as with a step of all parameters at once."""
+    makes = [
+        two_groups(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+        two_groups(torch.optim.Adam, foreach=False, amsgrad=True),
+        two_groups(torch.optim.AdamW, foreach=True),
+        two_groups(torch.optim.AdamW, fused=True),
+    ]
+    if DEVICE == "cuda":
+        makes.append(two_groups(torch.optim.AdamW, capturable=True))
+    for make in makes:
+        models, optimizers = both(make)
+        schedulers = tuple(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers)
+        train(models, optimizers, steps=2, schedulers=schedulers)
+        check_in_graph(models[1])
+        expected, found = (optimizer.state_dict() for optimizer in optimizers)
+        assert expected["param_groups"] == found["param_groups"]
+        check_states(expected["state"], found["state"])
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        train(models, optimizers, steps=1)
+
+
+def check_states(expected: dict[int, Any], found: dict[int, Any]) -> None:
+    assert expected.keys() == found.keys()
+    for position, values in expected.items():
+        for name, value in values.items():
+            torch.testing.assert_close(found[position][name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@case()
+def generated_kernels() -> None:
+    models, optimizers = both(backend="triton")
+    train(models, optimizers, exact=False)
+    check_in_graph(models[1])
+
+
+class Recorded(torch.optim.SGD):
+    """Notes how many parameters each step has."""
+
+    events: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
+        self.events.append(sum(len(group["params"]) for group in self.param_groups))
+        return super().step(closure)
+
+
+class Slow(torch.autograd.Function):
+    """Its backward gives all-reduces time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.module.seconds)
+        ctx.module.events.append("half of the backward")
+        return gradients[0], None
+
+
+class WithSlowMiddle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Net(), Net()
+        self.between = nn.Linear(32, 16)
+        self.events: list[Any] = []
+        self.seconds = 0.15
+
+    @compile_core.disable
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(x, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.wait(self.between(self.first(x))))
+
+
+@case()
+def steps_begin_before_the_backward_ends() -> None:
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        optimizer = Recorded(model.parameters(), lr=0.1)
+        optimizer.events = model.module.events
+        return optimizer
+
+    models, _ = both(make_optimizer, WithSlowMiddle)
+    events = models[1].module.events
+    x = data(0).requires_grad_()
+    for _ in range(2):
+        events.clear()
+        hook = x.register_hook(lambda gradient: events.append("end of the backward"))
+        loss_of(models[1](x)).backward()
+        hook.remove()
+    half, end = events.index("half of the backward"), events.index("end of the backward")
+    assert any(isinstance(event, int) for event in events[half:end]), events
+    assert sum(event for event in events if isinstance(event, int)) == len([*models[1].parameters()])
+
+
+@case()
+def plans_that_change() -> None:
+    """Also in the rounds that are measured, and with the plan that is chosen then."""
+    models, optimizers = both()
+    train(models, optimizers, steps=7)
+    assert inspect_ddp(models[1]).merge_plan is not None
+
+
+class ReadLate(nn.Module):
+    """A tied weight, and one whose gradient is complete long before the backward has read it for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(16, 16)
+        self.late = nn.Parameter(torch.randn(16, 16))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tied(x @ self.late.detach().T)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.tied(x @ self.late)
+
+
+@case()
+def what_is_read_later_is_stepped_later() -> None:
+    models, optimizers = both(make=ReadLate)
+    train(models, optimizers, steps=3)
+    check_in_graph(models[1])
+
+
+class PartlyPlain(Net):
+    @compile_core.disable
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.plain(torch.tanh(self.first(x)))
+        return self.third(torch.tanh(self.norm(hidden))) + self.second(hidden)
+
+
+@case()
+def parameters_that_autograd_reads_itself() -> None:
+    """Used in plain code between graphs, or in the loss."""
+
+    def decayed(model: Any, x: torch.Tensor) -> torch.Tensor:
+        decay = sum(parameter.square().sum() for parameter in model.module.second.parameters())
+        return loss_of(model(x)) + 0.01 * decay
+
+    models, optimizers = both(make=PartlyPlain)
+    train(models, optimizers, loss=decayed, exact=False)  # contributions add up in another order
+
+
+@case()
+def accumulation() -> None:
+    """Nothing is stepped under ``no_sync()``; two calls may share a backward."""
+    models, optimizers = both()
+    before = [parameter.clone() for parameter in models[1].parameters()]
+    for model in models:
+        with model.no_sync():
+            loss_of(model(data(7))).backward()
+    assert all(map(torch.equal, before, models[1].parameters()))
+    for model in models:
+        (loss_of(model(data(1))) + loss_of(model(data(2)))).backward()
+    optimizers[0].step()
+    check_parameters(models)
+    # Gradients that are not set to zero add up.
+    for model in models:
+        loss_of(model(data(3))).backward()
+    optimizers[0].step()
+    check_parameters(models)
+
+
+@case()
+def some_parameters_have_another_optimizer() -> None:
+    def of_first(model: Any) -> torch.optim.Optimizer:
+        return sgd(model.module.first)
+
+    models, optimizers = both(of_first)
+    others = [torch.optim.SGD(model.module.third.parameters(), lr=0.1) for model in models]
+    for step in range(2):
+        for model, other in zip(models, others, strict=True):
+            model.zero_grad(set_to_none=False)
+            loss_of(model(data(step))).backward()
+            other.step()
+        optimizers[0].step()
+        check_parameters(models)
+
+
+@case()
+def what_comes_too_late_is_an_error() -> None:
+    models, optimizers = both()
+    stepping = models[1]
+    loss_of(stepping(data(0))).backward()
+    with pytest.raises(RuntimeError, match="leave the call out"):
+        optimizers[1].step()
+    nn.utils.clip_grad_norm_(stepping.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        stepping(data(1))
+    output = stepping(data(1))
+    loss_of(output).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(output).backward()
+
+
+@case()
+def a_backward_that_breaks_off_is_told_of() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("broken off")
+
+    models, _ = both(make=WithSlowMiddle)
+    stepping = models[1]
+    x = data(0).requires_grad_()
+    loss_of(stepping(x)).backward()
+    hook = x.register_hook(fail)
+    with pytest.raises(ValueError, match="broken off"):
+        loss_of(stepping(x)).backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match="had made their step"):
+        stepping(x)
+    loss_of(stepping(x)).backward()
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
+@case()
+def optimizers_that_cannot_be_stepped_in_parts() -> None:
+    ddp = stock_ddp()
+    stranger = torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(2, device=DEVICE))], lr=0.1)
+    for optimizer, why in ((torch.optim.LBFGS(ddp.parameters()), "the loss itself"), (stranger, "1 param")):
+        with pytest.raises(ValueError, match=why):
+            compiled_ddp(ddp, DDPOptions(step_in_backward=optimizer))
+    counting = compiled_ddp(ddp, DDPOptions(step_in_backward=Counting(ddp.parameters(), lr=0.1)))
+    with pytest.raises(RuntimeError, match="'count'"):
+        loss_of(counting(data(0))).backward()
+    hooked = sgd(ddp)
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="hooks on its step"):
+        loss_of(compiled_ddp(ddp, DDPOptions(step_in_backward=hooked))(data(0))).backward()
+
+
+@case()
+def stock_ddps_reducer_steps_nothing() -> None:
+    ddp = stock_ddp(find_unused_parameters=True)
+    with pytest.raises(ValueError, match="find_unused_parameters=True"):
+        compiled_ddp(ddp, DDPOptions(step_in_backward=sgd(ddp)))
+    ddp = stock_ddp()
+    stepping = compiled_ddp(ddp, DDPOptions(step_in_backward=sgd(ddp)))
+    loss_of(stepping(data(0))).backward()
+    assert inspect_ddp(stepping).plan is not None
+    with ddp.join(), pytest.raises(compile_core.CompileError, match="join"):
+        stepping(data(0))
