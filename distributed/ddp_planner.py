@@ -68,7 +68,8 @@ class DDPPlanner:
         self._ddp = ddp
         self.buckets = buckets
         self.hooked: frozenset[str] = frozenset()
-        # By graph, in the order in which they were planned: parameters as their gradients become ready.
+        # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
+        # the same for all sizes, which ranks may differ in; the order of segments is not.
         self._ready: list[list[str]] = []
 
     def plan_backward(
@@ -80,7 +81,9 @@ class DDPPlanner:
         if not gradients:
             return whole_schedule("backward", graph.backward), None
         segments = plan_segments(graph.backward, gradients)
-        self._ready.append([name for segment in segments for name in segment.gradients])
+        place = {node: number for number, node in enumerate(graph.backward.graph.nodes)}
+        results = graph_results(graph.backward)
+        self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
         return cut_backward(graph.backward, gradients, segments, self.buckets.factor), self.buckets
 
     def first_plan(self) -> BucketPlan:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -185,8 +184,7 @@ class _Builder:
         return GraphModule({}, self.graph)
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_what_waits_may_not_take_more_memory_than_the_peak(large: bool) -> None:
+def test_what_waits_may_not_take_more_memory_than_the_peak() -> None:
     """The last gradient is a product of a temporary, when all that the layers saved is freed, but for what waits."""
     build = _Builder()
     square = (2048, 2048)
@@ -196,15 +194,14 @@ def test_what_waits_may_not_take_more_memory_than_the_peak(large: bool) -> None:
         saved = build.saved(f"saved_{k}", *square)
         results.append(build.call(aten.mm.default, square, gradient, saved))
         gradient = build.call(aten.mm.default, square, gradient, build.saved(f"weight_{k}", *square))
-    copies = 32 if large else 8
-    temporary = build.call(aten.cat.default, (2048 * copies, 2048), [gradient] * copies)
-    results.append(build.call(aten.mm.default, (2048 * copies, 2048), temporary, gradient))
+    temporary = build.call(aten.cat.default, (16384, 2048), [gradient] * 8)
+    results.append(build.call(aten.mm.default, (16384, 2048), temporary, gradient))
     module = build.module(*results)
     gradients = {f"w{k}": k for k in range(9)}
     segments = plan_segments(module, gradients)
     check(module, gradients, segments)
-    last = segments[-1].gradients[-1]
-    assert last == "w8" if large else last != "w8"
+    ready = [name for segment in segments for name in segment.gradients]
+    assert 0 < ready.index("w8") < 8, "some could wait, others would have to be kept for too long"
 
 
 def test_a_graph_that_changes_memory_keeps_its_order() -> None:
