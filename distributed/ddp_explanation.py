@@ -42,7 +42,7 @@ class DDPExplanation:
         reasons: for every bucket why it ends where it does.
         segments: of all graphs' backwards, in the order in which they run.
         ready_ms: by parameter, when its gradient had come, since the backward began; measured.
-        predicted: the backward as the planner sees it; ``None`` where it has measured nothing yet.
+        predicted: the backward as the planner sees it, from costs of the slowest rank.
         measured: a backward as it ran; ``None`` where it cannot be observed, inside a CUDA graph.
     """
 

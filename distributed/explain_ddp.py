@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from bucketing.simulate import simulate
 from bucketing.timeline import Timeline
 from compile_core.api import compile
 from compile_core.compiled_module import CompiledModule
@@ -20,8 +21,10 @@ from distributed.ddp_explanation import DDPExplanation, Segment
 from distributed.ddp_planner import process_group, stock_plan
 from distributed.record_timeline import DeviceRecorder, HostRecorder, labelled_backwards, record_timeline
 
-# In the first steps programs are compiled and costs are measured; then the plan is settled.
+# In the first steps programs are compiled and costs are measured; at most so many, then the plan is settled.
 _SETTLING_STEPS = 12
+# A plan begins with transfers that set connections up.
+_WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
 
 
@@ -55,6 +58,9 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
             raise CompileError("under no_sync() no gradients are reduced: call explain_ddp outside of it")
         with _left_as_it_was(runner.ddp), torch.enable_grad():
             for _ in range(_SETTLING_STEPS):
+                if runner.merge_plan is None:
+                    step()
+            for _ in range(_WARM_UP_STEPS):
                 step()
             if runner.plan is None:
                 return DDPExplanation(reason_for_reducer=runner.reason_for_reducer or "")
@@ -71,14 +77,17 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
 
 
 def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -> DDPExplanation:
-    plan, measured = runner.plan, recorder.timeline()
+    plan, chosen, costs = runner.plan, runner.merge_plan, runner.costs
+    measured = recorder.timeline()
     assert plan is not None
     arrived_ms = {name: 1e3 * (at_s - measured.start_s) for name, at_s in recorder.arrived_s().items()}
     return DDPExplanation(
         plan=plan,
         stock_plan=stock_plan(runner.ddp, plan.parameters),
+        reasons=() if chosen is None else chosen.reasons,
         segments=_segments(runner, measured),
         ready_ms=arrived_ms,
+        predicted=None if costs is None else simulate(plan, costs),
         measured=measured if measured.intervals else None,
     )
 

@@ -2,10 +2,9 @@
 
     python -m launch --nproc-per-node 2 tests/bench/ddp_prediction.py [--models gpt2,resnet50,bert] [--steps 20]
 
-Costs are measured once: the link by all-reduces of several sizes, the step under a plan of one bucket, whose all-reduce
-begins when everything is computed, so that nothing slows the backward down. Then the step is measured for one bucket,
-for stock DDP's and for many small ones, and compared with the predicted one: the simulated backward, and what the first
-plan's step took besides its backward. Times are the slowest rank's; ``--check`` fails beyond 15%.
+A compiled DDP module measures costs in its first steps, and chooses its buckets from them. With the same costs the step
+is predicted for these and other buckets: stock DDP's, and many small ones. Only the step with one bucket must be known:
+steps differ by how long their simulated backwards take. Times are the slowest rank's; ``--check`` fails beyond 15%.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
-from bucketing import CostModel, LinkModel, Timeline, fit_link_model, reducer_plan, simulate
+from bucketing import reducer_plan, simulate
 from tests.bench.ddp_sides import MEBIBYTE, SIDES, Running
 from tests.bench.ddp_steps import Ranks, begin_together, link_of, load_model, start_process_group, step_ms
 
 _WARM_UP = 12
 _TIMELINES = 5
 _ALLOWED = 0.15
-_LINK_SAMPLES_BYTES = tuple(MEBIBYTE >> shift for shift in (6, 4, 2, 0)) + tuple(
-    MEBIBYTE << shift for shift in (2, 4, 6)
-)
+_UNLIMITED = 1 << 60
 # Caps of the first bucket and of the others.
 _CAPS_BYTES: Mapping[str, tuple[int, int]] = {
-    "one bucket": (1 << 60, 1 << 60),
     "stock DDP's": (MEBIBYTE, 25 * MEBIBYTE),
     "buckets of 2 MiB": (2 * MEBIBYTE, 2 * MEBIBYTE),
 }
@@ -51,20 +47,16 @@ def main() -> None:
     device = start_process_group()
     torch.set_float32_matmul_precision("high")
     ranks = Ranks()
-    link = _measured_link(ranks, device)
     table = Table(
         "link", "model", "plan", "buckets", "exposed ms", "predicted", "step ms", "predicted", "off by"
     )
     worst = 0.0
     for name in arguments.models.split(","):
-        for row, error in _predictions(ranks, device, link, name, arguments.steps):
+        for row, error in _predictions(ranks, device, name, arguments.steps):
             table.add_row(link_of(device), name, *row)
             worst = max(worst, error)
     if ranks.rank == 0:
         Console(width=120).print(table)
-        print(
-            f"an all-reduce takes {1e6 * link.startup_s:.0f} us and 1 ms for each {1e-9 / link.seconds_per_byte:.2f} MB"
-        )
         print(f"the worst prediction is off by {worst:.1%}", flush=True)
     ranks.barrier()
     dist.destroy_process_group()
@@ -73,7 +65,7 @@ def main() -> None:
 
 
 def _predictions(
-    ranks: Ranks, device: torch.device, link: LinkModel, name: str, steps: int
+    ranks: Ranks, device: torch.device, name: str, steps: int
 ) -> Iterator[tuple[tuple[str, ...], float]]:
     """For each plan its row of the table, and by what share the predicted step is off."""
     model, inputs = load_model(name, device.type)
@@ -81,59 +73,34 @@ def _predictions(
     with SIDES["ours-ddp"](copy.deepcopy(model).to(device), inputs) as running:
         for _ in range(_WARM_UP):
             running.step()
-        buckets = distributed.inspect_ddp(running.call).buckets
-        assert buckets is not None and buckets.plan is not None
-        parameters = buckets.plan.parameters
-        buckets.adopt(reducer_plan(parameters, *_CAPS_BYTES["one bucket"]))
-        whole_ms = _median_ms(ranks, device, running.step, steps)
-        costs, backward_ms = _measured_costs(ranks, device, running, link)
-        for label, caps in _CAPS_BYTES.items():
-            plan = reducer_plan(parameters, *caps)
+        runner = distributed.inspect_ddp(running.call)
+        buckets, chosen, costs = runner.buckets, runner.merge_plan, runner.costs
+        assert buckets is not None and chosen is not None and costs is not None
+        ready = chosen.plan.parameters
+        plans = {label: reducer_plan(ready, *caps) for label, caps in _CAPS_BYTES.items()}
+        one_bucket = reducer_plan(ready, _UNLIMITED, _UNLIMITED)
+        buckets.adopt(one_bucket)
+        rest_ms = _median_ms(ranks, device, running.step, steps) - 1e3 * simulate(one_bucket, costs).end_s
+        for label, plan in {"chosen": chosen.plan, **plans}.items():
             buckets.adopt(plan)
             found_ms = _median_ms(ranks, device, running.step, steps)
-            exposed_ms = statistics.median(timeline.exposed_ms for timeline, _ in _recorded(running, device))
+            exposed_ms = max(ranks.gather(_exposed_ms(running, device)))
             simulated = simulate(plan, costs)
-            predicted_ms = whole_ms - backward_ms + 1e3 * simulated.end_s
+            predicted_ms = rest_ms + 1e3 * simulated.end_s
             error = abs(predicted_ms / found_ms - 1)
             figures = (exposed_ms, simulated.exposed_ms, found_ms, predicted_ms)
             yield (label, str(len(plan.buckets)), *(f"{ms:.2f}" for ms in figures), f"{error:.1%}"), error
 
 
-def _measured_link(ranks: Ranks, device: torch.device) -> LinkModel:
-    samples = []
-    for size_bytes in _LINK_SAMPLES_BYTES:
-        flat = torch.zeros(size_bytes // 4, device=device)
-        samples.append(
-            (size_bytes, 1e-3 * _median_ms(ranks, device, lambda flat=flat: dist.all_reduce(flat), 10))
-        )
-    return fit_link_model(samples)
-
-
-def _measured_costs(
-    ranks: Ranks, device: torch.device, running: Running, link: LinkModel
-) -> tuple[CostModel, float]:
-    """The slowest rank's, of a module whose gradients are reduced when all of them are computed; and how long its
-    backward takes with that all-reduce."""
-    mine = []
-    for timeline, arrived_s in _recorded(running, device):
-        length_ms = 1e3 * (timeline.end_s - timeline.start_s)
-        end_s = timeline.busy("compute")[-1][1] - timeline.start_s
-        mine.append((length_ms, end_s, {name: at_s - timeline.start_s for name, at_s in arrived_s.items()}))
-    everyone = ranks.gather(sorted(mine, key=lambda cost: cost[0])[len(mine) // 2])
-    backward_ms, end_s, _ = max(everyone, key=lambda cost: cost[0])
-    ready_s = {name: min(end_s, max(others[name] for *_, others in everyone)) for name in everyone[0][2]}
-    return CostModel(ready_s, end_s, link), backward_ms
-
-
-def _recorded(running: Running, device: torch.device) -> list[tuple[Timeline, Mapping[str, float]]]:
-    """Some backwards: what ran when, and when each gradient had come."""
+def _exposed_ms(running: Running, device: torch.device) -> float:
+    """This rank's, in a median backward."""
     found = []
     for _ in range(_TIMELINES):
         begin_together(device)
         with distributed.record_timeline(running.call) as recorder:
             running.step()
-        found.append((recorder.timeline(), recorder.arrived_s()))
-    return found
+        found.append(recorder.timeline().exposed_ms)
+    return statistics.median(found)
 
 
 def _median_ms(ranks: Ranks, device: torch.device, step: Callable[[], object], steps: int) -> float:

@@ -28,6 +28,7 @@ class Figures:
         loss: of the first step; ``nan`` where there is none.
         buckets: how many we reduce; 0 where that is not known.
         exposed_ms: how long an all-reduce ran while nothing was computed, measured; ``None`` where not.
+        predicted_ms: the same, as the planner predicts it.
         note: more about the side, or why it failed.
         failed: nothing was measured.
     """
@@ -44,6 +45,7 @@ class Figures:
     loss: float = float("nan")
     buckets: int = 0
     exposed_ms: float | None = None
+    predicted_ms: float | None = None
     note: str = ""
     failed: bool = False
 
@@ -90,7 +92,17 @@ class _Side:
 def table(measured: Iterable[Figures]) -> Table:
     """A row for each link, model and side; medians of all rounds in one cell."""
     drawn = Table(
-        "link", "model", "side", "step ms", "cold s", "peak GiB", "buckets", "exposed ms", "loss", ""
+        "link",
+        "model",
+        "side",
+        "step ms",
+        "cold s",
+        "peak GiB",
+        "buckets",
+        "exposed ms",
+        "predicted",
+        "loss",
+        "",
     )
     rows: dict[tuple[str, str, str], list[Figures]] = {}
     for figures in measured:
@@ -98,10 +110,11 @@ def table(measured: Iterable[Figures]) -> Table:
     for (link, model, side), rounds in rows.items():
         good = [figures for figures in rounds if not figures.failed]
         if not good:
-            drawn.add_row(link, model, side, *["–"] * 6, rounds[-1].note.splitlines()[0][:60])
+            drawn.add_row(link, model, side, *["–"] * 7, rounds[-1].note.splitlines()[0][:60])
             continue
         cold = [figures.first_s for figures in good if figures.cold]
         exposed = [figures.exposed_ms for figures in good if figures.exposed_ms is not None]
+        predicted = [figures.predicted_ms for figures in good if figures.predicted_ms is not None]
         drawn.add_row(
             link,
             model,
@@ -111,6 +124,7 @@ def table(measured: Iterable[Figures]) -> Table:
             f"{max(figures.peak_gib for figures in good):.2f}",
             str(good[-1].buckets or "–"),
             " / ".join(f"{ms:.2f}" for ms in exposed) or "–",
+            " / ".join(f"{ms:.2f}" for ms in predicted) or "–",
             f"{good[0].loss:.4f}",
             good[-1].note,
         )

@@ -34,6 +34,7 @@ from torch._inductor.utils import clear_caches
 
 import compile_core
 import distributed
+from bucketing import simulate
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
 from tests.bench.ddp_sides import SIDES, Running
 from tests.bench.ddp_steps import (
@@ -153,6 +154,7 @@ def _with_plan(figures: Figures, running: Running, device: torch.device, gradien
         figures,
         buckets=len(runner.plan.buckets),
         exposed_ms=statistics.median(exposed_ms) if exposed_ms else None,
+        predicted_ms=None if runner.costs is None else simulate(runner.plan, runner.costs).exposed_ms,
     )
 
 

@@ -22,12 +22,14 @@ def plan_beside_stock_ddp() -> None:
     assert len(explanation.stock_plan.buckets) > 1
     assert {name for segment in explanation.segments for name in segment.gradients} == names
     assert set(explanation.ready_ms) == names and min(explanation.ready_ms.values()) > 0
-    # The last layer's gradients come first.
-    assert explanation.ready_ms["third.weight"] < explanation.ready_ms["first.weight"]
+    assert len(explanation.reasons) == len(explanation.plan.buckets)
+    predicted = [
+        interval.bytes for interval in explanation.predicted.intervals if interval.kind == "all_reduce"
+    ]
     moved = [interval.bytes for interval in explanation.measured.intervals if interval.kind == "all_reduce"]
-    assert moved == [bucket.bytes for bucket in explanation.plan.buckets]
+    assert moved == predicted == [bucket.bytes for bucket in explanation.plan.buckets]
     text = str(explanation)
-    for expected in ("Buckets, beside stock DDP's", "third.weight", "backward_0", "exposed"):
+    for expected in ("Buckets, beside stock DDP's", "third.weight", "backward_0", "exposed", "start-ups"):
         assert expected in text, text
 
 
