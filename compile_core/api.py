@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend, resolve_backend
+from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from compile_core.capture.directives import compiled_by_torch, leave_alone
 from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
 from compile_core.compiled_function import CompiledFunction, CompileGraph
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
-from compile_core.options import parse_options, refuse_both
 from compile_core.pipeline import compile_graph
 from compile_core.planners import ClaimedModules, CompileRequest, claim, compile_claimed
-
-logger = logging.getLogger(__name__)
 
 
 @leave_alone
@@ -60,17 +56,7 @@ def compile(
         ValueError: unknown backend, mode or option; the message says what is allowed.
         RuntimeError: a mode and options at once.
     """
-    if dynamic is not None and not isinstance(dynamic, bool):
-        raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
-    resolved = resolve_backend(backend)
-    if isinstance(resolved, GraphBackend) and resolved.takes_options:
-        refuse_both(mode, options)
-        resolved = resolved.with_options(mode, options)
-        mode = options = None
-    request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)
-    ignored = request.options.changed & resolved.ignored_options
-    if ignored:
-        logger.warning("the backend %r has no use for the options %s", resolved.name, sorted(ignored))
+    request = CompileRequest.of(fullgraph, dynamic, backend, mode, options)
     if model is None:
         return lambda decorated: _compile_callable(decorated, request, disable)
     return _compile_callable(model, request, disable)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 
-from compile_core.backends.registry import Backend
+from compile_core.backends.registry import Backend, GraphBackend, resolve_backend
 from compile_core.compiled_module import CompiledModule
-from compile_core.options import CompileOptions
+from compile_core.options import CompileOptions, parse_options, refuse_both
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,28 @@ class CompileRequest:
     options: CompileOptions
     fullgraph: bool
     dynamic: bool | None = None
+
+    @staticmethod
+    def of(
+        fullgraph: bool,
+        dynamic: bool | None,
+        backend: str | Callable[..., Any],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> CompileRequest:
+        """Checks the arguments; see ``compile_core.compile``, which says what is raised."""
+        if dynamic is not None and not isinstance(dynamic, bool):
+            raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
+        resolved = resolve_backend(backend)
+        if isinstance(resolved, GraphBackend) and resolved.takes_options:
+            refuse_both(mode, options)
+            resolved = resolved.with_options(mode, options)
+            mode = options = None
+        request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)
+        ignored = request.options.changed & resolved.ignored_options
+        if ignored:
+            logger.warning("the backend %r has no use for the options %s", resolved.name, sorted(ignored))
+        return request
 
 
 @dataclass(frozen=True)
@@ -80,11 +105,16 @@ def compile_claimed(module: torch.nn.Module, request: CompileRequest) -> Callabl
     """The compiled call of a module that a plug-in claims, made anew; compiled programs use it from now on."""
     plugin = claim(module)
     assert plugin is not None
-    record = _record_of(module)
     call = plugin.compile(module, request)
+    remember_call(module, request, call)
+    return call
+
+
+def remember_call(module: torch.nn.Module, request: CompileRequest, call: Callable[..., Any]) -> None:
+    """Compiled programs that were compiled so use this compiled call of a claimed module from now on."""
+    record = _record_of(module)
     record.calls = [(other, made) for other, made in record.calls if other != request]
     record.calls.append((request, call))
-    return call
 
 
 def forms_of(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:

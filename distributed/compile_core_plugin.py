@@ -5,6 +5,6 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from compile_core.planners import ModuleCompiler
-from distributed.compile_ddp import compile_ddp
+from distributed.compile_ddp import CompiledDDP
 
-PLUGIN = ModuleCompiler(DistributedDataParallel, compile_ddp)
+PLUGIN = ModuleCompiler(DistributedDataParallel, CompiledDDP)

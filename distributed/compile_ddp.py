@@ -8,6 +8,7 @@ buckets would add up unrelated numbers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -15,37 +16,46 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketing.bucket import BucketPlan
 from bucketing.cost_model import CostModel
 from bucketing.merge_plan import MergePlan
-from compile_core.backends.registry import RegionBackend
-from compile_core.compiled_module import CompiledModule
+from compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend
+from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.errors import CompileError
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.pipeline import CompiledGraph
-from compile_core.planners import CompileRequest, forms_of
+from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement import agreement_of
 from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import process_group
 from distributed.eligibility import reason_for_reducer, reason_of_call
 from distributed.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
+from distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)
 
 
 class CompiledDDP:
-    """Runs calls of one ``DistributedDataParallel`` module, ``ddp``; see ``compile_ddp``."""
+    """Runs calls of one ``DistributedDataParallel`` module, ``ddp``; see ``compile_ddp``.
 
-    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions) -> None:
+    Attributes:
+        reducer_way: what runs the calls that keep stock DDP's reducer.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions | None = None
+    ) -> None:
         self.ddp = ddp
         self._request = request
-        self._options = options
+        self._options = options or DDPOptions()
         # Made before the ranks have agreed where a call is not synchronised: one rank may evaluate alone.
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
-        if options.step_in_backward is not None:
+        self.reducer_way = ReducerWay(ddp, request)
+        self._logged: set[str] = set()
+        if self._options.step_in_backward is not None:
             if reason := self._reason_for_reducer():
                 raise ValueError(_no_step(reason))
-            self._in_graph = InGraphWay(ddp, request, options)
+            self._in_graph = InGraphWay(ddp, request, self._options)
         self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: self._run)
 
     @property
@@ -90,16 +100,25 @@ class CompiledDDP:
         against = self._against_in_graph
         if against is None:
             against = self._reason_for_reducer()
-        against = against or reason_of_call(ddp)
+        against = against or self._reason_of_call()
         if against and self._options.step_in_backward is not None:
             raise CompileError(_no_step(against))
         if against:
-            return ddp.forward(*args, **kwargs)
+            return self.reducer_way(*args, **kwargs)
         if self._in_graph is None:
             self._in_graph = InGraphWay(ddp, self._request, self._options)
         return self._in_graph(*args, **kwargs)
 
+    def _reason_of_call(self) -> str:
+        reason = reason_of_call(self.ddp)
+        if reason and reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("calls of the DDP module keep stock DDP's reducer: %s", reason)
+        return reason
+
     def _reason_for_reducer(self) -> str:
+        if self._options.overlap == "reducer":
+            return 'overlap="reducer" was chosen'
         if not isinstance(self._request.backend, RegionBackend):
             return f"backend {self._request.backend.name!r} takes whole graphs and no schedule"
         return reason_for_reducer(self.ddp)
@@ -126,21 +145,38 @@ def _no_step(reason: str) -> str:
 
 
 def compile_ddp(
-    ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions | None = None
-) -> CompiledDDP:
-    """What ``compile_core.compile`` makes of a ``DistributedDataParallel`` module.
+    ddp: DistributedDataParallel,
+    ddp_options: DDPOptions | None = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = DEFAULT_BACKEND,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """``compile_core.compile`` for a ``DistributedDataParallel`` module, with settings of data parallelism.
 
     Args:
-        ddp: the module; its process group is initialised.
-        request: the checked arguments of ``compile``.
-        options: of data parallelism.
+        ddp: the module.
+        ddp_options: the settings.
+        fullgraph, dynamic, backend, mode, options: as ``compile_core.compile`` takes them.
+
+    Returns:
+        A module with the same parameters, attributes and state_dict.
 
     Raises:
+        TypeError: another module, or an argument of the wrong type.
+        ValueError: as ``compile_core.compile`` does.
         CompileError: at the first call, when ranks disagree or one does not come.
     """
+    if isinstance(ddp, CompiledModule):
+        ddp = ddp._orig_mod  # type: ignore[assignment]
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"compile_ddp takes a DistributedDataParallel module, not {type(ddp).__name__}")
-    return CompiledDDP(ddp, request, options or DDPOptions())
+    request = CompileRequest.of(fullgraph, dynamic, backend, mode, options)
+    runner = CompiledDDP(ddp, request, ddp_options or DDPOptions())
+    remember_call(ddp, request, runner)
+    return wrap_module(ddp, runner)
 
 
 def inspect_ddp(compiled: Any) -> CompiledDDP:

@@ -34,7 +34,7 @@ CompiledForm = Callable[..., Sequence[torch.Tensor]]
 
 def compile_in_ddp(
     captured: CapturedGraph, inputs: Sequence[Any], request: CompileRequest
-) -> CompiledForm | None:
+) -> GraphInDDP | None:
     """What a graph becomes that may run in a DDP module's forward; ``None`` where it has no gradients to reduce."""
     if not (dist.is_available() and dist.is_initialized() and torch.is_grad_enabled()):
         return None
@@ -79,6 +79,11 @@ class GraphInDDP:
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         return self.form_for(inputs).run(*inputs)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces it is cut for a DDP module; of several modules, the most."""
+        return max((len(form.begins) for form in self._forms.values()), default=0) + 1
 
     def form_for(self, inputs: Sequence[Any]) -> Form:
         """The form that runs now."""

@@ -7,7 +7,6 @@ are welcome, and any backend will do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,41 +17,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule
-from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
-from distributed.graph_in_ddp import compile_in_ddp
+from distributed.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 
 class ReducerWay:
-    """Runs calls of one ``DistributedDataParallel`` module; called as the module is.
+    """Runs calls of one ``DistributedDataParallel`` module, but for the hooks of the module itself.
 
     Attributes:
         forward: the compiled form of the wrapped module.
+        graphs: what it was compiled to, as far as gradients are computed.
     """
 
     def __init__(self, ddp: DistributedDataParallel, request: CompileRequest) -> None:
         module = ddp.module
         self._ddp = ddp
+        self._request = request
+        self.graphs: list[GraphInDDP] = []
         self.forward = CompiledFunction(
             module._orig_mod if isinstance(module, CompiledModule) else module,
-            functools.partial(_compile, request=request),
+            self._compile,
             fullgraph=request.fullgraph,
             dynamic=request.dynamic,
             cache_limit=request.options.cache_size_limit,
         )
-        self._hooked = HookedCalls(DistributedDataParallel.forward.__code__, lambda method: self._run)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
         if type(ddp).forward is not DistributedDataParallel.forward:
-            return ddp(*args, **kwargs)
-        return self._hooked(ddp, *args, **kwargs) if has_hooks(ddp) else self._run(*args, **kwargs)
-
-    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``DistributedDataParallel.forward``."""
-        ddp = self._ddp
+            return ddp.forward(*inputs, **kwargs)
         is_reduced = not (ddp._use_python_reducer or ddp._delay_all_reduce_all_params)
         with record_function("DistributedDataParallel.forward"):
             inputs, kwargs = ddp._pre_forward(*inputs, **kwargs)
@@ -60,10 +55,12 @@ class ReducerWay:
                 output = self.forward(*inputs, **kwargs)
             return ddp._post_forward(output)
 
-
-def _compile(
-    captured: CapturedGraph, inputs: Sequence[Any], request: CompileRequest
-) -> Callable[..., Sequence[torch.Tensor]]:
-    return compile_in_ddp(captured, inputs, request) or compile_graph(
-        captured, inputs, backend=request.backend, options=request.options
-    )
+    def _compile(
+        self, captured: CapturedGraph, inputs: Sequence[Any]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
+        request = self._request
+        graph = compile_in_ddp(captured, inputs, request)
+        if graph is None:
+            return compile_graph(captured, inputs, backend=request.backend, options=request.options)
+        self.graphs.append(graph)
+        return graph

@@ -25,7 +25,7 @@ import compile_core
 from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
-from distributed import CompiledDDP, DDPOptions, compile_ddp
+from distributed import CompiledDDP, DDPOptions
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AGREEMENT_TIMEOUT_S = 3.0
@@ -74,7 +74,7 @@ def compiled(
     ddp: DistributedDataParallel, faults: Faults | None = None, dynamic: bool | None = False
 ) -> CompiledDDP:
     request = CompileRequest((faults or Faults()).backend, CompileOptions(), False, dynamic)
-    return compile_ddp(ddp, request, DDPOptions(agreement_timeout_s=AGREEMENT_TIMEOUT_S))
+    return CompiledDDP(ddp, request, DDPOptions(agreement_timeout_s=AGREEMENT_TIMEOUT_S))
 
 
 def step(model: Any, rows: int = 2, columns: int = 8, dtype: torch.dtype = torch.float32) -> None:

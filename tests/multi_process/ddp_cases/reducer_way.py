@@ -1,0 +1,235 @@
+"""Stock DDP's reducer, with the forward compiled in pieces that are cut on its buckets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import compile_core
+from distributed import DDPOptions, compile_ddp, inspect_ddp
+from tests.multi_process.ddp_harness import (
+    DEVICE,
+    Net,
+    case,
+    check_close,
+    check_gradients,
+    check_reducer,
+    data,
+    stock_ddp,
+    train,
+)
+
+REDUCER = DDPOptions(overlap="reducer")
+BACKENDS = ("eager", "aot_eager", "triton")
+
+
+def both(
+    make: Callable[[], nn.Module] = Net, backend: Any = "aot_eager", **ddp_options: Any
+) -> tuple[Any, Any]:
+    """Stock DDP, and the same compiled to keep the reducer."""
+    compiled = compile_ddp(stock_ddp(make, **ddp_options), REDUCER, backend=backend)
+    return stock_ddp(make, **ddp_options), compiled
+
+
+def pieces(compiled: Any) -> list[int]:
+    """Into how many pieces each graph is cut."""
+    return [graph.pieces for graph in inspect_ddp(compiled).reducer_way.graphs]
+
+
+@case()
+def every_backend_fills_the_reducers_buckets() -> None:
+    for backend in (*BACKENDS, lambda module, examples: module.forward):
+        stock, compiled = both(backend=backend)
+        train((stock, compiled), exact=backend != "triton")
+        check_reducer(compiled, "overlap")
+        assert pieces(compiled) == [3], pieces(compiled)
+
+
+@case()
+def the_bridge_fills_the_reducers_buckets() -> None:
+    stock, compiled = both(backend="inductor")
+    train((stock, compiled))
+    assert pieces(compiled) == [3], pieces(compiled)
+
+
+@case()
+def early_buckets_start_before_the_backward_ends() -> None:
+    """The reducer calls its hook for the first bucket before the first layer's gradient is computed."""
+    seen: list[str] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append("backward ends")
+            return gradient
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotations as texts
+        seen.append(f"bucket {bucket.index()}")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    compiled = compile_core.compile(stock_ddp(), backend="triton")
+    compiled.register_comm_hook(None, hook)
+    for step in range(3):
+        seen.clear()
+        compiled(Watched.apply(data(step).requires_grad_())).sum().backward()
+    # The first layer's piece computes the gradient of the input, too.
+    assert seen == ["bucket 0", "bucket 1", "bucket 2", "backward ends"], seen
+
+
+def check_hook(make: Callable[[], nn.Module], hook: Callable[[], tuple[Any, Any]], count: int) -> None:
+    stock = stock_ddp(make)
+    compiled = compile_core.compile(stock_ddp(make), backend="aot_eager")
+    for model in (stock, compiled):
+        model.register_comm_hook(*hook())
+    train((stock, compiled), steps=4, exact=True)
+    check_reducer(compiled, "hook")
+    assert pieces(compiled) == [count], pieces(compiled)
+
+
+@case()
+def communication_hooks() -> None:
+    check_hook(Net, lambda: (None, default_hooks.allreduce_hook), 3)
+    check_hook(Net, lambda: (None, default_hooks.fp16_compress_hook), 3)
+
+
+@case()
+def power_sgd() -> None:
+    """Of one matrix: what the hook makes of several depends on their order in the bucket, that of arrival. With gloo
+    it starts all-reduces in threads, where those of several buckets overtake one another, also in stock DDP."""
+
+    def hook() -> tuple[Any, Any]:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+
+    check_hook(lambda: nn.Linear(16, 32), hook, 1)
+
+
+class Branching(Net):
+    """Which layers are used, the call says; parameters come by keyword, in lists and nested, and one twice."""
+
+    def forward(self, x: torch.Tensor, layers: Any = ("second", "third"), scale: float = 1.0) -> Any:
+        x = torch.nn.functional.linear(input=x, weight=self.first.weight, bias=self.first.bias)
+        table = {"layers": [{"weight": getattr(self, name).weight} for name in layers]}
+        x = torch.tanh(x)
+        for entry in table["layers"]:
+            x = torch.addmm(input=x, mat1=x, mat2=entry["weight"]) * scale
+        return {"out": [x @ self.first.weight], "norm": self.norm(x)}
+
+
+@case()
+def unused_parameters_are_found() -> None:
+    stock = stock_ddp(Branching, find_unused_parameters=True)
+    compiled = compile_core.compile(stock_ddp(Branching, find_unused_parameters=True), backend="aot_eager")
+    calls = itertools.product((("second",), ("third",), ("third", "second")), ("out", "norm"))
+    for step, (layers, result) in enumerate(calls):
+        for model in (stock, compiled):
+            model.zero_grad()
+            results = model(data(step), layers)
+            picked = results[result]
+            (picked[0] if isinstance(picked, list) else picked).square().mean().backward()
+        check_gradients(stock, compiled, exact=True)
+    # Which parameters are used may differ between ranks.
+    for model in (stock, compiled):
+        model.zero_grad()
+        model(data(0), ("second",) if dist.get_rank() else ("third",))["norm"].square().mean().backward()
+    check_gradients(stock, compiled, exact=True)
+    check_reducer(compiled, "find_unused_parameters")
+    assert max(pieces(compiled)) > 1, pieces(compiled)
+
+
+@case()
+def static_graph() -> None:
+    class Partial(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.norm(self.first(x)))
+
+    for make in (Net, Partial):
+        stock, compiled = both(make, static_graph=True)
+        train((stock, compiled), steps=4, exact=True)
+        assert pieces(compiled)[0] > 1, pieces(compiled)
+
+
+@case()
+def uneven_inputs_in_a_join() -> None:
+    stock = stock_ddp()
+    for backend in ("eager", "triton"):
+        compiled = compile_core.compile(stock_ddp(), backend=backend)
+        for model in (stock, compiled):
+            model.load_state_dict(stock_ddp().state_dict())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with model.join():
+                for step in range(3 + dist.get_rank()):
+                    optimizer.zero_grad()
+                    model(data(step)).square().mean().backward()
+                    optimizer.step()
+        for expected, found in zip(stock.parameters(), compiled.parameters(), strict=True):
+            check_close(found, expected, "parameter")
+        # Outside of the join the module goes on its own way.
+        train((stock, compiled), steps=1)
+
+
+@case()
+def accumulation_and_evaluation() -> None:
+    stock, compiled = both()
+    for model in (stock, compiled):
+        with model.no_sync():
+            model(data(1)).square().mean().backward()
+        model(data(2)).square().mean().backward()
+        with torch.no_grad():
+            model(data(3))
+        model(data(4)).square().mean().backward()
+    check_gradients(stock, compiled, exact=True)
+    assert pieces(compiled) == [3], pieces(compiled)
+
+
+class Breaking(Net):
+    """A graph break in the middle, statistics that are changed in place, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu_(self.norm(self.first(x)))
+        compile_core.graph_break()
+        x = torch.dropout(x, 0.2, self.training) + self.second(x)
+        return self.third(x.tanh())
+
+
+@case()
+def graph_breaks_and_effects() -> None:
+    stock, compiled = both(Breaking, backend="aot_eager")
+    seeds = []
+    for model in (stock, compiled):
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data(step)).square().mean().backward()
+            optimizer.step()
+        seeds.append(torch.rand(1))
+    check_gradients(stock, compiled, exact=DEVICE == "cpu")
+    for expected, found in zip(stock.buffers(), compiled.buffers(), strict=True):
+        check_close(found, expected, "buffer")
+    assert torch.equal(*seeds)
+    assert len(pieces(compiled)) == 2, pieces(compiled)
+
+
+@case()
+def sizes_that_differ() -> None:
+    stock, compiled = both()
+    for rows in (6, 4, 9):
+        for model in (stock, compiled):
+            model.zero_grad()
+            model(data(rows, rows)).square().mean().backward()
+        check_gradients(stock, compiled, exact=True)
+    assert pieces(compiled) == [3, 3], pieces(compiled)
