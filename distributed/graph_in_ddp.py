@@ -52,18 +52,30 @@ class Form:
     Attributes:
         begins: where its pieces begin beside the first.
         is_final: the buckets that it was split on stay as they are.
+        arrival_order: positions of inputs that are parameters, as their gradients would arrive in plain PyTorch.
     """
 
     run: CompiledForm
     begins: tuple[int, ...] = ()
     is_final: bool = True
+    arrival_order: tuple[int, ...] = ()
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """While buckets are not final, the reducer notes in which order gradients arrive, to rebuild them. It shall see
+        that of plain PyTorch: views of the parameters pass them on, which autograd's engine runs after all pieces,
+        those made last first."""
+        if not self.is_final:
+            inputs = list(inputs)
+            for position in reversed(self.arrival_order):
+                inputs[position] = inputs[position].view_as(inputs[position])
+        return self.run(*inputs)
 
 
 class GraphInDDP:
     """A captured graph; see above.
 
-    It is split anew when the reducer has rebuilt its buckets, unless it has open sizes: guards were made from what the
-    first trace asked of them.
+    It is split anew when the reducer has rebuilt its buckets in another way, unless it has open sizes: guards were made
+    from what the first trace asked of them.
     """
 
     def __init__(self, captured: CapturedGraph, request: CompileRequest) -> None:
@@ -78,7 +90,7 @@ class GraphInDDP:
         self._lock = threading.RLock()
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
-        return self.form_for(inputs).run(*inputs)
+        return self.form_for(inputs)(inputs)
 
     @property
     def pieces(self) -> int:
@@ -118,13 +130,13 @@ class GraphInDDP:
                 begins = split.begins(stock_buckets(ddp, split.ready_order))
                 if before is not None and begins == before.begins:
                     return replace(before, is_final=is_final)
-                pieces = split.pieces(begins)
+                pieces, order = split.pieces(begins), split.arrival_order
         except Unsupported as reason:
             logger.warning("a graph is not split on the buckets of the DDP module: %s", reason)
-            pieces, begins, is_final = [], (), True
+            pieces, begins, is_final, order = [], (), True, ()
         if len(pieces) < 2:
             self._whole = self._whole or self._compile_whole(inputs)
-            return replace(self._whole, is_final=is_final)
+            return replace(self._whole, is_final=is_final, arrival_order=order)
         logger.info("a graph is split on the buckets of the DDP module into %d pieces", len(pieces))
         run = compile_pieces(
             module,
@@ -133,4 +145,4 @@ class GraphInDDP:
             options=self._options,
             gives_back_draws=not split.changes_inputs,
         )
-        return Form(run, begins, is_final)
+        return Form(run, begins, is_final, order)

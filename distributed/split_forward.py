@@ -10,7 +10,7 @@ Parameters are told by identity among the graph's inputs, so it does not matter 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from compile_core.autograd.cut_points import find_cut_points
 from compile_core.autograd.pieces import Piece, cut_graph
+from distributed.arrival_order import arrival_order
 
 # The parameters that the reducer reduces together, in the order in which it starts the buckets.
 Buckets = Sequence[Sequence[torch.Tensor]]
@@ -32,6 +33,8 @@ class SplitForward:
 
     Attributes:
         changes_inputs: the graph changes an input in place.
+        ready_order: the parameters, in the order in which their gradients arrive in plain PyTorch.
+        arrival_order: the positions of those among the inputs that are in the memory of no result.
 
     Raises:
         Unsupported: a limit of ``cut_points``.
@@ -42,12 +45,26 @@ class SplitForward:
         self._examples = examples
         self._points = find_cut_points(module, examples)
         self.changes_inputs = bool(self._points.changed_at)
-        self._first_uses = self._find_first_uses(inputs)
-
-    @property
-    def ready_order(self) -> list[torch.Tensor]:
-        """The parameters in the order in which their gradients will be final."""
-        return sorted(self._first_uses, key=self._first_uses.__getitem__, reverse=True)
+        values = self._points.values
+        placeholders = module.graph.find_nodes(op="placeholder")
+        (output,) = module.graph.find_nodes(op="output")
+        results = [values[node] for node in output.args[0]]
+        parameters = {
+            given: node
+            for node, given in zip(placeholders, inputs, strict=True)
+            if isinstance(given, torch.nn.Parameter)
+        }
+        self._first_uses = self._find_first_uses(parameters)
+        self.ready_order = arrival_order(
+            results, {parameter: values[node] for parameter, node in parameters.items()}
+        )
+        # A result in the memory of a parameter, or the parameter itself, must be of that very parameter.
+        returned = {result.untyped_storage()._cdata for result in results}
+        positions = {node: position for position, node in enumerate(placeholders)}
+        arriving = [parameters[parameter] for parameter in self.ready_order]
+        self.arrival_order = tuple(
+            positions[node] for node in arriving if values[node].untyped_storage()._cdata not in returned
+        )
 
     def begins(self, buckets: Buckets) -> tuple[int, ...]:
         """Where pieces begin beside the first, as positions among the graph's operations."""
@@ -83,14 +100,13 @@ class SplitForward:
     def _may_begin(self, place: int) -> bool:
         return self._points.allowed[place]
 
-    def _find_first_uses(self, inputs: Sequence[Any]) -> dict[torch.Tensor, int]:
+    def _find_first_uses(self, parameters: Mapping[torch.nn.Parameter, Node]) -> dict[torch.Tensor, int]:
         positions = {node: position for position, node in enumerate(self._points.nodes)}
         uses: dict[torch.Tensor, int] = {}
-        for node, given in zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if isinstance(given, torch.nn.Parameter):
-                users = [positions[user] for user in node.users if self._is_differentiated(user)]
-                if users:
-                    uses[given] = min(users)
+        for parameter, node in parameters.items():
+            users = [positions[user] for user in node.users if self._is_differentiated(user)]
+            if users:
+                uses[parameter] = min(users)
         return uses
 
     def _is_differentiated(self, user: Node) -> bool:

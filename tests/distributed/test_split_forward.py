@@ -12,6 +12,7 @@ from compile_core.backends.registry import resolve_backend
 from compile_core.compiled_function import CompiledFunction
 from compile_core.options import parse_options
 from compile_core.planners import CompileRequest
+from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.graph_in_ddp import GraphInDDP
 from distributed.reducer_way import ReducerWay
 from distributed.split_forward import SplitForward
@@ -102,6 +103,32 @@ def test_a_piece_begins_earlier_where_the_graph_cannot_be_cut():
     # From the second product on, whose memory is changed later, there is no cut.
     assert known.ready_order == [c, b, a]
     assert known.begins([[c], [b], [a]]) == (1,)
+
+
+def test_gradients_are_said_to_arrive_as_they_do():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.inner, self.shortcut = nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 3, 1)
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, scale):
+            x = self.layer(self.embed(x))
+            x = torch.relu(self.norm(self.inner(x)) + self.shortcut(x))
+            return x @ self.embed.weight.t() * scale, x
+
+    module = Block()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    arrived = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: arrived.append(names[parameter]))
+    inputs = torch.zeros(2, 3, dtype=torch.int64), torch.ones(())
+    known = split(module, *inputs)
+    logits, hidden = module(*inputs)
+    (logits.sum() + hidden.sum()).backward()
+    assert [names[parameter] for parameter in known.ready_order] == arrived
 
 
 def test_a_beginning_without_gradients_is_no_piece():
@@ -228,8 +255,22 @@ def test_hooks_of_the_ddp_module_run_round_its_compiled_forward(one_rank):
     seen = []
     ddp.register_forward_pre_hook(lambda *_: seen.append("before"))
     ddp.register_forward_hook(lambda _, args, result: (seen.append("after"), result * 2)[1])
-    way = ReducerWay(ddp, EAGER)
+    compiled = compile_ddp(ddp, DDPOptions(overlap="reducer"), backend="eager")
     x = torch.ones(2, 8)
-    assert torch.equal(way(x), module(x) * 2)
+    assert torch.equal(compiled(x), module(x) * 2)
     assert seen == ["before", "after"]
-    assert len(way.forward.entries) == 1
+    assert len(inspect_ddp(compiled).reducer_way.graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"overlap": "both"}, "in_graph, reducer"), ({"agreement_timeout_s": 0}, "positive")],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DDPOptions(**settings)
+
+
+def test_only_ddp_modules_are_compiled_as_such():
+    with pytest.raises(TypeError, match="not Linear"):
+        compile_ddp(nn.Linear(2, 2))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import compile_core
 from distributed import DDPOptions, compile_ddp, inspect_ddp
+from distributed.stock_buckets import stock_buckets
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -42,6 +43,15 @@ def pieces(compiled: Any) -> list[int]:
     return [graph.pieces for graph in inspect_ddp(compiled).reducer_way.graphs]
 
 
+def check_same_buckets(stock: Any, compiled: Any) -> None:
+    """Gradients arrived in the same order, so the two reducers have rebuilt the same buckets."""
+    names = []
+    for ddp in (stock, inspect_ddp(compiled).ddp):
+        name_of = {parameter: name for name, parameter in ddp.named_parameters()}
+        names.append([[name_of[parameter] for parameter in bucket] for bucket in stock_buckets(ddp, [])])
+    assert names[0] == names[1], names
+
+
 @case()
 def every_backend_fills_the_reducers_buckets() -> None:
     for backend in (*BACKENDS, lambda module, examples: module.forward):
@@ -49,6 +59,7 @@ def every_backend_fills_the_reducers_buckets() -> None:
         train((stock, compiled), exact=backend != "triton")
         check_reducer(compiled, "overlap")
         assert pieces(compiled) == [3], pieces(compiled)
+        check_same_buckets(stock, compiled)
 
 
 @case()
@@ -102,18 +113,6 @@ def communication_hooks() -> None:
     check_hook(Net, lambda: (None, default_hooks.fp16_compress_hook), 3)
 
 
-@case()
-def power_sgd() -> None:
-    """Of one matrix: what the hook makes of several depends on their order in the bucket, that of arrival. With gloo
-    it starts all-reduces in threads, where those of several buckets overtake one another, also in stock DDP."""
-
-    def hook() -> tuple[Any, Any]:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        return state, powerSGD_hook.powerSGD_hook
-
-    check_hook(lambda: nn.Linear(16, 32), hook, 1)
-
-
 class Branching(Net):
     """Which layers are used, the call says; parameters come by keyword, in lists and nested, and one twice."""
 
@@ -157,6 +156,7 @@ def static_graph() -> None:
         stock, compiled = both(make, static_graph=True)
         train((stock, compiled), steps=4, exact=True)
         assert pieces(compiled)[0] > 1, pieces(compiled)
+        check_same_buckets(stock, compiled)
 
 
 @case()
