@@ -23,14 +23,16 @@ def at_the_address_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RecorderOnCpu:
-    """Attributes: ``recorded`` and ``replayed`` count; ``against`` is the reason to give; ``failure`` is raised."""
+    """Attributes: ``recorded`` and ``replayed`` count, ``segmented`` what is recorded in parts; ``against`` is the reason
+    to give; ``failure`` is raised."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.recorded = self.replayed = self.segmented = 0
         self.against = ""
         self.failure: Exception | None = None
 
     def in_parts(self) -> RecorderOnCpu:
+        self.segmented += 1
         return self
 
     def reason_against(self) -> str:

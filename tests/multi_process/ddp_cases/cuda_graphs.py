@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import compile_core
 from bucketing.bucket import BucketPlan
 from bucketing.reducer_plan import reducer_plan
 from compile_core import pipeline
@@ -39,14 +40,14 @@ from tests.runtime.recorder_on_cpu import RecorderOnCpu
 class CountingRecorder(CudaRecorder):
     """CUDA's, which counts as the one for the CPU does."""
 
-    recorded = 0
+    segmented = 0
     against = ""
 
     def reason_against(self) -> str:
         return self.against or super().reason_against()
 
     def in_parts(self) -> CudaRecorder:
-        self.recorded += 1
+        self.segmented += 1
         return super().in_parts()
 
 
@@ -67,9 +68,9 @@ def with_statistics() -> Net:
     return Net(norm=nn.BatchNorm1d(32))
 
 
-def make_pair(make: Callable[[], nn.Module] = with_statistics) -> tuple[Any, Any]:
+def make_pair(make: Callable[[], nn.Module] = with_statistics, fullgraph: bool = True) -> tuple[Any, Any]:
     backend = "aot_eager" if DEVICE == "cpu" else "triton"
-    return pair(make, backend=backend, mode="reduce-overhead", fullgraph=True)
+    return pair(make, backend=backend, mode="reduce-overhead", fullgraph=fullgraph)
 
 
 @case()
@@ -79,10 +80,10 @@ def replayed_steps_are_stock_ddps() -> None:
         train((stock, compiled), steps=6)
         check_in_graph(compiled)
         check_buffers(stock, compiled)
-        recorded = recorder.recorded
+        recorded = recorder.segmented
         assert recorded > 0
         train((stock, compiled), steps=3, first_step=6)
-        assert recorder.recorded == recorded, "steps that are alike were recorded again"
+        assert recorder.segmented == recorded, "steps that are alike were recorded again"
 
 
 @case()
@@ -111,7 +112,7 @@ def replays_among_other_backwards() -> None:
             check_close(outputs[1], outputs[0])
             for optimizer in optimizers:
                 optimizer.step()
-        assert recorder.recorded > 0
+        assert recorder.segmented > 0
 
 
 @case()
@@ -155,16 +156,38 @@ def gradients_that_do_not_come_are_missing_in_replays() -> None:
             raise AssertionError("the next forward does not say which gradients were missing")
 
 
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.second(self.first(x)))
+        compile_core.graph_break()
+        return self.third(self.norm(hidden))
+
+
+@case()
+def gradients_from_several_sides() -> None:
+    """From two graphs; from a graph and the engine, which runs hooks."""
+    with recording() as recorder:
+        for make in (Broken, Net):
+            recorded = recorder.segmented
+            models = make_pair(make, fullgraph=make is Net)
+            if make is Net:
+                for model in models:
+                    model.module.second.weight.register_hook(lambda gradient: 2 * gradient)
+            train(models, steps=4)
+            check_in_graph(models[1])
+            assert recorder.segmented > recorded, f"no backward of {make.__name__} was recorded"
+
+
 @case()
 def another_plan_is_recorded_anew() -> None:
     with recording() as recorder:
         stock, compiled = make_pair()
         train((stock, compiled), steps=4)
-        recorded, buckets = recorder.recorded, inspect_ddp(compiled).buckets
+        recorded, buckets = recorder.segmented, inspect_ddp(compiled).buckets
         assert buckets is not None and recorded > 0
         buckets.adopt(one_bucket(buckets.plan))
         train((stock, compiled), steps=4, first_step=4)
-        assert recorder.recorded > recorded
+        assert recorder.segmented > recorded
 
 
 def one_bucket(plan: BucketPlan | None) -> BucketPlan:
