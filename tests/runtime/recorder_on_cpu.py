@@ -23,8 +23,8 @@ def at_the_address_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RecorderOnCpu:
-    """Attributes: ``recorded`` and ``replayed`` count, ``segmented`` what is recorded in parts; ``against`` is the reason
-    to give; ``failure`` is raised."""
+    """Attributes: ``recorded`` and ``replayed`` count, ``segmented`` what is recorded in parts; ``against`` is the
+    reason to give; ``failure`` is raised."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = self.segmented = 0
