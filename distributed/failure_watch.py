@@ -27,13 +27,13 @@ from distributed.bulletin import Bulletin
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# A thread that looks while nothing is awaited looks ever less often: the store may end with the process that holds it,
-# and torch prints a stack trace for each request that fails.
-_MOST_INTERVAL_S = 5.0
+# The thread looks less often when nothing happens for long: the store may end with the process that holds it, and torch
+# prints a stack trace for a request that fails.
+_MOST_INTERVAL_S = 2.0
 # How long the main thread has to come by before the process group is aborted.
 _ABORT_AFTER_S = 2.0
-# How long a rank that failed waits for the others to have heard of it: launchers end them when it ends.
-_LINGER_S = 2.0
+# How long a rank that failed waits for the others to have heard of it, at most: launchers end them when it ends.
+_LINGER_S = 3.0
 _SPEAK_S = 0.2
 _JOIN_S = 2.0
 _FAILURE, _HEARD = "failure", "failure/heard"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
@@ -202,14 +203,14 @@ def process_dies_while_it_compiles() -> None:
 
 def main(folder: Path) -> None:
     logging.getLogger("compile_core").setLevel(logging.CRITICAL)
-    store = dist.TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD_SIZE, is_master=RANK == 0
     )
     # What the first compilation of a process imports takes ranks that share processors unequally long.
     step(compile_core.compile(Net(), backend="aot_eager"))
     outcomes: dict[str, tuple[str, float]] = {}
     for name, run in CASES.items():
-        prefixed = dist.PrefixStore(name, store)
+        prefixed = PrefixStore(name, store)
         dist.init_process_group(
             "gloo", store=prefixed, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
         )

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 # Name -> what every rank is told, and what rank 1 raises itself where that is another error.
 FAILURES: dict[str, tuple[str, str]] = {
@@ -42,24 +43,38 @@ SUCCESSES = ("slow_rank_is_waited_for", "another_size_on_one_rank")
 # The limit for an agreement, and what comes on top: a look each second, and time to hear of it.
 SECONDS = 3 + 6
 
+# On GPUs: what each rank says that is blocked or fails; "" for one whose process is gone.
+ON_GPUS = {
+    "later_compilation_fails": (
+        "CompileError: compilation failed on rank 1: InternalError",
+        "InternalError: a fault",
+    ),
+    "another_branch_later": ("CompileError: rank 0 did not come to an agreement within 5 s",) * 2,
+    "process_dies_while_it_compiles": ("CompileError: rank 1 compiles another size or form of a graph", ""),
+    "slow_compilation": ("went on", "went on"),
+}
+
 Outcomes = list[dict[str, tuple[str, float]]]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("disagreement")
-    program = [str(FOLDER / "disagreement_cases.py"), str(folder)]
-    run = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        },
+def start(program: str, argument: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of the programs beside this one on two ranks."""
+    module = f"tests.multi_process.{program}"
+    return subprocess.run(
+        [sys.executable, "-m", "launch", "--nproc-per-node", "2", "-m", module, argument],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("disagreement")
+    run = start("disagreement_cases", str(folder))
     found = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
     assert run.returncode == 0 and found[0], run.stdout + run.stderr
     return found
@@ -97,3 +112,15 @@ def test_a_silent_rank_is_named(case: str, outcomes: Outcomes) -> None:
 def test_ranks_that_agree_late_or_differ_in_size_go_on(case: str, outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes):
         assert not outcome[case][0], f"rank {rank}: {outcome[case][0]}"
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_process
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_a_rank_that_is_blocked_in_nccl_is_freed(case: str) -> None:
+    run = start("blocked_gpu_cases", case)
+    for rank, said in enumerate(ON_GPUS[case]):
+        lines = [line for line in run.stdout.splitlines() if line.startswith(f"rank {rank} after ")]
+        assert (len(lines) == 1 and f" s: {said}" in lines[0]) if said else not lines, run.stdout + run.stderr
+        assert not lines or float(lines[0].split()[3]) < 20
