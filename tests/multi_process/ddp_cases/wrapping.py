@@ -1,0 +1,132 @@
+"""The order of wrapping and compiling does not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import compile_core
+from distributed import inspect_ddp
+from tests.multi_process.ddp_harness import (
+    Net,
+    case,
+    check_buffers,
+    check_gradients,
+    check_in_graph,
+    check_steps,
+    data,
+    loss_of,
+    stock_ddp,
+)
+
+
+def compiled_net(**options: Any) -> nn.Module:
+    return compile_core.compile(Net(**options), backend="aot_eager")
+
+
+@case()
+def compiled_before_it_is_wrapped() -> None:
+    """Stock DDP's own forward and reducer, round a compiled module."""
+    stock, other = stock_ddp(), stock_ddp(compiled_net)
+    check_steps(stock, other)
+    for module in (stock, other):
+        module.zero_grad()
+        with module.no_sync():
+            loss_of(module(data(5))).backward()
+        loss_of(module(data(6))).backward()
+    check_gradients(stock, other, exact=True)
+
+
+@case()
+def compiled_before_and_after() -> None:
+    stock = stock_ddp(lambda: Net(norm=nn.BatchNorm1d(32)))
+    other = compile_core.compile(
+        stock_ddp(lambda: compiled_net(norm=nn.BatchNorm1d(32))), backend="aot_eager"
+    )
+    check_steps(stock, other, exact=False)
+    check_buffers(stock, other)
+    check_in_graph(other)
+    assert len(inspect_ddp(other).graphs) == 1
+
+
+@case()
+def compiled_parts_of_a_module_that_is_wrapped() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.second = compile_core.compile(net.second, backend="aot_eager")
+        return net
+
+    stock, other = stock_ddp(), stock_ddp(make)
+    check_steps(stock, other)
+    compiled = compile_core.compile(other, backend="aot_eager")
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 1
+
+
+@case()
+def compiled_twice() -> None:
+    """The second form takes over; the first one's reductions are over."""
+    stock, other = stock_ddp(), stock_ddp()
+    for backend in ("aot_eager", "eager", "aot_eager"):
+        compiled = compile_core.compile(other, backend=backend)
+        check_steps(stock, compiled)
+        again = compile_core.compile(compiled, backend=backend)
+        check_steps(stock, again)
+    check_in_graph(again)
+
+
+@case()
+def two_forms_in_turn() -> None:
+    stock, other = stock_ddp(), stock_ddp()
+    forms = [compile_core.compile(other, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
+
+    def run(model: nn.Module, step: int) -> None:
+        form = model if model is stock else forms[step % 2]
+        loss_of(form(data(step))).backward()
+
+    check_steps(stock, other, run, steps=6)
+
+
+@case()
+def compiled_and_plain_calls_in_turn() -> None:
+    """A plain call of the module goes through stock DDP's reducer."""
+    stock, other = stock_ddp(), stock_ddp()
+    compiled = compile_core.compile(other, backend="aot_eager")
+
+    def run(model: nn.Module, step: int) -> None:
+        loss_of((model if model is stock or step % 2 else compiled)(data(step))).backward()
+
+    check_steps(stock, other, run, steps=6)
+    check_in_graph(compiled)
+
+
+@case()
+def compiled_in_place_by_torch() -> None:
+    """``module.compile()`` is torch's front end, with this project's backend behind it; either module may have it."""
+    for wrapped in (False, True):
+        # Torch's own split of the forward wants the first bucket, of 1 MiB, to be the smallest.
+        stock, other = stock_ddp(bucket_cap_mb=25), stock_ddp(bucket_cap_mb=25)
+        (other if wrapped else other.module).compile(backend="gradsplit")
+        check_steps(stock, other, exact=False)
+
+
+@case()
+def a_module_that_torch_compiles_in_place_is_compiled_here() -> None:
+    stock, other = stock_ddp(), stock_ddp()
+    other.module.compile(backend="eager")
+    compiled = compile_core.compile(other, backend="aot_eager")
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 1
+
+
+@case()
+def wrapped_by_torchs_compile() -> None:
+    """What ``torch.compile`` made of a module is taken for that module."""
+    stock, other = stock_ddp(), stock_ddp()
+    compiled = compile_core.compile(torch.compile(other, backend="eager"), backend="aot_eager")
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
