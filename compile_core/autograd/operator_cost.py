@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from compile_core.autograd.recompute_policy import packet
@@ -15,12 +15,29 @@ from compile_core.ir.numbers import value_at_compilation
 
 
 def operations_of(node: Node) -> int:
-    """The floating-point operations of a product, convolution or attention; 0 for what only moves data."""
+    """The floating-point operations of a product, convolution or attention; 0 for what only moves data.
+
+    Sizes are those of the call that is compiled for: that two are equal becomes no condition.
+    """
     formula = flop_registry.get(packet(node))
     if formula is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
-    return value_at_compilation(formula(*args, **kwargs, out_val=node.meta["val"]))
+    # Torch wraps formulas that take shapes into ones that take tensors, too.
+    if hasattr(formula, "__wrapped__"):
+        args, kwargs, result = tree_map(_shape_at_compilation, (args, kwargs, node.meta["val"]))
+    else:
+        result = node.meta["val"]
+    try:
+        return value_at_compilation(formula(*args, **kwargs, out_val=result))
+    except (AssertionError, TypeError, ValueError):
+        return 0  # not every version's formulas know all that its operators take, as fewer heads of keys than of queries
+
+
+def _shape_at_compilation(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.Size(value_at_compilation(size) for size in value.shape)
+    return value_at_compilation(value)
 
 
 def moved_bytes(node: Node) -> int:
