@@ -31,7 +31,8 @@ def operations_of(node: Node) -> int:
     try:
         return value_at_compilation(formula(*args, **kwargs, out_val=result))
     except (AssertionError, TypeError, ValueError):
-        return 0  # not every version's formulas know all that its operators take, as fewer heads of keys than of queries
+        # Not every version's formulas know all that its operators take, as fewer heads of keys than of queries.
+        return 0
 
 
 def _shape_at_compilation(value: Any) -> Any:
