@@ -77,6 +77,7 @@ class Agreement:
         self._next_round = 0
         # The round that was opened without this rank, and the compilations of others that have not ended: seen when.
         self._unanswered: tuple[int, float] | None = None
+        self._is_compiling = False
         self._alone_seen = 0
         self._alone: dict[int, float] = {}
         look_further = weakref.WeakMethod(self._look_for_others)
@@ -125,7 +126,7 @@ class Agreement:
             BaseException: from ``compile``; the job has failed.
         """
         number = self._begin(what, timeout_s)
-        with self._announcing_failures():
+        with self._compiling():
             compiled, statements = compile()
         self._conclude(number, timeout_s, statements, "")
         return compiled
@@ -140,18 +141,21 @@ class Agreement:
         number = self._bulletin.count("alone", 1)
         self._bulletin.post(f"alone/{number}", {"rank": self._rank, "what": what, "timeout_s": timeout_s})
         try:
-            with self._announcing_failures():
+            with self._compiling():
                 return compile()
         finally:
             self._bulletin.post(f"alone/{number}/done", True)
 
     @contextmanager
-    def _announcing_failures(self) -> Iterator[None]:
+    def _compiling(self) -> Iterator[None]:
+        self._is_compiling = True
         try:
             yield
         except BaseException as error:
             self.watch.announce(f"compilation failed on rank {self._rank}: {describe_error(error)}")
             raise
+        finally:
+            self._is_compiling = False
 
     def _begin(self, what: str, timeout_s: float) -> int:
         self.watch.at_point()
@@ -243,12 +247,17 @@ class Agreement:
         )
 
     def _look_for_others(self) -> None:
-        """Whether others wait in vain for this rank, or this rank for them.
+        """Whether others wait in vain for this rank, or this rank for them. While it compiles it waits for nobody, and
+        what they compile may take as long.
 
         Raises:
             CompileError: for too long.
         """
         number, now_s = self._next_round, time.monotonic()
+        if self._is_compiling:
+            self._unanswered = None
+            self._alone = dict.fromkeys(self._alone, now_s)
+            return
         opened = self._bulletin.read_if_there(f"{number}/opened")
         if opened is None:
             self._unanswered = None

@@ -50,7 +50,7 @@ class CompiledDDP:
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
-        self.reducer_way = ReducerWay(ddp, request)
+        self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
         self._logged: set[str] = set()
         if self._options.step_in_backward is not None:
             if reason := self._reason_for_reducer():

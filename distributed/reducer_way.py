@@ -20,21 +20,27 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
+from distributed.agreement import agreement_of
+from distributed.ddp_planner import process_group
 from distributed.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 
 class ReducerWay:
     """Runs calls of one ``DistributedDataParallel`` module, but for the hooks of the module itself.
 
+    Args:
+        timeout_s: how long the other ranks wait for one that compiles.
+
     Attributes:
         forward: the compiled form of the wrapped module.
         graphs: what it was compiled to, as far as gradients are computed.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest) -> None:
+    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, timeout_s: float) -> None:
         module = ddp.module
         self._ddp = ddp
         self._request = request
+        self._timeout_s = timeout_s
         self.graphs: list[GraphInDDP] = []
         self.forward = CompiledFunction(
             module._orig_mod if isinstance(module, CompiledModule) else module,
@@ -58,9 +64,16 @@ class ReducerWay:
     def _compile(
         self, captured: CapturedGraph, inputs: Sequence[Any]
     ) -> Callable[..., Sequence[torch.Tensor]]:
+        """Ranks need not have the same graphs, but one that fails here is missed by the others in an all-reduce."""
         request = self._request
-        graph = compile_in_ddp(captured, inputs, request)
-        if graph is None:
-            return compile_graph(captured, inputs, backend=request.backend, options=request.options)
-        self.graphs.append(graph)
-        return graph
+        agreement = agreement_of(process_group(self._ddp))
+
+        def compile_form() -> Callable[..., Sequence[torch.Tensor]]:
+            graph = compile_in_ddp(captured, inputs, request)
+            if graph is None:
+                return compile_graph(captured, inputs, backend=request.backend, options=request.options)
+            self.graphs.append(graph)
+            return graph
+
+        what = "compiles a graph for stock DDP's reducer"
+        return agreement.compile_alone(what, self._timeout_s, compile_form)

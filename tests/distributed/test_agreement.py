@@ -195,6 +195,15 @@ def test_a_rank_that_fails_or_dies_compiling_alone_is_named() -> None:
     check_all_told(Ranks().run(training(10), die)[:1], "rank 1 compiles a size and did not end within 0.3 s")
 
 
+def test_ranks_that_compile_do_not_mind_others_that_take_as_long() -> None:
+    def alone(agreement: Agreement) -> str:
+        compiled = agreement.compile_alone("compiles a size", 0.2, lambda: time.sleep(0.8) or "compiled")
+        agreement.watch.at_point()
+        return compiled
+
+    assert Ranks().run(alone, alone) == ["compiled"] * 2
+
+
 def test_a_failure_stays() -> None:
     ranks = Ranks()
     ranks.run(compiling(GRAPH), compiling(OTHER))

@@ -10,9 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_core.backends.registry import resolve_backend
 from compile_core.compiled_function import CompiledFunction
+from compile_core.errors import CompileError
 from compile_core.options import parse_options
 from compile_core.planners import CompileRequest
 from distributed import DDPOptions, compile_ddp, inspect_ddp
+from distributed.agreement import agreement_of
+from distributed.ddp_planner import process_group
 from distributed.graph_in_ddp import GraphInDDP
 from distributed.reducer_way import ReducerWay
 from distributed.split_forward import SplitForward
@@ -231,7 +234,7 @@ class EitherWay(nn.Module):
 def test_a_graph_is_split_anew_when_the_reducer_has_other_buckets(one_rank):
     module = EitherWay()
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.00026)
-    way = ReducerWay(ddp, EAGER)
+    way = ReducerWay(ddp, EAGER, 60.0)
     x = torch.ones(2, 8)
     with ddp.no_sync():
         way(x)
@@ -247,6 +250,20 @@ def test_a_graph_is_split_anew_when_the_reducer_has_other_buckets(one_rank):
     # The reducer starts the first layer's bucket first now, which is complete at the very end.
     assert (form().begins, form().is_final) == ((), True)
     assert torch.equal(expected, found)
+
+
+def test_the_other_ranks_hear_of_a_compilation_that_fails(one_rank):
+    def fail(*_):
+        raise RuntimeError("a fault")
+
+    ddp = DistributedDataParallel(layers(), process_group=dist.new_group())
+    compiled = compile_ddp(ddp, DDPOptions(overlap="reducer"), backend=fail)
+    with pytest.raises(RuntimeError, match="a fault"):
+        compiled(torch.ones(2, 8))
+    told = "compilation failed on rank 0: RuntimeError: a fault"
+    assert agreement_of(process_group(ddp)).watch.failure == told
+    with pytest.raises(CompileError, match=told):
+        compiled(torch.ones(2, 8))
 
 
 def test_hooks_of_the_ddp_module_run_round_its_compiled_forward(one_rank):
