@@ -37,15 +37,6 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     }
 
 
-def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Those with hooks, whose gradients must hence pass through autograd's engine."""
-    return frozenset(
-        name
-        for name, parameter in parameters.items()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    )
-
-
 def stock_plan(ddp: DistributedDataParallel, ready: Sequence[Parameter]) -> BucketPlan:
     """The buckets that stock DDP's reducer would rebuild for gradients that come in this order."""
     cap = ddp.bucket_bytes_cap

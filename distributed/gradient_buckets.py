@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,15 @@ class GradientObserver(Protocol):
     def round_ended(self) -> None: ...
 
 
+def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those with hooks, whose gradients must hence pass through autograd's engine."""
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
+
+
 class GradientBuckets:
     """The communicator of one ``DistributedDataParallel`` module; see ``compile_core.ir.communicator``.
 
@@ -67,7 +76,7 @@ class GradientBuckets:
     Attributes:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
         expecting: a forward of the module ran whose backward has not ended yet.
-        missing: the parameters that got no gradient in the last round.
+        missing: the parameters that got no gradient in the rounds since the last forward.
         rounds: how many have ended.
         ready_times: measures rounds, in which everything is reduced last.
         observer: is told of rounds.
@@ -86,6 +95,7 @@ class GradientBuckets:
         self.factor = averaging.factor
         self.expecting = False
         self.missing: tuple[str, ...] = ()
+        self._awaited: set[str] = set()
         self.rounds = 0
         self.ready_times: ReadyTimes | None = None
         self.observer: GradientObserver | None = None
@@ -157,6 +167,7 @@ class GradientBuckets:
         reentrant checkpoints run inside of it.
         """
         self.expecting = True
+        self._awaited = set(self.parameters)
         results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         for node in {value.grad_fn for value in results if value.grad_fn is not None}:
             node.register_prehook(self._backward_reaches)
@@ -242,6 +253,7 @@ class GradientBuckets:
                 for name in names:
                     announced[name] = announced.get(name, 0) + 1
         by_programs = set(announced)
+        self._refuse_new_hooks(by_programs)
         by_engine = {name for name, node in self._nodes.items() if _will_run(node)}
         for name in by_engine:
             announced[name] = announced.get(name, 0) + 1
@@ -335,12 +347,14 @@ class GradientBuckets:
             for work in self._works:
                 self._wait(work)
             stored = self._round.stored
-            self.missing = tuple(name for name in self.parameters if name not in stored)
+            self._awaited -= stored
+            self.missing = tuple(name for name in self.parameters if name in self._awaited)
             for name in self.parameters:
                 self._give(name)
             if self._stepper is not None:
                 self._stepper.end_round(self._buffers.flat)
-        self._clear()
+        # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
+        self._clear(expecting=bool(self.missing))
         self.rounds += 1
         if self.observer is not None:
             self.observer.round_ended()
@@ -352,6 +366,15 @@ class GradientBuckets:
         self._before.clear()
         self._set_aside.clear()
         self._scratch.clear()
+
+    def _refuse_new_hooks(self, names: Iterable[str]) -> None:
+        """Programs that store gradients were chosen in the forward, and go round the hooks of parameters."""
+        hooked = hooked_parameters({name: self.parameters[name] for name in names})
+        if hooked:
+            raise CompileError(
+                f"hooks were registered on {', '.join(sorted(hooked))} between the forward and the backward of a "
+                f"compiled DistributedDataParallel module; register them before the forward"
+            )
 
     def _refuse_late(self, name: str) -> None:
         assert self._round is not None

@@ -31,8 +31,8 @@ from distributed.agreement import Statement, agreement_of, describe_error
 from distributed.averaging import Averaging
 from distributed.broadcast_buffers import BufferBroadcast
 from distributed.ddp_options import DDPOptions
-from distributed.ddp_planner import DDPPlanner, hooked_parameters, process_group, reduced_parameters
-from distributed.gradient_buckets import GradientBuckets
+from distributed.ddp_planner import DDPPlanner, process_group, reduced_parameters
+from distributed.gradient_buckets import GradientBuckets, hooked_parameters
 from distributed.graph_fingerprint import graph_fingerprint
 from distributed.partial_optimizer import PartialOptimizer
 from distributed.settle_plan import PlanSettler

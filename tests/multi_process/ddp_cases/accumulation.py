@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import compile_core
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
@@ -185,3 +187,73 @@ def gradients_of_parameters_asked_for_by_autograd_grad() -> None:
     else:
         raise AssertionError("gradients that are reduced in the backward are returned by nothing")
     check_steps(stock, compiled)
+
+
+class Towers(nn.Module):
+    """Two results, with no parameter in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 8), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = self.left(x)
+        compile_core.graph_break()
+        return left, self.right(x)
+
+
+@case()
+def backwards_that_share_the_parameters_among_them() -> None:
+    def run(model: Any, step: int) -> None:
+        left, right = model(data(step))
+        loss_of(left).backward()
+        loss_of(right).backward()
+
+    for hooked in (False, True):
+        stock, compiled = pair(Towers, backend="aot_eager")
+        if hooked:
+            for model in (stock, compiled):
+                for parameter in model.parameters():
+                    parameter.register_hook(lambda gradient: gradient * 2)
+        check_steps(stock, compiled, run)
+        check_in_graph(compiled)
+
+
+@case()
+def programs_of_two_modes_in_one_backward() -> None:
+    """Two graphs of the same parameters, and each of them twice."""
+
+    class Sure(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if self.training else x * 0.5)
+
+    def run(model: Any, step: int) -> None:
+        losses = []
+        for part in range(4):
+            model.train(part % 2 == 0)
+            losses.append(loss_of(model(data(4 * step + part))))
+        sum(losses).backward()
+
+    stock, compiled = pair(Sure, backend="aot_eager")
+    check_steps(stock, compiled, run, exact=False)
+    check_in_graph(compiled)
+    assert len(inspect_ddp(compiled).graphs) == 2
+
+
+@case()
+def accumulation_over_a_change_of_plan() -> None:
+    """The buckets are planned anew after some backwards; what gradients hold by then moves with them."""
+    stock, compiled = pair(backend="aot_eager")
+    for step in range(9):
+        for model in (stock, compiled):
+            loss_of(model(data(step))).backward()
+        check_gradients(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def anomalies_are_looked_for() -> None:
+    stock, compiled = pair(backend="aot_eager")
+    with torch.autograd.detect_anomaly(check_nan=True):
+        check_steps(stock, compiled)
+    check_in_graph(compiled)

@@ -294,3 +294,21 @@ def stock_ddp_with_optimizers() -> nn.Module:
         return net
 
     return stock_ddp(make)
+
+
+@case()
+def hooks_of_parameters_registered_behind_the_forward() -> None:
+    """A compiled backward would go round them, so it says so; before the next forward they are welcome."""
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled)
+    loss = loss_of(compiled(data(5)))
+    for model in (stock, compiled):
+        model.module.second.weight.register_hook(lambda gradient: gradient * 2)
+    try:
+        loss.backward()
+    except compile_core.CompileError as error:
+        assert "second.weight" in str(error), error
+    else:
+        raise AssertionError("the hook was not called")
+    check_steps(stock, compiled)
+    check_in_graph(compiled)

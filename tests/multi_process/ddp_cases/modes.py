@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import compile_core
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -12,7 +13,9 @@ from tests.multi_process.ddp_harness import (
     check_buffers,
     check_close,
     check_in_graph,
+    check_steps,
     data,
+    loss_of,
     pair,
     train,
 )
@@ -50,3 +53,60 @@ def modes_in_later_calls() -> None:
             train((stock, compiled), steps=2)
         check_in_graph(compiled)
     check_buffers(stock, compiled)
+
+
+class Refusing(Net):
+    """Raises for inputs of some kind, in the middle."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.shape[0] == 3:
+            raise ValueError("three rows are too few")
+        return self.third(self.second(self.norm(x)))
+
+
+@case()
+def exceptions_of_the_program() -> None:
+    """Raised on all ranks, in the first call and in a later one; the steps between and behind them are stock DDP's."""
+    stock, compiled = pair(Refusing, backend="aot_eager")
+    for _ in range(2):
+        for model in (stock, compiled):
+            try:
+                model(data(0, rows=3))
+            except ValueError as error:
+                assert "too few" in str(error)
+            else:
+                raise AssertionError("the program raises")
+        check_steps(stock, compiled, steps=2)
+    check_in_graph(compiled)
+
+
+@case()
+def exceptions_in_the_backward() -> None:
+    """A hook of an activation raises on all ranks; the next step begins afresh."""
+
+    class Hooked(Net):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.second(self.first(x))
+            compile_core.graph_break()
+            if x.requires_grad:
+                x.register_hook(self.look)
+            return self.third(self.norm(x))
+
+        def look(self, gradient: torch.Tensor) -> None:
+            if self.fails:
+                raise ArithmeticError("a gradient that the program does not like")
+
+    stock, compiled = pair(Hooked, backend="aot_eager")
+    check_steps(stock, compiled)
+    compiled.module.fails = True
+    loss = loss_of(compiled(data(9)))
+    try:
+        loss.backward()
+    except ArithmeticError:
+        compiled.module.fails = False
+    assert not compiled.module.fails
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
