@@ -59,6 +59,11 @@ class CompiledDDP:
         self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: self._run)
 
     @property
+    def options(self) -> DDPOptions:
+        """What the user chose."""
+        return self._options
+
+    @property
     def graphs(self) -> list[CompiledGraph]:
         """What was compiled in the in-graph way."""
         return [] if self._in_graph is None else self._in_graph.graphs

@@ -43,7 +43,8 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
 
     Raises:
         TypeError: not a DDP module.
-        CompileError: no result needs gradients, or they are not reduced, as under ``no_sync()``.
+        CompileError: no result needs gradients, they are not reduced, as under ``no_sync()``, or each backward steps
+            an optimizer.
     """
     compiled = ddp if isinstance(ddp, (CompiledModule, CompiledDDP)) else compile(ddp)
     runner = inspect_ddp(compiled)
@@ -56,6 +57,11 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
 
         if not runner.ddp.require_backward_grad_sync:
             raise CompileError("under no_sync() no gradients are reduced: call explain_ddp outside of it")
+        if runner.options.step_in_backward is not None:
+            raise CompileError(
+                "explain_ddp runs backwards, which would step the optimizer of step_in_backward: explain the module "
+                "compiled without it, whose gradients are reduced in the same way"
+            )
         with _left_as_it_was(runner.ddp), torch.enable_grad():
             for _ in range(_SETTLING_STEPS):
                 if runner.merge_plan is None:

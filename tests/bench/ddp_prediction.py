@@ -29,9 +29,9 @@ _WARM_UP = 12
 _TIMELINES = 5
 _ALLOWED = 0.15
 _UNLIMITED = 1 << 60
-# Caps of the first bucket and of the others.
+# Caps of buckets, and of the first.
 _CAPS_BYTES: Mapping[str, tuple[int, int]] = {
-    "stock DDP's": (MEBIBYTE, 25 * MEBIBYTE),
+    "stock DDP's": (25 * MEBIBYTE, MEBIBYTE),
     "buckets of 2 MiB": (2 * MEBIBYTE, 2 * MEBIBYTE),
 }
 

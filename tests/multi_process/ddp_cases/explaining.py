@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import compile_core
-from distributed import explain_ddp, inspect_ddp
-from tests.multi_process.ddp_harness import DEVICE, Net, case, data, pair, stock_ddp
+from compile_core.errors import CompileError
+from distributed import DDPOptions, explain_ddp, inspect_ddp
+from tests.multi_process.ddp_harness import DEVICE, Net, case, compiled_ddp, data, pair, stock_ddp
 
 
 @case()
@@ -57,6 +59,18 @@ def module_that_is_not_compiled() -> None:
     explanation = explain_ddp(ddp)(data(0))
     assert explanation.plan is not None
     assert all(parameter.grad is None for parameter in ddp.parameters())
+
+
+@case()
+def optimizer_that_backwards_would_step() -> None:
+    ddp = stock_ddp()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = [parameter.clone() for parameter in ddp.parameters()]
+    with pytest.raises(CompileError, match="would step the optimizer"):
+        explain_ddp(compiled_ddp(ddp, DDPOptions(step_in_backward=optimizer)))(data(0))
+    assert all(
+        torch.equal(parameter, value) for parameter, value in zip(ddp.parameters(), before, strict=True)
+    )
 
 
 @case()
