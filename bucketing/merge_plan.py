@@ -45,7 +45,7 @@ class MergePlan:
 
 
 def merge_plan(
-    parameters_in_ready_order: Sequence[Parameter], costs: CostModel, tolerance: float = 0.01
+    parameters_in_ready_order: Sequence[Parameter], costs: CostModel, tolerance: float = 0.002
 ) -> MergePlan:
     """The buckets that reduce these gradients soonest.
 

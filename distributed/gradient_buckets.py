@@ -69,7 +69,7 @@ class GradientBuckets:
     Args:
         parameters: those whose gradients are reduced, by name.
         group: over which ranks.
-        averaging: how buckets are reduced.
+        averaging: how buckets are reduced; an attribute, too.
         wait_on_host: waits for a collective that no stream waits for, and raises if another rank will not take part.
         stepper: steps an optimizer in the rounds, if one is to be.
 
@@ -99,7 +99,7 @@ class GradientBuckets:
         self.rounds = 0
         self.ready_times: ReadyTimes | None = None
         self.observer: GradientObserver | None = None
-        self._averaging = averaging
+        self.averaging = averaging
         self._stepper = stepper
         device = next(iter(self.parameters.values())).device
         self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
@@ -307,7 +307,7 @@ class GradientBuckets:
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        work = self._averaging.start(flat)
+        work = self.averaging.start(flat)
         self._works.append(work)
         if self._stepper is not None:
             names = [parameter.name for parameter in self._buffers.plan.buckets[bucket].parameters]
@@ -316,7 +316,7 @@ class GradientBuckets:
                     self._give(name)
             self._stepper.reducing(names, work)
         if self.observer is not None:
-            self.observer.collective_started(bucket, self._averaging.wire_bytes(flat), work)
+            self.observer.collective_started(bucket, self.averaging.wire_bytes(flat), work)
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""

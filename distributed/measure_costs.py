@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from bucketing.cost_model import CostModel
 from bucketing.link_model import LinkModel, fit_link_model
+from distributed.averaging import Averaging
 
-_REPETITIONS = 5
+_REPETITIONS = 4
+_IN_A_ROW = 4
 _SMALLEST_BYTES = 4096
 
 
@@ -96,8 +98,9 @@ class ReadyTimes:
         return ready_s, end_s
 
 
-def measure_link(group: dist.ProcessGroup, device: torch.device, largest_bytes: int) -> LinkModel:
-    """What all-reduces of up to ``largest_bytes`` take; a collective, called on all ranks of the group."""
+def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int) -> LinkModel:
+    """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: what the host does to start
+    one is not part of it. A collective, called on all ranks of the group."""
     clock = clock_of(device)
     numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
     buffer = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -107,8 +110,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device, largest_bytes: 
         part, seconds = buffer[:size], []
         for _ in range(_REPETITIONS):
             start = clock.mark()
-            group.allreduce([part]).wait()
-            seconds.append(clock.seconds(start, clock.mark()))
+            for work in [averaging.start(part) for _ in range(_IN_A_ROW)]:
+                work.wait()
+            seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
         # The first of a size may set connections up.
         samples.append((part.numel() * 4, max(statistics.median(seconds[1:]), 1e-9)))
     return fit_link_model(samples)
@@ -117,6 +121,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device, largest_bytes: 
 def agreed_costs(
     names: Sequence[str],
     times: ReadyTimes,
+    averaging: Averaging,
     group: dist.ProcessGroup,
     device: torch.device,
     largest_bytes: int,
@@ -129,7 +134,7 @@ def agreed_costs(
         largest_bytes: of the largest bucket there may be.
     """
     ready_s, end_s = times.medians(names)
-    link = measure_link(group, device, largest_bytes)
+    link = measure_link(averaging, device, largest_bytes)
     values = torch.tensor(
         [*ready_s, end_s, link.startup_s, link.seconds_per_byte], dtype=torch.float64, device=device
     )

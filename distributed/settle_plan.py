@@ -51,7 +51,7 @@ def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, Mer
     assert plan is not None
     # All ranks name them in one order.
     names = list(buckets.parameters)
-    costs = agreed_costs(names, times, buckets.group, device, plan.bytes)
+    costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes)
     chosen: list[MergePlan | None] = [None]
     if buckets.group.rank() == 0:
         order = sorted(plan.parameters, key=lambda parameter: costs.ready_s[parameter.name])
