@@ -87,7 +87,9 @@ def main(folder: Path, names: list[str]) -> None:
     # and torch aborts a process that is ending by then.
     time.sleep(1)
     dist.destroy_process_group()
-    failed_somewhere(store, "the end", failed=False)  # rank 0 has the store, so it leaves last
+    store.set(f"rank {RANK} has ended", "")
+    if RANK == 0:  # which has the store, so it leaves last
+        store.wait([f"rank {rank} has ended" for rank in range(WORLD_SIZE)], TIMEOUT)
 
 
 if __name__ == "__main__":
