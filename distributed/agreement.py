@@ -58,6 +58,7 @@ class Agreement:
         ranks: those of the group.
         abort: ends the group's collectives.
         is_over: whether the group was destroyed.
+        on_device: its collectives are waited for by a device.
 
     Attributes:
         watch: tells and hears of failures.
@@ -70,6 +71,7 @@ class Agreement:
         ranks: Sequence[int],
         abort: Callable[[], None],
         is_over: Callable[[], bool],
+        on_device: bool,
     ) -> None:
         self._bulletin = bulletin
         self._rank = rank
@@ -82,7 +84,7 @@ class Agreement:
         self._alone: dict[int, float] = {}
         look_further = weakref.WeakMethod(self._look_for_others)
         self.watch = FailureWatch(
-            bulletin, len(ranks), abort, lambda: (look_further() or _nothing)(), is_over
+            bulletin, len(ranks), abort, lambda: (look_further() or _nothing)(), is_over, on_device
         )
 
     def settle(
@@ -298,8 +300,9 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
             return reference() not in _world.pg_map
 
         ranks = dist.get_process_group_ranks(group)
+        on_device = dist.get_backend(group) == "nccl"
         found = _agreements[group] = Agreement(
-            Bulletin.of_group(group), dist.get_rank(), ranks, abort, is_over
+            Bulletin.of_group(group), dist.get_rank(), ranks, abort, is_over, on_device
         )
     return found
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 # The thread looks less often when nothing happens for long: the store may end with the process that holds it, and torch
-# prints a stack trace for a request that fails.
-_MOST_INTERVAL_S = 2.0
+# prints a stack trace for a request that fails. Where collectives are waited for by a device nobody else looks.
+_MOST_INTERVAL_S, _MOST_INTERVAL_ON_DEVICE_S = 30.0, 2.0
 # How long the main thread has to come by before the process group is aborted.
 _ABORT_AFTER_S = 2.0
 # How long a rank that failed waits for the others to have heard of it, at most: launchers end them when it ends.
@@ -48,6 +48,7 @@ class FailureWatch:
         abort: ends the group's collectives.
         look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others.
         is_over: whether the group was destroyed.
+        on_device: collectives are waited for by a device, not by the host in ``wait``.
 
     Attributes:
         failure: what every rank is told, or "".
@@ -60,6 +61,7 @@ class FailureWatch:
         abort: Callable[[], None],
         look_further: Callable[[], None],
         is_over: Callable[[], bool],
+        on_device: bool,
     ) -> None:
         self.failure = ""
         self._bulletin = bulletin
@@ -67,6 +69,7 @@ class FailureWatch:
         self._abort = abort
         self._look_further = look_further
         self.is_over = is_over
+        self.most_interval_s = _MOST_INTERVAL_ON_DEVICE_S if on_device else _MOST_INTERVAL_S
         self._lock = threading.RLock()
         self._is_ours = False
         self._was_raised = False
@@ -195,7 +198,7 @@ def _look_now_and_then(reference: weakref.ref[FailureWatch], stop: threading.Eve
             looked = watch.look_in_background(interval_s)
         except RuntimeError:  # the store has ended, and with it the job
             return
-        interval_s = min(2 * interval_s, _MOST_INTERVAL_S) if looked else POLL_INTERVAL_S
+        interval_s = min(2 * interval_s, watch.most_interval_s) if looked else POLL_INTERVAL_S
         del watch
 
 

@@ -39,7 +39,12 @@ class Ranks:
         self.aborted: list[int] = []
         self.all = [
             Agreement(
-                Bulletin(store), rank, range(size), lambda rank=rank: self.aborted.append(rank), lambda: False
+                Bulletin(store),
+                rank,
+                range(size),
+                lambda rank=rank: self.aborted.append(rank),
+                lambda: False,
+                True,
             )
             for rank in range(size)
         ]
