@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,19 @@ import torch
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from compile_core.capture.directives import compiled_by_torch, leave_alone
 from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
-from compile_core.compiled_function import CompiledFunction, CompileGraph
+from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
+from compile_core.ir.captured import CapturedGraph
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
 from compile_core.pipeline import compile_graph
-from compile_core.planners import ClaimedModules, CompileRequest, claim, compile_claimed
+from compile_core.planners import (
+    ClaimedModules,
+    CompileRequest,
+    claim,
+    compile_claimed,
+    compile_for_callers,
+)
 
 
 @leave_alone
@@ -95,6 +101,12 @@ def _compile_calls_of_instances(cls: type, request: CompileRequest) -> type:
 
 def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> CompiledFunction:
     backend, cache_limit = request.backend, request.options.cache_size_limit
+
+    def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_for_callers(captured, inputs, request) or compile_graph(
+            captured, inputs, backend=backend, options=request.options
+        )
+
     # A backend that also observes is told of what leads to the graphs that it compiles.
     observer = (
         backend.compile
@@ -103,9 +115,6 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
     )
     if isinstance(observer, CompileProfiler) and cache_limit is None:
         cache_limit = observer.cache_limit
-    compile_captured: CompileGraph = functools.partial(
-        compile_graph, backend=backend, options=request.options
-    )
     return CompiledFunction(
         model,
         compile_captured,

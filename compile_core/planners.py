@@ -1,4 +1,5 @@
-"""The plug-in point for data parallelism: who compiles a module of a type that this package does not know.
+"""The plug-in point for data parallelism: who compiles a module of a type that this package does not know, and graphs
+that such a module may call.
 
 ``compile`` must know what to do with a ``DistributedDataParallel`` without this package importing the one that does it.
 A plug-in is a ``ModuleCompiler``; it is found under the entry-point group ``compile_core.planners``, or, in a checkout
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,9 +21,12 @@ import torch
 
 from compile_core.backends.registry import Backend, GraphBackend, resolve_backend
 from compile_core.compiled_module import CompiledModule
+from compile_core.ir.captured import CapturedGraph
 from compile_core.options import CompileOptions, parse_options, refuse_both
 
 logger = logging.getLogger(__name__)
+
+CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,15 @@ class ModuleCompiler:
     Attributes:
         module_type: the modules it claims, subclasses included.
         compile: module and request -> what calls of the compiled module run.
+        compile_graph: compiles a graph of any function, with the real inputs of its first call, where it matters which
+            of the claimed modules is running when the graph is called; else it returns ``None``.
     """
 
     module_type: type[torch.nn.Module]
     compile: Callable[[Any, CompileRequest], Callable[..., Any]]
+    compile_graph: Callable[[CapturedGraph, Sequence[Any], CompileRequest], CompiledGraph | None] = (
+        lambda captured, inputs, request: None
+    )
 
 
 def claim(module: torch.nn.Module) -> ModuleCompiler | None:
@@ -76,6 +85,14 @@ def claim(module: torch.nn.Module) -> ModuleCompiler | None:
         if isinstance(module, plugin.module_type):
             return plugin
     return None
+
+
+def compile_for_callers(
+    captured: CapturedGraph, inputs: Sequence[Any], request: CompileRequest
+) -> CompiledGraph | None:
+    """What a plug-in makes of a function's graph that a module which it claims may call; ``None`` if none does."""
+    found = (plugin.compile_graph(captured, inputs, request) for plugin in _plugins())
+    return next((compiled for compiled in found if compiled is not None), None)
 
 
 class ClaimedModules:

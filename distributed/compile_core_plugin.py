@@ -1,4 +1,5 @@
-"""How ``compile_core`` finds us: the plug-in that claims ``DistributedDataParallel`` modules."""
+"""How ``compile_core`` finds us: the plug-in that claims ``DistributedDataParallel`` modules, and splits graphs that
+run inside of one."""
 
 from __future__ import annotations
 
@@ -6,5 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_core.planners import ModuleCompiler
 from distributed.compile_ddp import CompiledDDP
+from distributed.graph_in_ddp import compile_in_ddp
 
-PLUGIN = ModuleCompiler(DistributedDataParallel, CompiledDDP)
+PLUGIN = ModuleCompiler(DistributedDataParallel, CompiledDDP, compile_in_ddp)

@@ -118,7 +118,9 @@ class GraphInDDP:
         return None if form is None else replace(form, is_final=True)
 
     def _compile_whole(self, inputs: Sequence[Any]) -> Form:
-        return Form(compile_graph(self._captured, inputs, backend=self._backend, options=self._options))
+        run = compile_graph(self._captured, inputs, backend=self._backend, options=self._options)
+        # Hooks on all modules of the program are not for a graph.
+        return Form(run.forward if isinstance(run, torch.fx.GraphModule) else run)
 
     def _split_on(self, ddp: DistributedDataParallel, before: Form | None, inputs: Sequence[Any]) -> Form:
         module = self._captured.module

@@ -91,6 +91,8 @@ def link_pieces(
 ) -> LinkedPieces:
     """Joins what the pieces of ``module`` were compiled to."""
     (output,) = module.graph.find_nodes(op="output")
+    # Hooks on all modules of the program are not for these.
+    runs = [run.forward if isinstance(run, GraphModule) else run for run in runs]
     return LinkedPieces(
         tuple(node.name for node in module.graph.find_nodes(op="placeholder")),
         tuple(node.name for node in output.args[0]),

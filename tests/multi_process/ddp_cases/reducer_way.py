@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
 from distributed import DDPOptions, compile_ddp, inspect_ddp
@@ -233,3 +235,36 @@ def sizes_that_differ() -> None:
             model(data(rows, rows)).square().mean().backward()
         check_gradients(stock, compiled, exact=True)
     assert pieces(compiled) == [3, 3], pieces(compiled)
+
+
+def wrapped_in_ddp(module: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(module, bucket_cap_mb=0.004)
+
+
+@case()
+def modules_compiled_before_they_are_wrapped() -> None:
+    """Their graphs are cut on the buckets of the module that is running, and are whole where none is."""
+    compile = functools.partial(compile_core.compile, backend="aot_eager")
+    for way in ("the module", "its method", "a part"):
+        stock = stock_ddp()
+        torch.manual_seed(7)
+        net: Any = Net().to(DEVICE)
+        if way == "its method":
+            net.forward = runs = compile(net.forward)
+        else:
+            net = compile(net)
+            runs = net._run
+        net(data(9))
+        assert [entry.compiled.pieces for entry in runs.entries] == [1], way
+        train((stock, wrapped_in_ddp(nn.Sequential(net) if way == "a part" else net)), exact=True)
+        assert [entry.compiled.pieces for entry in runs.entries] == [3], way
+
+
+@case()
+def a_compiled_module_inside_of_a_compiled_one() -> None:
+    stock = stock_ddp()
+    torch.manual_seed(7)
+    inner = compile_core.compile(Net().to(DEVICE), backend="aot_eager")
+    compiled = compile_ddp(wrapped_in_ddp(inner), REDUCER, backend="aot_eager")
+    train((stock, compiled), exact=True)
+    assert pieces(compiled) == [3], pieces(compiled)
