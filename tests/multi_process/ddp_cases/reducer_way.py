@@ -256,7 +256,8 @@ def modules_compiled_before_they_are_wrapped() -> None:
             runs = net._run
         net(data(9))
         assert [entry.compiled.pieces for entry in runs.entries] == [1], way
-        train((stock, wrapped_in_ddp(nn.Sequential(net) if way == "a part" else net)), exact=True)
+        ddp = wrapped_in_ddp(nn.Sequential(net) if way == "a part" else net)
+        train((stock, ddp), exact=True)
         assert [entry.compiled.pieces for entry in runs.entries] == [3], way
 
 
