@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from bucketing.bucket import BucketPlan
+from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 
 
 class BucketBuffers:
@@ -15,11 +16,16 @@ class BucketBuffers:
     Attributes:
         plan: what they were made for.
         flat: the buffer of each bucket, one-dimensional.
-        places: by parameter, its gradient's part of a buffer, laid out as autograd lays out that parameter's gradients.
+        places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[str, torch.nn.Parameter],
+        strides: Mapping[str, tuple[int, ...]],
+    ) -> None:
         self.plan = plan
         self.flat: list[torch.Tensor] = []
         self.places: dict[str, torch.Tensor] = {}
@@ -29,8 +35,9 @@ class BucketBuffers:
             flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
             self.flat.append(flat)
             for parameter, offset in zip(bucket.parameters, bucket.offsets_elements, strict=True):
-                self.places[parameter.name] = _place(flat, offset, parameters[parameter.name])
-                self.bucket_of[parameter.name] = bucket.index
+                name = parameter.name
+                self.places[name] = flat.as_strided(parameters[name].shape, strides[name], offset)
+                self.bucket_of[name] = bucket.index
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""
@@ -38,6 +45,7 @@ class BucketBuffers:
         return tensor is place or tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
 
 
-def _place(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient has the strides of its parameter, without gaps."""
-    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
+def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """How autograd lays out the gradients of a parameter: as it lies itself, if that is without gaps."""
+    spec = TensorSpec.of(parameter)
+    return spec.stride if spec.is_dense else contiguous_strides(spec.shape)

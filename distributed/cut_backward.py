@@ -31,7 +31,11 @@ class Segment:
 
 
 def cut_backward(
-    module: GraphModule, gradients: Mapping[str, int], segments: Sequence[Segment], factor: float
+    module: GraphModule,
+    gradients: Mapping[str, int],
+    segments: Sequence[Segment],
+    factor: float,
+    strides: Mapping[str, tuple[int, ...]],
 ) -> Schedule:
     """The backward with a region for each segment.
 
@@ -40,6 +44,7 @@ def cut_backward(
         gradients: for every parameter of the segments, the position of its gradient among the results.
         segments: in the order of the regions, with all nodes that compute.
         factor: by which gradients are multiplied when they are stored.
+        strides: of places that are not contiguous, by parameter.
 
     Returns:
         A schedule whose destinations are named after the parameters.
@@ -53,7 +58,8 @@ def cut_backward(
     for number, segment in reversed(list(enumerate(segments))):
         stored = {name: _result(results, gradients[name]) for name in segment.gradients}
         passed = [node for node in segment.nodes if node in later]
-        computes.append(build_region(f"backward_{number}", module, segment.nodes, passed, stored, factor))
+        name = f"backward_{number}"
+        computes.append(build_region(name, module, segment.nodes, passed, stored, factor, strides))
         later.update(stored.values())
         later.update(source for node in segment.nodes for source in node.all_input_nodes)
     return Schedule(

@@ -75,7 +75,10 @@ class DDPPlanner:
         place = {node: number for number, node in enumerate(graph.backward.graph.nodes)}
         results = graph_results(graph.backward)
         self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
-        return cut_backward(graph.backward, gradients, segments, self.buckets.factor), self.buckets
+        schedule = cut_backward(
+            graph.backward, gradients, segments, self.buckets.factor, self.buckets.strides
+        )
+        return schedule, self.buckets
 
     def first_plan(self) -> BucketPlan:
         """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""
@@ -92,10 +95,7 @@ class DDPPlanner:
         results = graph_results(graph.backward)
         for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):
             name = names.get(id(inputs[position]))
-            # Places in buckets are contiguous, and so must be what a program stores there.
-            if name is None or gradient is None or not inputs[position].is_contiguous():
-                continue
-            if name not in self.hooked:
+            if name is not None and gradient is not None and name not in self.hooked:
                 found[name] = k
         return found
 

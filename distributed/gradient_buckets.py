@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from bucketing.bucket import BucketPlan
 from compile_core.errors import CompileError, InternalError
+from compile_core.ir.tensor_spec import contiguous_strides
 from distributed.averaging import Averaging, Work
-from distributed.bucket_buffers import BucketBuffers
+from distributed.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.measure_costs import ReadyTimes
 from distributed.reduction_round import ReductionRound
 from distributed.step_in_backward import StepInBackward
@@ -75,6 +76,8 @@ class GradientBuckets:
 
     Attributes:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
+        strides: of the places that are not contiguous, as the parameters lay when this was made. Programs are compiled
+            for these, so they stay.
         expecting: a forward of the module ran whose backward has not ended yet.
         missing: the parameters that got no gradient in the rounds since the last forward.
         rounds: how many have ended.
@@ -91,6 +94,12 @@ class GradientBuckets:
         stepper: StepInBackward | None = None,
     ) -> None:
         self.parameters = dict(parameters)
+        self._all_strides = {name: gradient_strides(parameter) for name, parameter in parameters.items()}
+        self.strides = {
+            name: strides
+            for name, strides in self._all_strides.items()
+            if strides != contiguous_strides(tuple(parameters[name].shape))
+        }
         self.group = group
         self.factor = averaging.factor
         self.expecting = False
@@ -144,7 +153,7 @@ class GradientBuckets:
         """
         if self._round is not None:
             raise InternalError("bucket plans cannot change during a backward")
-        before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters)
+        before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters, self._all_strides)
         for name, parameter in self.parameters.items():
             if before is not None and parameter.grad is not None and before.hold(name, parameter.grad):
                 parameter.grad = self._buffers.places[name].copy_(parameter.grad)

@@ -117,7 +117,8 @@ def _with_stores(compute: Compute) -> GraphModule:
         if name in compute.destinations:
             assert value is not None
             place = graph.placeholder(f"destination_{len(stores)}")
-            place.meta["val"] = _contiguous_like(value.meta["val"])
+            fake = value.meta["val"]
+            place.meta["val"] = _empty_like(fake, compute.strides_of(name, fake.shape))
             stores.append((place, value))
         else:
             returned.append(value)
@@ -131,9 +132,9 @@ def _with_stores(compute: Compute) -> GraphModule:
     return GraphModule(compute.module, graph)
 
 
-def _contiguous_like(value: torch.Tensor) -> torch.Tensor:
+def _empty_like(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     with torch.utils._python_dispatch._disable_current_modes(), value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:

@@ -30,6 +30,7 @@ def build_region(
     results: Sequence[Node],
     destinations: Mapping[str, Node] | None = None,
     factor: float = 1.0,
+    strides: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Compute:
     """The region that computes ``nodes``, which lie in graph order.
 
@@ -41,6 +42,7 @@ def build_region(
         destinations: name of a persistent buffer -> the value to store there, computed here or an input. The
             region's result for it is named after the buffer, with ``.stored`` behind.
         factor: by which every value is multiplied on its way to its destination.
+        strides: of the buffers that are not contiguous, by their names.
     """
     destinations = destinations or {}
     # A parameter may bear the name of a node; no node has a dot in its name.
@@ -70,6 +72,9 @@ def build_region(
         inputs=tuple(node.name for node in inputs),
         outputs=(*(node.name for node in results), *stored_names.values()),
         destinations={stored_names[destination]: destination for destination in destinations},
+        strides={
+            stored_names[name]: found for name, found in (strides or {}).items() if name in destinations
+        },
     )
 
 

@@ -6,10 +6,12 @@ stores in its destinations has arrived when the region has run, and whoever redu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from compile_core.ir.tensor_spec import contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Compute:
         inputs: names of the values it reads: inputs of the schedule or outputs of earlier regions.
         outputs: names under which its results are known from then on, unique in the schedule.
         destinations: which results must be stored into a persistent buffer of the caller, by result name -> destination
-            name. The buffer has the result's shape and dtype and is contiguous.
+            name. The buffer has the result's shape and dtype.
+        strides: of those buffers that are not contiguous, by result name.
         replaced: results that are new values of inputs, which nothing else needs, by result name -> input name. The
             region may store such a result in the input's memory, and then returns the input as the result.
     """
@@ -33,7 +36,12 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     destinations: Mapping[str, str] = field(default_factory=dict)
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
+
+    def strides_of(self, result: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """How the destination of a result of this shape lies."""
+        return self.strides.get(result) or contiguous_strides(tuple(shape))
 
 
 @dataclass(frozen=True)

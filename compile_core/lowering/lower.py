@@ -134,7 +134,8 @@ class _Lowering:
             if name not in self.compute.destinations:
                 continue
             fake = result.meta["val"]
-            spec = TensorSpec.contiguous(tuple(fake.shape), fake.dtype, fake.device)
+            stride = self.compute.strides_of(name, fake.shape)
+            spec = TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device)
             # A parameter may be called what a node is called; the result's name is nobody else's.
             view = self.builder.new_buffer(name, spec)
             self.builder.destinations.append(view.buffer)

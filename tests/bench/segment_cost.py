@@ -94,7 +94,7 @@ def schedules(planner: _Planner) -> dict[str, Schedule]:
     found = {"whole": whole_schedule("backward", backward)}
     for label, cut_s in _CUTS_S.items():
         segments = plan_segments(backward, planner.gradients, replace(GPU, cut_s=cut_s))
-        found[f"cut at {label}"] = cut_backward(backward, planner.gradients, segments, 1.0)
+        found[f"cut at {label}"] = cut_backward(backward, planner.gradients, segments, 1.0, {})
     return found
 
 

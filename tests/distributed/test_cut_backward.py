@@ -79,6 +79,7 @@ class FakePlanner:
 
     def __init__(self, segments: Sequence[Sequence[str]], num_data: int = 1, factor: float = 1.0) -> None:
         self.segments, self.num_data, self.factor = segments, num_data, factor
+        self.strides: dict[str, tuple[int, ...]] = {}
         self.schedule: Schedule | None = None
 
     def plan_backward(
@@ -92,7 +93,7 @@ class FakePlanner:
         gradients = {name: places[self.num_data + k] for k, name in enumerate(ordered)}
         self.communicator = FakeCommunicator(tensors)
         segments = cut_behind(graph.backward, gradients, self.segments)
-        self.schedule = cut_backward(graph.backward, gradients, segments, self.factor)
+        self.schedule = cut_backward(graph.backward, gradients, segments, self.factor, self.strides)
         return self.schedule, self.communicator
 
 
@@ -188,6 +189,6 @@ def test_parameter_named_like_a_node():
     assert graph.backward is not None
     name = next(node.name for node in graph.backward.graph.nodes if node.op == "call_function")
     segments = cut_behind(graph.backward, {name: 1}, [[name]])
-    schedule = cut_backward(graph.backward, {name: 1}, segments, 1.0)
+    schedule = cut_backward(graph.backward, {name: 1}, segments, 1.0, {})
     outputs = [output for step in schedule.computes for output in step.outputs]
     assert len(set(outputs)) == len(outputs)

@@ -21,6 +21,7 @@ from compile_core.lowering.join_columns import join_column_sums
 from compile_core.lowering.lower import lower
 from compile_core.lowering.one_walk_variances import one_walk_variances
 from compile_core.lowering.tiling_split import split_reductions
+from tests.lowering import convolution_programs
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
@@ -159,6 +160,20 @@ def test_max_pooling(dtype: torch.dtype, folder: Path) -> None:
     sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
     results = link_interpreted(program, sources, folder)([*inputs])
     compare(results, pool(*inputs), 0.0)
+
+
+@pytest.mark.parametrize("layout", convolution_programs.LAYOUTS)
+def test_destinations_lie_as_the_caller_says(layout: torch.memory_format, folder: Path) -> None:
+    inputs = convolution_programs.inputs(layout)
+    expected = convolution_programs.weight_gradient(*inputs)
+    for wanted in convolution_programs.LAYOUTS:
+        place = torch.full_like(expected, torch.nan, memory_format=wanted)
+        module = trace(convolution_programs.weight_gradient, *inputs)
+        program = fuse(lower(compute_of(module, {"result_0": "place"}, {"result_0": place.stride()})))
+        sources = [generate_triton(nest, program.buffers) for nest in nests(program)]
+        (result,) = link_interpreted(program, sources, folder)([*inputs, place])
+        assert result is place
+        assert torch.equal(place, expected)
 
 
 def test_column_sums_of_bands_of_rows(folder: Path) -> None:

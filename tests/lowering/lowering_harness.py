@@ -45,12 +45,16 @@ def trace_joint(function: Callable[..., Any], *inputs: Any) -> torch.fx.GraphMod
     return make_fx(flat, decomposition_table=decomposition_table("cpu"), tracing_mode="fake")(*inputs)
 
 
-def compute_of(module: torch.fx.GraphModule, destinations: dict[str, str] | None = None) -> Compute:
+def compute_of(
+    module: torch.fx.GraphModule,
+    destinations: dict[str, str] | None = None,
+    strides: dict[str, tuple[int, ...]] | None = None,
+) -> Compute:
     results = module.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     inputs = tuple(node.name for node in module.graph.nodes if node.op == "placeholder")
     outputs = tuple(f"result_{position}" for position in range(len(results)))
-    return Compute("program", module, inputs, outputs, destinations or {})
+    return Compute("program", module, inputs, outputs, destinations or {}, strides or {})
 
 
 def nests(program: LoopProgram) -> list[LoopNest]:

@@ -13,21 +13,27 @@ from compile_core.ir.loops import LoopProgram
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.fuse import fuse
 from compile_core.lowering.lower import lower
+from compile_core.lowering.tiling_axes import simplify
+from tests.lowering.convolution_programs import LAYOUTS, inputs, weight_gradient
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
 
-def _into_destinations(function: Callable[..., object], *inputs: Tensor) -> LoopProgram:
-    """Sends every result of ``function`` to a destination and compares what arrives there."""
+def _into_destinations(
+    function: Callable[..., object],
+    *inputs: Tensor,
+    turn: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> LoopProgram:
+    """Sends every result of ``function`` to a destination, which lies as ``turn`` lays out a result, and compares what
+    arrives there."""
     module = trace(function, *inputs)
     expected = module(*inputs)
     names = {f"result_{n}": f"bucket_{n}" for n in range(len(expected))}
-    program = fuse(lower(compute_of(module, names)))
+    buffers = [torch.full_like(turn(result), float("nan")) for result in expected]
+    strides = {name: buffer.stride() for name, buffer in zip(names, buffers, strict=True)}
+    program = fuse(lower(compute_of(module, names, strides)))
     verify_program(program)
     assert program.destinations == tuple(names)
-    buffers = [
-        torch.full_like(result, float("nan"), memory_format=torch.contiguous_format) for result in expected
-    ]
     returned = evaluate(program, inputs, buffers)
     for buffer, result, value in zip(buffers, expected, returned, strict=True):
         torch.testing.assert_close(buffer, result)
@@ -63,6 +69,29 @@ def test_results_are_written_where_the_caller_wants_them(number: int) -> None:
     function, temporaries = FUNCTIONS[number]
     program = _into_destinations(function, torch.randn(6, 6), torch.randn(6, 6))
     assert len(_temporaries(program)) <= temporaries
+
+
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)))
+def test_destinations_lie_in_any_order(number: int) -> None:
+    """Column by column, as the transpose of a product does."""
+    function, temporaries = FUNCTIONS[number]
+
+    def turned(result: Tensor) -> Tensor:
+        return result.contiguous() if result.dim() < 2 else result.t().contiguous().t()
+
+    program = _into_destinations(function, torch.randn(6, 6), torch.randn(6, 6), turn=turned)
+    # A view as one row of what lies column by column is a copy.
+    assert len(_temporaries(program)) <= temporaries
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_convolutions_lie_as_their_weights(layout: torch.memory_format) -> None:
+    program = _into_destinations(
+        weight_gradient, *inputs(layout), turn=lambda result: result.contiguous(memory_format=layout)
+    )
+    (store,) = nests(program)
+    # From torch's kernel to the destination, neighbours stay neighbours.
+    assert len(simplify(store).extents) == 1
 
 
 def test_a_factor_stays_where_the_product_has_other_users() -> None:

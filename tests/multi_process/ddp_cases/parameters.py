@@ -268,8 +268,16 @@ def a_parameter_that_is_not_contiguous() -> None:
         net.second.weight = nn.Parameter(torch.randn(32, 32).t())
         return net
 
-    stock, compiled = pair(make, backend="aot_eager")
+    stock, compiled = pair(make, backend="aot_eager", gradient_as_bucket_view=True)
     check_steps(stock, compiled)
+    check_stored(stock, compiled)
+
+
+def check_stored(stock: nn.Module, compiled: nn.Module) -> None:
+    """The compiled backward stores all gradients itself, with the strides that they have in stock DDP."""
+    (graph,) = inspect_ddp(compiled).graphs
+    stored = graph.backward.schedule.destinations
+    assert set(stored) == {name for name, _ in compiled.module.named_parameters()}
     for expected, found in zip(stock.parameters(), compiled.parameters(), strict=True):
         assert found.grad.stride() == expected.grad.stride()
 
@@ -279,14 +287,20 @@ def convolutions_that_are_channels_last() -> None:
     class Images(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.convolve, self.last = nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+            self.first, self.second, self.last = nn.Conv2d(1, 8, 2), nn.Conv2d(8, 6, 2), nn.Linear(6, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.convolve(x.reshape(-1, 1, 4, 4)).relu()
-            return self.last(x.mean((2, 3)))
+            x = self.first(x.reshape(-1, 1, 4, 4)).relu()
+            return self.last(self.second(x).relu().mean((2, 3)))
 
-    stock, compiled = pair(lambda: Images().to(memory_format=torch.channels_last), backend="aot_eager")
-    check_steps(stock, compiled)
+    for backend in ("aot_eager", "triton"):
+        stock, compiled = pair(
+            lambda: Images().to(memory_format=torch.channels_last),
+            backend=backend,
+            gradient_as_bucket_view=True,
+        )
+        train((stock, compiled), exact=backend == "aot_eager")
+        check_stored(stock, compiled)
 
 
 @case()
