@@ -29,6 +29,7 @@ from tests.multi_process.ddp_harness import (
     check_close,
     check_gradients,
     check_in_graph,
+    check_reducer,
     data,
     loss_of,
     pair,
@@ -68,9 +69,11 @@ def with_statistics() -> Net:
     return Net(norm=nn.BatchNorm1d(32))
 
 
-def make_pair(make: Callable[[], nn.Module] = with_statistics, fullgraph: bool = True) -> tuple[Any, Any]:
+def make_pair(
+    make: Callable[[], nn.Module] = with_statistics, fullgraph: bool = True, **ddp_options: Any
+) -> tuple[Any, Any]:
     backend = "aot_eager" if DEVICE == "cpu" else "triton"
-    return pair(make, backend=backend, mode="reduce-overhead", fullgraph=fullgraph)
+    return pair(make, backend=backend, mode="reduce-overhead", fullgraph=fullgraph, **ddp_options)
 
 
 @case()
@@ -176,6 +179,20 @@ def gradients_from_several_sides() -> None:
             train(models, steps=4)
             check_in_graph(models[1])
             assert recorder.segmented > recorded, f"no backward of {make.__name__} was recorded"
+
+
+@case()
+def replays_under_stock_ddps_reducer() -> None:
+    """The reducer copies what is replayed, in pieces that fit its buckets, unless somebody still holds it."""
+    with recording():
+        stock, compiled = make_pair(Net, find_unused_parameters=True)
+        train((stock, compiled), steps=4)
+        for step in range(4, 7):
+            for model in (stock, compiled):
+                model.zero_grad(set_to_none=False)
+                loss_of(model(data(step))).backward()
+            check_gradients(stock, compiled)
+        check_reducer(compiled, "find_unused_parameters")
 
 
 @case()
