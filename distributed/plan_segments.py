@@ -3,7 +3,7 @@
 A gradient is on its way as soon as the region that stores it has run, so a cut lets all-reduces start earlier; but it
 costs the host a call, and kernels what they had fused across it. The cuts do not depend on the buckets, which are
 planned while the program runs, nor is the link known when the backward is compiled. So times are estimated, and what is
-taken is good for a fast link, where only what is ready last is seen, as well as for slow ones, which must start early
+taken is good for a fast link, where only what is ready last is seen, as well as for a slow one, which must start early
 and never wait: `bucketing.merge_plan` says for each link where it wants cuts, and of these those stay that are worth
 more than they cost, by the sum over the links of the backward's length over the shortest possible one.
 
@@ -46,10 +46,8 @@ class Machine:
     cut_s: float
 
 
-# NVLink, a fast network, and sockets.
-GPU = Machine(
-    GPU_RATES, (LinkModel(15e-6, 1 / 300e9), LinkModel(40e-6, 1 / 40e9), LinkModel(100e-6, 1 / 5e9)), 25e-6
-)
+# NVLink and sockets. What lies between could use more cuts than are worth their price to these.
+GPU = Machine(GPU_RATES, (LinkModel(15e-6, 1 / 300e9), LinkModel(100e-6, 1 / 5e9)), 80e-6)
 # Processes of one machine, and sockets.
 CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.
