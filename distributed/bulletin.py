@@ -7,14 +7,17 @@ does not come can be named after a time limit.
 from __future__ import annotations
 
 import json
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 # Requests are answered at once; a server that takes longer is gone.
 _REQUEST_TIMEOUT = timedelta(seconds=30)
+_CONNECT_TIMEOUT_S = 5.0
 
 
 class Bulletin:
@@ -33,6 +36,23 @@ class Bulletin:
         store = _get_process_group_store(group).clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set_timeout(_REQUEST_TIMEOUT)
         return Bulletin(store)
+
+    def require_server(self) -> None:
+        """Sees to it that the process which holds the store still does: torch prints a stack trace otherwise.
+
+        Raises:
+            ConnectionRefusedError: it has ended.
+        """
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            try:
+                socket.create_connection((store.host, store.port), _CONNECT_TIMEOUT_S).close()
+            except ConnectionRefusedError:
+                raise
+            except OSError:  # it may be reached in another way; whoever asks will see
+                pass
 
     def post(self, name: str, value: Any) -> None:
         self._store.set(name, json.dumps(value))

@@ -27,8 +27,8 @@ from distributed.bulletin import Bulletin
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# The thread looks less often when nothing happens for long: the store may end with the process that holds it, and torch
-# prints a stack trace for a request that fails. Where collectives are waited for by a device nobody else looks.
+# The thread looks less often when nothing happens for long, unless collectives are waited for by a device: nobody else
+# looks then.
 _MOST_INTERVAL_S, _MOST_INTERVAL_ON_DEVICE_S = 30.0, 2.0
 # How long the main thread has to come by before the process group is aborted.
 _ABORT_AFTER_S = 2.0
@@ -140,6 +140,7 @@ class FailureWatch:
         """For the thread: looks if the main thread has not come by for so long; whether it looked."""
         if time.monotonic() - self._last_point_s < interval_s:
             return False
+        self._bulletin.require_server()
         self._look()
         if self.failure and not self._stop.wait(_ABORT_AFTER_S) and not self._was_raised:
             logger.error("the job has failed while this rank waits for others: %s", self.failure)
@@ -196,7 +197,7 @@ def _look_now_and_then(reference: weakref.ref[FailureWatch], stop: threading.Eve
             return
         try:
             looked = watch.look_in_background(interval_s)
-        except RuntimeError:  # the store has ended, and with it the job
+        except (RuntimeError, ConnectionRefusedError):  # the store has ended, and with it the job
             return
         interval_s = min(2 * interval_s, watch.most_interval_s) if looked else POLL_INTERVAL_S
         del watch

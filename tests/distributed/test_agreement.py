@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from compile_core.errors import CompileError
 from distributed import failure_watch
@@ -269,3 +269,16 @@ def test_the_thread_ends_with_its_agreement() -> None:
     for thread in threads:
         thread.join(3)
         assert not thread.is_alive()
+
+
+def test_nobody_asks_a_store_that_has_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 holds the store and may end first, which is no failure."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    agreement = Agreement(Bulletin(client), 1, range(2), lambda: None, lambda: False, False)
+    agreement.watch.look()
+    del server
+    agreement.watch._thread.join(5)
+    assert not agreement.watch._thread.is_alive()
+    assert not agreement.watch.failure
+    assert "TCPStore" not in capfd.readouterr().err

@@ -49,7 +49,7 @@ ON_GPUS = {
         "CompileError: compilation failed on rank 1: InternalError",
         "InternalError: a fault",
     ),
-    "another_branch_later": ("CompileError: rank 0 did not come to an agreement within 5 s",) * 2,
+    "another_branch_later": ("CompileError: rank 0 did not come to an agreement within 4 s",) * 2,
     "process_dies_while_it_compiles": ("CompileError: rank 1 compiles another size or form of a graph", ""),
     "slow_compilation": ("went on", "went on"),
 }
