@@ -91,23 +91,13 @@ class _Side:
 
 def table(measured: Iterable[Figures]) -> Table:
     """A row for each link, model and side; medians of all rounds in one cell."""
-    drawn = Table(
-        "link",
-        "model",
-        "side",
-        "step ms",
-        "cold s",
-        "peak GiB",
-        "buckets",
-        "exposed ms",
-        "predicted",
-        "loss",
-        "",
-    )
+    headers = ("step ms", "cold s", "peak GiB", "buckets", "exposed ms", "predicted", "loss", "")
+    drawn = Table("link", "model", "side", *headers)
     rows: dict[tuple[str, str, str], list[Figures]] = {}
     for figures in measured:
         rows.setdefault(figures.key[:3], []).append(figures)
-    for (link, model, side), rounds in rows.items():
+    groups = list(dict.fromkeys(key[:2] for key in rows))
+    for (link, model, side), rounds in sorted(rows.items(), key=lambda row: groups.index(row[0][:2])):
         good = [figures for figures in rounds if not figures.failed]
         if not good:
             drawn.add_row(link, model, side, *["–"] * 7, rounds[-1].note.splitlines()[0][:60])
@@ -163,7 +153,7 @@ def _aims(sides: dict[str, _Side]) -> list[str]:
             parts.append(
                 f"{step_ms / floor_ms:.3f} of max(compute, forward + all-reduce) = {floor_ms:.2f} ms"
             )
-        if "inductor" in sides:
+        if "inductor" in sides and sides["inductor"].peak_gib:
             limit_gib = sides["inductor"].peak_gib + sides[name].rounds[0].gradient_gib
             parts.append(
                 f"{sides[name].peak_gib - limit_gib:+.2f} GiB over inductor's peak and the gradients"

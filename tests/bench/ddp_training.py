@@ -56,7 +56,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     ranks = Ranks()
     begin = time.monotonic()
-    longest_s = 0.0
+    longest_s: dict[str, float] = {}  # by side
     found = ranks.as_first(read_figures(arguments.results) if arguments.results else [])
     done = {figures.key for figures in found if not figures.failed}
     link = link_of(device)
@@ -64,20 +64,20 @@ def main() -> None:
     wanted = [
         (round_number, name, side)
         for round_number in range(arguments.rounds)
-        for name in arguments.models.split(",")
         for side in arguments.sides.split(",")
+        for name in arguments.models.split(",")
     ]
     for round_number, name, side in wanted:
         if (link, name, side, round_number) in done:
             continue
         started = time.monotonic()
-        if ranks.as_first(started - begin + longest_s > arguments.time_limit_s):
+        if ranks.as_first(started - begin + longest_s.get(side, 0.0) > arguments.time_limit_s):
             remark = "stopped before the time limit; call again with the same --results"
             break
-        cold = _use_caches(ranks, arguments.caches / name / side)
-        start = Figures(link, name, side, round_number, cold=cold)
+        cold = _use_caches(ranks, arguments.caches / ("all" if arguments.share_caches else f"{name}/{side}"))
+        start = Figures(link, name, side, round_number, cold=cold and not arguments.share_caches)
         figures = _agreed(ranks, start, partial(_measure, arguments, device))
-        longest_s = max(longest_s, time.monotonic() - started)
+        longest_s[side] = max(longest_s.get(side, 0.0), time.monotonic() - started)
         found.append(figures)
         if ranks.rank == 0:
             print(figures, flush=True)
@@ -211,6 +211,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="begin nothing after it")
     parser.add_argument("--results", type=Path, help="file of figures, read and added to")
     parser.add_argument("--caches", type=Path, default=Path("out/ddp_training_caches"))
+    parser.add_argument(
+        "--share-caches", action="store_true", help="one cache for all: quick, but no side is cold then"
+    )
     return parser.parse_args()
 
 
