@@ -17,11 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
-from compile_core.backends.registry import resolve_backend
-from compile_core.compiled_module import wrap_module
-from compile_core.options import CompileOptions
-from compile_core.planners import CompileRequest
-from distributed import CompiledDDP, DDPOptions, inspect_ddp
+from distributed import inspect_ddp
 from distributed.eligibility import reason_of_call
 
 # Set by the test that starts the ranks.
@@ -90,12 +86,6 @@ def pair(
     return stock_ddp(make, **ddp_options), compile_core.compile(
         compiled, backend=backend, mode=mode, fullgraph=fullgraph
     )
-
-
-def compiled_ddp(ddp: DistributedDataParallel, ddp_options: DDPOptions, backend: str = "aot_eager") -> Any:
-    """Compiled DDP with settings of data parallelism."""
-    request = CompileRequest(resolve_backend(backend), CompileOptions(), fullgraph=False)
-    return wrap_module(ddp, CompiledDDP(ddp, request, ddp_options))
 
 
 def data(step: int, rows: int = 6) -> torch.Tensor:

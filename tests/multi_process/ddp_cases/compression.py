@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from distributed import DDPOptions, inspect_ddp
+from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.averaging import WIRE_TYPES
 from tests.multi_process.ddp_harness import (
     Net,
@@ -16,7 +16,6 @@ from tests.multi_process.ddp_harness import (
     check_gradients,
     check_in_graph,
     check_same_on_all_ranks,
-    compiled_ddp,
     data,
     loss_of,
     stock_ddp,
@@ -36,7 +35,7 @@ def hooked_and_compressed(compression: Any, backend: str = "aot_eager", make: An
 
     compress.__annotations__.clear()  # DDP looks at those, too
     stock.register_comm_hook(None, compress)
-    return stock, compiled_ddp(stock_ddp(make), DDPOptions(gradient_compression=compression), backend)
+    return stock, compile_ddp(stock_ddp(make), DDPOptions(gradient_compression=compression), backend=backend)
 
 
 @case()
@@ -96,7 +95,7 @@ class TwoTypes(nn.Module):
 @case()
 def other_types_travel_as_they_are() -> None:
     stock = stock_ddp(TwoTypes)
-    compiled = compiled_ddp(stock_ddp(TwoTypes), DDPOptions(gradient_compression="fp16"))
+    compiled = compile_ddp(stock_ddp(TwoTypes), DDPOptions(gradient_compression="fp16"), backend="aot_eager")
     for model in (stock, compiled):
         loss_of(model(data(0))).backward()
     check_in_graph(compiled)

@@ -10,8 +10,8 @@ from torch import nn
 
 import compile_core
 from compile_core.errors import CompileError
-from distributed import DDPOptions, explain_ddp, inspect_ddp
-from tests.multi_process.ddp_harness import DEVICE, Net, case, compiled_ddp, data, pair, stock_ddp
+from distributed import DDPOptions, compile_ddp, explain_ddp, inspect_ddp
+from tests.multi_process.ddp_harness import DEVICE, Net, case, data, pair, stock_ddp
 
 
 @case()
@@ -67,7 +67,7 @@ def optimizer_that_backwards_would_step() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     before = [parameter.clone() for parameter in ddp.parameters()]
     with pytest.raises(CompileError, match="would step the optimizer"):
-        explain_ddp(compiled_ddp(ddp, DDPOptions(step_in_backward=optimizer)))(data(0))
+        explain_ddp(compile_ddp(ddp, DDPOptions(step_in_backward=optimizer)))(data(0))
     assert all(
         torch.equal(parameter, value) for parameter, value in zip(ddp.parameters(), before, strict=True)
     )

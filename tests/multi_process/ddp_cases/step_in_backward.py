@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import compile_core
-from distributed import DDPOptions, inspect_ddp
+from distributed import DDPOptions, compile_ddp, inspect_ddp
+from tests.multi_process.ddp_cases.cuda_graphs import recording
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -21,7 +22,6 @@ from tests.multi_process.ddp_harness import (
     check_gradients,
     check_in_graph,
     check_same_on_all_ranks,
-    compiled_ddp,
     data,
     gradients_are_exact,
     loss_of,
@@ -35,13 +35,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def stepping(
+    ddp: Any, optimizer: torch.optim.Optimizer, backend: str = "aot_eager", mode: str | None = None
+) -> Any:
+    return compile_ddp(ddp, DDPOptions(step_in_backward=optimizer), backend=backend, mode=mode)
+
+
 def both(
-    make_optimizer: Make = sgd, make: Callable[[], nn.Module] = Net, backend: str = "aot_eager"
+    make_optimizer: Make = sgd, make: Callable[[], nn.Module] = Net, **settings: Any
 ) -> tuple[list[Any], list[torch.optim.Optimizer]]:
     """Stock DDP and compiled DDP that steps in its backward, with their optimizers."""
     stock, other = stock_ddp(make), stock_ddp(make)
     optimizers = [make_optimizer(model) for model in (stock, other)]
-    return [stock, compiled_ddp(other, DDPOptions(step_in_backward=optimizers[1]), backend)], optimizers
+    return [stock, stepping(other, optimizers[1], **settings)], optimizers
 
 
 def train(
@@ -116,6 +122,16 @@ def generated_kernels() -> None:
     models, optimizers = both(backend="triton")
     train(models, optimizers, exact=False)
     check_in_graph(models[1])
+
+
+@case()
+def replayed_backwards() -> None:
+    with recording() as recorder:
+        models, optimizers = both(
+            backend="aot_eager" if DEVICE == "cpu" else "triton", mode="reduce-overhead"
+        )
+        train(models, optimizers, steps=6, exact=DEVICE == "cpu")
+        assert recorder.segmented > 0
 
 
 class Recorded(torch.optim.SGD):
@@ -271,14 +287,14 @@ def some_parameters_have_another_optimizer() -> None:
 @case()
 def what_comes_too_late_is_an_error() -> None:
     models, optimizers = both()
-    stepping = models[1]
-    loss_of(stepping(data(0))).backward()
+    compiled = models[1]
+    loss_of(compiled(data(0))).backward()
     with pytest.raises(RuntimeError, match="leave the call out"):
         optimizers[1].step()
-    nn.utils.clip_grad_norm_(stepping.parameters(), 1e-3)
+    nn.utils.clip_grad_norm_(compiled.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="clip_grad_norm_"):
-        stepping(data(1))
-    output = stepping(data(1))
+        compiled(data(1))
+    output = compiled(data(1))
     loss_of(output).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss_of(output).backward()
@@ -289,17 +305,16 @@ def a_backward_that_breaks_off_is_told_of() -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("broken off")
 
-    models, _ = both(make=WithSlowMiddle)
-    stepping = models[1]
+    compiled = both(make=WithSlowMiddle)[0][1]
     x = data(0).requires_grad_()
-    loss_of(stepping(x)).backward()
+    loss_of(compiled(x)).backward()
     hook = x.register_hook(fail)
     with pytest.raises(ValueError, match="broken off"):
-        loss_of(stepping(x)).backward()
+        loss_of(compiled(x)).backward()
     hook.remove()
     with pytest.raises(RuntimeError, match="had made their step"):
-        stepping(x)
-    loss_of(stepping(x)).backward()
+        compiled(x)
+    loss_of(compiled(x)).backward()
 
 
 class Counting(torch.optim.SGD):
@@ -314,24 +329,24 @@ def optimizers_that_cannot_be_stepped_in_parts() -> None:
     stranger = torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(2, device=DEVICE))], lr=0.1)
     for optimizer, why in ((torch.optim.LBFGS(ddp.parameters()), "the loss itself"), (stranger, "1 param")):
         with pytest.raises(ValueError, match=why):
-            compiled_ddp(ddp, DDPOptions(step_in_backward=optimizer))
-    counting = compiled_ddp(ddp, DDPOptions(step_in_backward=Counting(ddp.parameters(), lr=0.1)))
+            stepping(ddp, optimizer)
+    counting = stepping(ddp, Counting(ddp.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="'count'"):
         loss_of(counting(data(0))).backward()
     hooked = sgd(ddp)
     hooked.register_step_post_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="hooks on its step"):
-        loss_of(compiled_ddp(ddp, DDPOptions(step_in_backward=hooked))(data(0))).backward()
+        loss_of(stepping(ddp, hooked)(data(0))).backward()
 
 
 @case()
 def stock_ddps_reducer_steps_nothing() -> None:
     ddp = stock_ddp(find_unused_parameters=True)
     with pytest.raises(ValueError, match="find_unused_parameters=True"):
-        compiled_ddp(ddp, DDPOptions(step_in_backward=sgd(ddp)))
+        stepping(ddp, sgd(ddp))
     ddp = stock_ddp()
-    stepping = compiled_ddp(ddp, DDPOptions(step_in_backward=sgd(ddp)))
-    loss_of(stepping(data(0))).backward()
-    assert inspect_ddp(stepping).plan is not None
+    compiled = stepping(ddp, sgd(ddp))
+    loss_of(compiled(data(0))).backward()
+    check_in_graph(compiled)
     with ddp.join(), pytest.raises(compile_core.CompileError, match="join"):
-        stepping(data(0))
+        compiled(data(0))
