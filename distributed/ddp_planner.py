@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan, Parameter
@@ -18,6 +17,7 @@ from compile_core.ir.schedule import Schedule
 from distributed.cut_backward import cut_backward
 from distributed.gradient_buckets import GradientBuckets
 from distributed.plan_segments import plan_segments
+from distributed.stock_buckets import bucket_limits
 
 
 def process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
@@ -29,19 +29,14 @@ def process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters whose gradients the module reduces, by name; a tied one has its first name only."""
-    ignored = ddp.parameters_to_ignore
-    return {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
+    # Asked of DDP itself: a tied one counts under all of its names, some of which may be those to ignore.
+    reduced = set(ddp._build_params_for_reducer()[0])
+    return {name: parameter for name, parameter in ddp.module.named_parameters() if parameter in reduced}
 
 
 def stock_plan(ddp: DistributedDataParallel, ready: Sequence[Parameter]) -> BucketPlan:
     """The buckets that stock DDP's reducer would rebuild for gradients that come in this order."""
-    cap = ddp.bucket_bytes_cap
-    first = min(cap, _DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap
-    return reducer_plan(ready, cap, first)
+    return reducer_plan(ready, bucket_limits(ddp))
 
 
 class DDPPlanner:

@@ -79,8 +79,8 @@ def _predictions(
         buckets, chosen, costs = runner.buckets, runner.merge_plan, runner.costs
         assert buckets is not None and chosen is not None and costs is not None
         ready = chosen.plan.parameters
-        plans = {label: reducer_plan(ready, *caps) for label, caps in _CAPS_BYTES.items()}
-        one_bucket = reducer_plan(ready, _UNLIMITED, _UNLIMITED)
+        plans = {label: reducer_plan(ready, caps) for label, caps in _CAPS_BYTES.items()}
+        one_bucket = reducer_plan(ready, [_UNLIMITED])
         buckets.adopt(one_bucket)
         rest_ms = _median_ms(ranks, device, running.step, steps) - 1e3 * simulate(one_bucket, costs).end_s
         for label, plan in {"chosen": chosen.plan, **plans}.items():

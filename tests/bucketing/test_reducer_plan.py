@@ -1,10 +1,14 @@
+import inspect
+
 import pytest
 import torch
 import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
 from bucketing import Parameter, reducer_plan
+from distributed.stock_buckets import bucket_limits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -32,13 +36,18 @@ def tensor_lists(draw):
     ]
 
 
+limits = st.lists(st.integers(0, 4000), min_size=1, max_size=4)
+
+
 @settings(deadline=None)
-@given(tensor_lists(), st.integers(0, 2000), st.integers(0, 4000))
-def test_equals_the_reducer_on_random_tensors(tensors, first_cap, cap):
+@given(tensor_lists(), limits, st.data())
+def test_equals_the_reducer_on_random_tensors(tensors, limits_bytes, data):
+    are_sparse = data.draw(st.lists(st.booleans(), min_size=len(tensors), max_size=len(tensors)))
     expected, _ = torch.distributed._compute_bucket_assignment_by_size(
-        tensors, [first_cap, cap], [False] * len(tensors), list(range(len(tensors)))
+        tensors, limits_bytes, are_sparse, list(range(len(tensors)))
     )
-    ours = indices(reducer_plan(describe(tensors), cap, first_cap))
+    sparse = {str(index) for index, is_sparse in enumerate(are_sparse) if is_sparse}
+    ours = indices(reducer_plan(describe(tensors), limits_bytes, sparse))
     # The order of the buckets left open at the end is a hash table's there, so only the closed ones are
     # ordered.
     keys = {(tensor.dtype, tensor.device) for tensor in tensors}
@@ -48,11 +57,11 @@ def test_equals_the_reducer_on_random_tensors(tensors, first_cap, cap):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 2000), st.integers(0, 4000))
-def test_equals_the_reducer_in_order_for_one_dtype(sizes, first_cap, cap):
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), limits)
+def test_equals_the_reducer_in_order_for_one_dtype(sizes, limits_bytes):
     tensors = [torch.empty(numel, device="meta") for numel in sizes]
-    expected, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, [first_cap, cap])
-    assert indices(reducer_plan(describe(tensors), cap, first_cap)) == expected
+    expected, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits_bytes)
+    assert indices(reducer_plan(describe(tensors), limits_bytes)) == expected
 
 
 def test_default_limits_on_a_known_model():
@@ -72,9 +81,10 @@ def test_no_parameters_need_no_bucket():
     assert reducer_plan([]).buckets == ()
 
 
-def test_negative_limits_are_refused():
+@pytest.mark.parametrize("limits_bytes", [[-1], [1, -1], []])
+def test_limits_that_are_none_are_refused(limits_bytes):
     with pytest.raises(ValueError, match="sizes in bytes"):
-        reducer_plan([], -1)
+        reducer_plan([], limits_bytes)
 
 
 @pytest.fixture
@@ -84,21 +94,50 @@ def process_group_of_one():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("bucket_cap_mb", "limits_bytes"), [(None, (25 * 1024**2, 1024**2)), (3, (3 * 1024**2, 3 * 1024**2))]
-)
-def test_equals_what_ddp_rebuilds(process_group_of_one, bucket_cap_mb, limits_bytes):
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+class Mixed(torch.nn.Module):
+    """Layers of two dtypes, a tied weight, a frozen parameter and one that DDP is told to ignore."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+        self.doubles = torch.nn.ModuleList(torch.nn.Linear(64, 64, dtype=torch.float64) for _ in range(3))
+        self.layers[5].weight = self.layers[1].weight
+        self.layers[2].bias.requires_grad_(False)
+        self._ddp_params_and_buffers_to_ignore = ["layers.3.weight"]
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            if k % 2:
+                x = self.doubles[k // 2](x.double()).float()
+        return x
+
+
+@pytest.mark.parametrize("limits_mb", [None, 0.03, [0.01, 0.05, 0.02]])
+def test_equals_what_ddp_rebuilds(process_group_of_one, limits_mb):
+    model = Mixed()
+    options = {"bucket_cap_mb_list" if isinstance(limits_mb, list) else "bucket_cap_mb": limits_mb}
+    supported = inspect.signature(DistributedDataParallel).parameters
+    if not options.keys() <= supported.keys():
+        pytest.skip("this torch has no limits for each bucket")
     ready = []
     for name, parameter in model.named_parameters():
-        described = Parameter(name, parameter.numel(), 4, str(parameter.dtype), str(parameter.device))
-        parameter.register_post_accumulate_grad_hook(lambda _, described=described: ready.append(described))
-    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    # Rebuilt at the start of the second iteration, in the first one's order of arrival; logged by the third.
-    for _ in range(3):
-        ddp(torch.ones(1, 512)).sum().backward()
-    plan = reducer_plan(ready[: len(ready) // 3], *limits_bytes)
-    rebuilt_sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    sizes = [sum(parameter.bytes for parameter in bucket.parameters) for bucket in plan.buckets]
-    assert len(sizes) > 1
-    assert rebuilt_sizes == ", ".join(map(str, sizes))
+        described = Parameter(
+            name, parameter.numel(), parameter.element_size(), str(parameter.dtype), str(parameter.device)
+        )
+        if parameter.requires_grad and name != "layers.3.weight":
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, described=described: ready.append(described)
+            )
+    ddp = DistributedDataParallel(model, **options)
+    # Rebuilt at the start of the second iteration, in the first one's order of arrival.
+    for _ in range(2):
+        ddp(torch.ones(1, 64)).sum().backward()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    rebuilt = [[names[parameter] for parameter in bucket.parameters()] for bucket in buckets]
+    plan = reducer_plan(ready[: len(ready) // 2], bucket_limits(ddp))
+    assert sorted([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets) == sorted(
+        rebuilt
+    )
+    assert len(rebuilt) > (1 if limits_mb is None else 4)

@@ -17,8 +17,8 @@ STEP = Timeline(
 
 def test_planned_buckets_stand_beside_stock_ddps() -> None:
     explanation = DDPExplanation(
-        plan=reducer_plan(PARAMETERS, 4096, 4096),
-        stock_plan=reducer_plan(PARAMETERS, 0, 0),
+        plan=reducer_plan(PARAMETERS, [4096]),
+        stock_plan=reducer_plan(PARAMETERS, [0]),
         reasons=("the last",),
         segments=(Segment("backward_0", ("head", "body", "stem"), 10.0),),
         ready_ms={"head": 1.25, "body": 2.0, "stem": 10.0},

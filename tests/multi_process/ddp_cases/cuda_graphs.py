@@ -210,4 +210,4 @@ def another_plan_is_recorded_anew() -> None:
 def one_bucket(plan: BucketPlan | None) -> BucketPlan:
     assert plan is not None and len(plan.buckets) > 1
     parameters = [parameter for bucket in plan.buckets for parameter in bucket.parameters]
-    return reducer_plan(parameters, 1 << 20, 1 << 20)
+    return reducer_plan(parameters, [1 << 20])
