@@ -31,10 +31,10 @@ _WARM_UP_OF_PLAN = 3
 _TIMELINES = 5
 _ALLOWED = 0.15
 _UNLIMITED = 1 << 60
-# Caps of buckets, and of the first.
-_CAPS_BYTES: Mapping[str, tuple[int, int]] = {
-    "stock DDP's": (25 * MEBIBYTE, MEBIBYTE),
-    "buckets of 2 MiB": (2 * MEBIBYTE, 2 * MEBIBYTE),
+# At which the first bucket is full, the second, and so on.
+_LIMITS_BYTES: Mapping[str, tuple[int, ...]] = {
+    "stock DDP's": (MEBIBYTE, 25 * MEBIBYTE),
+    "buckets of 2 MiB": (2 * MEBIBYTE,),
 }
 
 
@@ -79,7 +79,7 @@ def _predictions(
         buckets, chosen, costs = runner.buckets, runner.merge_plan, runner.costs
         assert buckets is not None and chosen is not None and costs is not None
         ready = chosen.plan.parameters
-        plans = {label: reducer_plan(ready, caps) for label, caps in _CAPS_BYTES.items()}
+        plans = {label: reducer_plan(ready, limits) for label, limits in _LIMITS_BYTES.items()}
         one_bucket = reducer_plan(ready, [_UNLIMITED])
         buckets.adopt(one_bucket)
         rest_ms = _median_ms(ranks, device, running.step, steps) - 1e3 * simulate(one_bucket, costs).end_s

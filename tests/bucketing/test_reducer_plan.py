@@ -140,4 +140,4 @@ def test_equals_what_ddp_rebuilds(process_group_of_one, limits_mb):
     assert sorted([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets) == sorted(
         rebuilt
     )
-    assert len(rebuilt) > (1 if limits_mb is None else 4)
+    assert len(rebuilt) >= (2 if limits_mb is None else 4)

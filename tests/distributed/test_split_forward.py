@@ -15,7 +15,7 @@ from compile_core.options import parse_options
 from compile_core.planners import CompileRequest
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.agreement import agreement_of
-from distributed.ddp_planner import process_group
+from distributed.ddp_planner import process_group, reduced_parameters
 from distributed.graph_in_ddp import GraphInDDP
 from distributed.reducer_way import ReducerWay
 from distributed.split_forward import SplitForward
@@ -187,11 +187,13 @@ def test_frozen_and_ignored_parameters_are_in_no_bucket(one_rank):
     module = layers()
     module[0].bias.requires_grad_(False)
     module[3].weight = module[1].weight
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight", "1.weight"])
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.0002)
     ready = list(module.parameters())[::-1]
     found = {name for bucket in names(module, stock_buckets(ddp, ready)) for name in bucket}
+    # To DDP the tied weight is to be ignored under one of its names only.
     assert found == {"0.weight", "1.bias", "1.weight", "2.bias", "3.bias"}
+    assert found == reduced_parameters(ddp).keys()
 
 
 def test_a_graph_has_a_form_for_each_active_module(one_rank):
