@@ -44,6 +44,7 @@ def compile(
         model: a function, method or ``torch.nn.Module``; left out, ``compile`` is a decorator. Of a class, the method
             that calls of its instances run is compiled.
         fullgraph: raise ``Unsupported`` where the whole call is not one graph, instead of running that part in Python.
+            A ``DistributedDataParallel`` module that it calls is one graph of its own.
         dynamic: ``None``: sizes are static at first; one that differs at a later call becomes symbolic there, and one
             entry serves all its values from then on. ``True``: all sizes and integers among the arguments are symbolic
             from the first call on, as far as the program allows. ``False``: other sizes compile another entry.

@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,12 +30,14 @@ class Target:
     cells_argument: bool = False
 
 
-class ModulesApart(Protocol):
-    """Modules that are compiled by themselves, wherever they are called."""
+class ModulesApart:
+    """Modules that are compiled by themselves, wherever they are called. These here are none."""
 
-    def claims(self, module: torch.nn.Module) -> bool: ...
+    def claims(self, module: torch.nn.Module) -> bool:
+        return False
 
-    def form_of(self, module: torch.nn.Module) -> Callable[..., Any]: ...
+    def form_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        raise NotImplementedError
 
 
 def call_object(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from compile_core.call_targets import (
     signature_text,
 )
 from compile_core.capture import (
+    COMPILED_APART,
     PlainCall,
     SizeHistory,
     argument_names,
@@ -70,7 +71,7 @@ class CompiledFunction:
             ``__call__`` in Python.
         compile_graph: given a captured graph and its real inputs, returns what is called as ``compiled(*tensors)`` and
             returns the flat tuple of the graph's outputs.
-        fullgraph: raise Unsupported, with the user's line, instead of running plain Python.
+        fullgraph: raise Unsupported, with the user's line, where other graphs than of ``modules_apart`` are needed.
         name: for messages; the function's own name by default.
         dynamic: None makes the sizes symbolic that differ between calls, True all of them at once, False none.
         cache_limit: how many different captures are kept before calls run as plain Python; None is
@@ -106,7 +107,7 @@ class CompiledFunction:
         self.original = fn
         self.compile_graph = compile_graph
         self.observer = observer
-        self.modules_apart = modules_apart
+        self.modules_apart = modules_apart or ModulesApart()
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self.cache_limit = cache_limit
@@ -290,7 +291,7 @@ class CompiledFunction:
         with timed("capture"):
             captured = self._capture(arguments)
         if captured.break_reason is not None:
-            self._report_break(captured.break_reason)
+            self._report_break(captured.break_reason, plain=captured.runner is None)
         if captured.graph is not None and logger.isEnabledFor(logging.INFO):
             logger.info("%s: captured\n%s", self.name, captured.graph)
         if self.observer is not None:
@@ -339,9 +340,9 @@ class CompiledFunction:
                     arguments,
                     is_module_call=self._is_module_call,
                     cells_argument=self._cells_argument,
-                    allow_breaks=not self.fullgraph,
+                    may_break=self._may_break,
                     original_of=_original_of,
-                    is_compiled_apart=self._is_compiled_apart,
+                    is_compiled_apart=self.modules_apart.claims,
                     history=self._history,
                 )
         except (CompileError, PlainCall):
@@ -366,6 +367,7 @@ class CompiledFunction:
                 return run_with_cells(function) if point.cells_argument else function
             found = self._continuations[point.code] = self._related(
                 function,
+                fullgraph=self.fullgraph,
                 target=Target(function, NO_OWNER, False, point.cells_argument),
                 callees=self._callees,
                 continuations=self._continuations,
@@ -386,8 +388,7 @@ class CompiledFunction:
             if isinstance(frame, types.MethodType):
                 return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)
             return self._plain_frames.form_of(frame)
-        if isinstance(callee, torch.nn.Module) and self._is_compiled_apart(callee):
-            assert self.modules_apart is not None
+        if isinstance(callee, torch.nn.Module) and self.modules_apart.claims(callee):
             return self.modules_apart.form_of(callee)
         target = None if isinstance(callee, CompiledFunction) else find_callee_target(callee)
         if target is None:
@@ -395,9 +396,6 @@ class CompiledFunction:
         if target.is_module_call and has_hooks(target.owner):
             return functools.partial(self._hooked_calls(target.function.__code__), target.owner)
         return self._form_of_target(target)
-
-    def _is_compiled_apart(self, module: torch.nn.Module) -> bool:
-        return self.modules_apart is not None and self.modules_apart.claims(module)
 
     def _form_of_target(self, target: Target) -> Callable[..., Any]:
         # Equal code may occur twice, with other globals.
@@ -435,8 +433,11 @@ class CompiledFunction:
         made.__qualname__ = function.__qualname__
         return made
 
-    def _report_break(self, reason: Unsupported) -> None:
-        if self.fullgraph:
+    def _may_break(self, reason: Unsupported) -> bool:
+        return not self.fullgraph or reason.reason_id == COMPILED_APART
+
+    def _report_break(self, reason: Unsupported, plain: bool) -> None:
+        if self.fullgraph and (plain or not self._may_break(reason)):
             raise reason.with_traceback(None)
         self.break_reasons.append(reason)
         key = (reason.reason_id, reason.location)

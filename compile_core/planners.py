@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from compile_core.backends.registry import Backend, GraphBackend, resolve_backend
+from compile_core.call_targets import ModulesApart
 from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
 from compile_core.options import CompileOptions, parse_options, refuse_both
@@ -95,7 +96,7 @@ def compile_for_callers(
     return next((compiled for compiled in found if compiled is not None), None)
 
 
-class ClaimedModules:
+class ClaimedModules(ModulesApart):
     """The modules that plug-ins claim, among what a compiled program calls: each such call runs the module's own form.
 
     Args:

@@ -40,7 +40,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "observe": BASE,
     "backends": (*BASE, "autograd", "lowering", "runtime", "observe"),
     "pipeline": (*BASE, *STAGES, "bind_sizes"),
-    "planners": (*BASE, "backends", "compiled_module"),
+    "planners": (*BASE, "backends", "call_targets", "compiled_module"),
     "entry_table": (*BASE, "capture"),
     "compiled_function": (*BASE, "capture", "call_targets", "entry_table", "hooked_modules", "observe"),
     "hooked_modules": (*BASE, "capture"),

@@ -83,9 +83,37 @@ def test_a_disabled_module_stays_disabled():
     assert not forms_of(model)
 
 
-def test_fullgraph_is_refused():
-    with pytest.raises(compile_core.Unsupported, match="a Claimed, is compiled by itself"):
-        compile_core.compile(step, backend="eager", fullgraph=True)(Claimed(2, 2), torch.ones(3, 2))
+@pytest.mark.parametrize("function", [step, calls_step])
+def test_fullgraph_allows_what_is_compiled_apart(function):
+    counter = CompileCounter()
+    compiled = compile_core.compile(function, backend=counter, fullgraph=True)
+    model, x = Claimed(2, 2), torch.ones(3, 2)
+    assert torch.equal(compiled(model, x), function(model, x))
+    assert forms_of(model)[0].request.fullgraph
+
+
+def test_fullgraph_holds_before_and_behind_it():
+    def breaks_before(model, x):
+        compile_core.graph_break()
+        return model(x)
+
+    def breaks_behind(model, x):
+        x = model(x)
+        compile_core.graph_break()
+        return x + 1
+
+    for function in (breaks_before, breaks_behind):
+        with pytest.raises(compile_core.Unsupported, match="asks for a graph break"):
+            compile_core.compile(function, backend="eager", fullgraph=True)(Claimed(2, 2), torch.ones(3, 2))
+
+
+def test_fullgraph_where_the_frame_cannot_be_left():
+    def inside(model, x):
+        return next(model(x) for _ in range(1)) + 1
+
+    compiled = compile_core.compile(inside, backend="eager", fullgraph=True)
+    with pytest.raises(compile_core.Unsupported):
+        compiled(Claimed(2, 2), torch.ones(3, 2))
 
 
 def test_copies_and_pickles_have_forms_of_their_own():

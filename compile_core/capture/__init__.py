@@ -5,11 +5,13 @@ from compile_core.capture.capture_frame import argument_names, capture
 from compile_core.capture.global_state import must_run_plain, normal_tensors
 from compile_core.capture.graph_breaks import resume_function, run_to_end, run_with_cells
 from compile_core.capture.guards import compile_check, explain_failure
+from compile_core.capture.modules import COMPILED_APART
 from compile_core.capture.run_only import run_only
 from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.source_writer import compile_function
 
 __all__ = [
+    "COMPILED_APART",
     "PlainCall",
     "SizeHistory",
     "argument_names",

@@ -66,7 +66,7 @@ def capture(
     *,
     is_module_call: bool = False,
     cells_argument: bool = False,
-    allow_breaks: bool = True,
+    may_break: Callable[[Unsupported], bool] = lambda reason: True,
     original_of: Callable[[Any], Any] = lambda value: value,
     is_compiled_apart: Callable[[torch.nn.Module], bool] = lambda module: False,
     history: SizeHistory | None = None,
@@ -82,7 +82,7 @@ def capture(
         cells_argument: the first argument is the tuple of the function's closure cells, which differ from
         call to
             call; the cells of ``function`` itself are not used.
-        allow_breaks: end the graph at what has no rule and go on in a resume function.
+        may_break: whether to end the graph at what has no rule, for this reason, and go on in a resume function.
         original_of: what a compiled function was made from, so that it is inlined instead of called.
         is_compiled_apart: whether calls of a module run a compiled form of its own, and hence are in no graph.
         history: which sizes and integers are symbolic; it learns from this call. By default all are static.
@@ -98,17 +98,17 @@ def capture(
     history = history or SizeHistory(dynamic=False)
     call = _Call(function, arguments, is_module_call, cells_argument, original_of, is_compiled_apart, history)
     if history.dynamic is not False:
-        captured = _capture_symbolic(call, allow_breaks)
+        captured = _capture_symbolic(call, may_break)
         if captured is not None:
             return captured
         call = replace(call, history=SizeHistory(dynamic=False))
-    return _capture_call(call, allow_breaks)
+    return _capture_call(call, may_break)
 
 
-def _capture_symbolic(call: _Call, allow_breaks: bool) -> CapturedFrame | None:
+def _capture_symbolic(call: _Call, may_break: Callable[[Unsupported], bool]) -> CapturedFrame | None:
     """A capture with symbolic sizes, None where that does not work: then the sizes of this call may."""
     try:
-        captured = _capture_call(call, allow_breaks)
+        captured = _capture_call(call, may_break)
         if captured.late_guards is not None:
             whole = type(compile_check(captured)(*call.arguments)) is list
             return captured if whole else None
@@ -119,12 +119,12 @@ def _capture_symbolic(call: _Call, allow_breaks: bool) -> CapturedFrame | None:
     except Exception as error:
         logger.info("%s: no capture with symbolic sizes: %s", call.function.__qualname__, error)
         return None
-    return None if captured.break_reason is not None and not allow_breaks else captured
+    return None if captured.break_reason is not None and not may_break(captured.break_reason) else captured
 
 
-def _capture_call(call: _Call, allow_breaks: bool) -> CapturedFrame:
+def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> CapturedFrame:
     captured, step = _attempt(call, None, None)
-    if captured.break_reason is None or not allow_breaks or step is None:
+    if captured.break_reason is None or not may_break(captured.break_reason) or step is None:
         return captured
     # What was captured of the failing instruction must go, so the capture is made again up to it.
     reason = captured.break_reason

@@ -13,6 +13,9 @@ from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
 
+# Why a graph ends where a module is called that has a compiled form of its own.
+COMPILED_APART = "compiled-apart"
+
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
@@ -123,7 +126,7 @@ class ModuleValue(InstanceValue):
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if self.real is not None and state.is_compiled_apart(self.real):
             raise state.unsupported(
-                "compiled-apart",
+                COMPILED_APART,
                 f"{self.describe()}, a {self.cls.__name__}, is compiled by itself, into graphs of its own",
             )
         if self.cls.__call__ is not torch.nn.Module.__call__:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from tests.multi_process.ddp_harness import (
     case,
     check_close,
-    check_gradients,
     check_in_graph,
     check_reducer,
     check_same_on_all_ranks,
@@ -43,19 +40,4 @@ def uneven_inputs() -> None:
             check_close(found, expected, name, exact=gradients_are_exact())
             check_same_on_all_ranks(found, name)
         check_steps(stock, compiled)
-    check_reducer(compiled, "join() context")
-
-
-@case()
-def join_from_the_first_call_on() -> None:
-    def run(model: Any) -> None:
-        with model.join():
-            for step in range(2 + dist.get_rank()):
-                model.zero_grad()
-                loss_of(model(data(step))).backward()
-
-    stock, compiled = pair(backend="aot_eager")
-    run(stock), run(compiled)
-    check_gradients(stock, compiled, exact=True, synchronised=False)
-    check_steps(stock, compiled)
     check_reducer(compiled, "join() context")

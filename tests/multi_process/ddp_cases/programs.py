@@ -206,14 +206,12 @@ def fullgraph() -> None:
 
 
 @case()
-def fullgraph_of_a_function_says_why_it_cannot_be() -> None:
-    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return loss_of(model(x))
+def fullgraph_of_functions() -> None:
+    """The calls of DDP modules are graphs of their own, and may be; nothing else is plain Python."""
 
-    compiled = compile_core.compile(step, backend="aot_eager", fullgraph=True)
-    try:
-        compiled(stock_ddp(), data(0))
-    except compile_core.Unsupported as error:
-        assert "compiled by itself" in str(error)
-    else:
-        raise AssertionError("the call is more than one graph")
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(model(x * 2) + 1)
+
+    stock, other = stock_ddp(), stock_ddp()
+    check_same_steps(step, compile_core.compile(step, backend="aot_eager", fullgraph=True), stock, other)
+    check_one_graph(other)
