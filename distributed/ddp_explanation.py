@@ -43,7 +43,7 @@ class DDPExplanation:
         segments: of all graphs' backwards, in the order in which they run.
         ready_ms: by parameter, when its gradient had come, since the backward began; measured.
         predicted: the backward as the planner sees it, from costs of the slowest rank.
-        measured: a backward as it ran; ``None`` where it cannot be observed, inside a CUDA graph.
+        measured: a backward as it ran.
     """
 
     reason_for_reducer: str = ""

@@ -94,7 +94,7 @@ def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -
         segments=_segments(runner, measured),
         ready_ms=arrived_ms,
         predicted=None if costs is None else simulate(plan, costs),
-        measured=measured if measured.intervals else None,
+        measured=measured,
     )
 
 

@@ -60,6 +60,8 @@ class CudaRecorder:
         state = generator.clone_state()
         with _one_at_a_time, torch.cuda.device(self._device):
             torch.cuda.synchronize()
+            # During a capture the allocator gives nothing back of what it keeps, and may find no memory for the graph.
+            torch.cuda.empty_cache()
             # What the collector frees might ask the driver for what it forbids during a capture.
             collecting = gc.isenabled()
             gc.disable()

@@ -147,13 +147,11 @@ def _with_plan(figures: Figures, running: Running, device: torch.device, gradien
         begin_together(device)
         with distributed.record_timeline(running.call) as recorder:
             running.step()
-        timeline = recorder.timeline()
-        if timeline.intervals:  # what runs inside a CUDA graph is not seen
-            exposed_ms.append(timeline.exposed_ms)
+        exposed_ms.append(recorder.timeline().exposed_ms)
     return dataclasses.replace(
         figures,
         buckets=len(runner.plan.buckets),
-        exposed_ms=statistics.median(exposed_ms) if exposed_ms else None,
+        exposed_ms=statistics.median(exposed_ms),
         predicted_ms=None if runner.costs is None else simulate(runner.plan, runner.costs).exposed_ms,
     )
 

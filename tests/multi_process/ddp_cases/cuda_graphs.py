@@ -20,7 +20,7 @@ from bucketing.bucket import BucketPlan
 from bucketing.reducer_plan import reducer_plan
 from compile_core import pipeline
 from compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
-from distributed import inspect_ddp
+from distributed import explain_ddp, inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -193,6 +193,18 @@ def replays_under_stock_ddps_reducer() -> None:
                 loss_of(model(data(step))).backward()
             check_gradients(stock, compiled)
         check_reducer(compiled, "find_unused_parameters")
+
+
+@case()
+def replays_are_measured() -> None:
+    with recording() as recorder:
+        _, compiled = make_pair()
+        explanation = explain_ddp(compiled)(data(0))
+        assert recorder.segmented > 0
+        assert explanation.measured is not None and explanation.plan is not None
+        kinds = [interval.kind for interval in explanation.measured.intervals]
+        assert kinds.count("compute") == len(explanation.segments)
+        assert kinds.count("all_reduce") == len(explanation.plan.buckets)
 
 
 @case()
