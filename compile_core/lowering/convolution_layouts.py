@@ -4,10 +4,16 @@ Given rows of pixels, cuDNN transposes every input and every result of every con
 operands instead, a convolution's result is channels-last, and so is what follows from it element by element: of a whole
 network, only the first input and the weights are transposed, and a weight's gradient back.
 (TorchInductor's layout optimisation has the same aim, over finished graphs.)
+
+What the program views as if rows of pixels lay in memory is laid out so first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -18,32 +24,54 @@ aten = torch.ops.aten
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def convolution(input: Tensor, weight: Tensor, *settings: Any) -> Any:
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
     """Decomposition of ``aten.convolution``; declines where the operands are as they should be."""
-    if not _is_transposed_by_cudnn(input, weight):
+    if not _is_image(input):
         return NotImplemented
-    return aten.convolution.default(_channels_last(input), _channels_last(weight), *settings)
+    if _are_channels_last(input, weight):
+        return NotImplemented
+    return aten.convolution.default(_channels_last(input), _channels_last(weight), bias, *settings)
 
 
-def convolution_backward(grad_output: Tensor, input: Tensor, weight: Tensor, *settings: Any) -> Any:
+def convolution_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    *settings: Any,
+) -> Any:
     """Decomposition of ``aten.convolution_backward``; the weight's gradient gets the weight's layout."""
-    if not _is_transposed_by_cudnn(grad_output, input, weight):
+    if not _is_image(grad_output):
+        return NotImplemented
+    if _are_channels_last(grad_output, input, weight):
         return NotImplemented
     operands = (_channels_last(grad_output), _channels_last(input), _channels_last(weight))
-    grad_input, grad_weight, grad_bias = aten.convolution_backward.default(*operands, *settings)
+    grad_input, grad_weight, grad_bias = aten.convolution_backward.default(*operands, bias_sizes, *settings)
     if grad_weight is not None and weight.is_contiguous():
         grad_weight = aten.clone.default(grad_weight, memory_format=torch.contiguous_format)
     return grad_input, grad_weight, grad_bias
 
 
-def _is_transposed_by_cudnn(*operands: Tensor) -> bool:
-    first = operands[0]
-    return (
-        first.device.type == "cuda"
-        and first.dtype in _NARROW
-        and first.dim() == 4
-        and not all(operand.is_contiguous(memory_format=torch.channels_last) for operand in operands)
-    )
+def view(tensor: Tensor, size: Sequence[int]) -> Any:
+    """Decomposition of ``aten.view``, which the program could make of eager's layout; declines where there is one."""
+    if tensor.dim() != 4 or tensor.is_contiguous() or not _are_channels_last(tensor):
+        return NotImplemented
+    count, channels, *_ = tensor.shape
+    known = prod(length for length in size if length != -1)
+    sizes = [tensor.numel() // known if length == -1 else length for length in size]
+    # Its memory is images, then pixels, then channels: only the two sides of pixels are one.
+    beginnings = list(accumulate(sizes, mul, initial=1))
+    if count in beginnings and count * channels in beginnings:
+        return NotImplemented
+    return aten.view.default(aten.clone.default(tensor, memory_format=torch.contiguous_format), sizes)
+
+
+def _is_image(tensor: Tensor) -> bool:
+    return tensor.dtype in _NARROW and tensor.dim() == 4
+
+
+def _are_channels_last(*tensors: Tensor) -> bool:
+    return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

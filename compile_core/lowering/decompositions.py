@@ -84,6 +84,8 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
     table.update(foreach_decompositions())
     table.update(_OWN)
+    if device_type == "cuda":
+        table.update(_FOR_TENSOR_CORES)
     return table
 
 
@@ -284,6 +286,10 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten.max_pool2d_with_indices.default: max_pool2d,
     aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+}
+
+_FOR_TENSOR_CORES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution.default: convolution_layouts.convolution,
     aten.convolution_backward.default: convolution_layouts.convolution_backward,
+    aten.view.default: convolution_layouts.view,
 }

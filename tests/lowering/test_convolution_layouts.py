@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_core
 from compile_core.autograd.trace_joint import trace_joint
+from compile_core.lowering.convolution_layouts import view
 from compile_core.lowering.decompositions import decomposition_table
-from tests.autograd.compare_with_eager import captured
+from tests.autograd.compare_with_eager import assert_same, captured, fakes
 
 aten = torch.ops.aten
 
@@ -46,6 +49,39 @@ def test_only_what_comes_from_outside_is_transposed(training, count):
 def test_other_devices_and_dtypes_stay_as_they_are():
     assert transposes("cpu", torch.bfloat16) == 0
     assert transposes("cuda", torch.float32) == 0
+
+
+@pytest.mark.parametrize("size", [(2, -1), (60, 16), (2, 16, -1), (2, 4, 4, 30)])
+def test_views_are_of_rows_of_pixels_as_in_eager(size):
+    """The convolution's result is channels-last; the program sees none of that."""
+    x, weight = torch.randn(2, 8, 5, 6).bfloat16(), torch.randn(16, 8, 3, 3).bfloat16()
+
+    def viewed(x, weight):
+        y = F.conv2d(x, weight, padding=1)
+        rows = y.view(size)
+        rows.mul_(2)
+        return rows, y + 1
+
+    module = trace_joint(captured(viewed), fakes([x, weight]), decomposition_table("cuda")).module
+    for found, expected in zip(module(x, weight), viewed(x, weight), strict=True):
+        assert_same(found, expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 6, 2, 3), (1, 4, 3, 2), (4, 2, 1, 3), (6, 2, 2, 1), (2, 1, 3, 4), (3, 4, 1, 1)]
+)
+def test_only_views_that_the_layout_does_not_have_are_copied(shape):
+    images = torch.arange(prod(shape)).view(shape).contiguous(memory_format=torch.channels_last)
+    sides = [side for side in range(1, prod(shape) + 1) if prod(shape) % side == 0]
+    for size in product(sides, repeat=3):
+        if prod(size) != prod(shape):
+            continue
+        try:
+            images.view(size)
+        except RuntimeError:
+            assert torch.equal(view(images, size), images.reshape(size))
+        else:
+            assert view(images, size) is NotImplemented
 
 
 @pytest.mark.gpu
