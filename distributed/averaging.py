@@ -128,4 +128,5 @@ class _StreamWork:
         return self._work.get_future()
 
     def wait(self, *timeout: timedelta) -> None:
-        self._done.wait()
+        # Of the bucket's device, which need not be the caller's current one.
+        self._done.wait(torch.cuda.current_stream(self._wire.device))

@@ -48,6 +48,8 @@ class PartialOptimizer:
             )
         if _refuse_call not in optimizer._optimizer_step_pre_hooks.values():
             optimizer.register_step_pre_hook(_refuse_call)
+        # Else a GradScaler would not call it where gradients are infinite, and nobody would hear of the mistake.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._group_of: dict[int, int] = {}
         self._is_checked = False
 

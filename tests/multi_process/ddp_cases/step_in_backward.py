@@ -301,6 +301,17 @@ def what_comes_too_late_is_an_error() -> None:
 
 
 @case()
+def scaled_losses_are_an_error() -> None:
+    """Also where gradients are infinite, so that the step would be left out."""
+    for factor in (1.0, torch.inf):
+        models, optimizers = both()
+        scaler = torch.amp.GradScaler(DEVICE)
+        scaler.scale(factor * loss_of(models[1](data(0)))).backward()
+        with pytest.raises(RuntimeError, match="GradScaler"):
+            scaler.step(optimizers[1])
+
+
+@case()
 def a_backward_that_breaks_off_is_told_of() -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("broken off")
