@@ -34,6 +34,7 @@ from distributed.ddp_options import DDPOptions
 from distributed.ddp_planner import DDPPlanner, process_group, reduced_parameters
 from distributed.gradient_buckets import GradientBuckets, hooked_parameters
 from distributed.graph_fingerprint import graph_fingerprint
+from distributed.parked_reducer import park_reducer
 from distributed.partial_optimizer import PartialOptimizer
 from distributed.settle_plan import PlanSettler
 from distributed.step_in_backward import StepInBackward
@@ -122,6 +123,7 @@ class InGraphWay:
             self._tell_others(error)
             raise
         if buckets.plan is None:
+            park_reducer(ddp)
             buckets.adopt(self._agree_on(self._planner.first_plan()))
         buckets.expect_backward(result)
         return result

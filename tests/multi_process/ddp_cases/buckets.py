@@ -9,6 +9,7 @@ from torch import nn
 
 import compile_core
 from distributed import inspect_ddp
+from distributed.parked_reducer import is_parked
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -49,6 +50,24 @@ def plan_is_chosen_from_measured_costs() -> None:
     dist.all_gather_object(plans, (str(runner.plan), runner.costs.end_s, runner.costs.link))
     assert plans[0] == plans[1]
     assert len(runner.graphs) == 1
+
+
+@case()
+def reducer_is_made_again_when_it_is_asked_for() -> None:
+    """Its buckets are a copy of all gradients, which nobody needs in the in-graph way."""
+    stock, compiled = pair()
+    train((stock, compiled), steps=2)
+    ddp = inspect_ddp(compiled).ddp
+    assert is_parked(ddp) and not is_parked(stock)
+    assert compiled._get_ddp_logging_data()["world_size"] == dist.get_world_size()
+    assert not is_parked(ddp)
+    train((stock, compiled), steps=2)
+    check_in_graph(compiled)
+    for model in (stock, compiled):
+        with model.join():
+            model.zero_grad()
+            model(data(7)).square().mean().backward()
+    check_gradients(stock, compiled)
 
 
 @case()
