@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -84,7 +84,7 @@ class Agreement:
         self._alone: dict[int, float] = {}
         look_further = weakref.WeakMethod(self._look_for_others)
         self.watch = FailureWatch(
-            bulletin, len(ranks), abort, lambda: (look_further() or _nothing)(), is_over, on_device
+            bulletin, len(ranks), abort, lambda ended: (look_further() or _nothing)(ended), is_over, on_device
         )
 
     def settle(
@@ -248,35 +248,44 @@ class Agreement:
             f"rank {self._ranks[0]} gave no verdict within {timeout_s:g} s while {what}. It may have failed"
         )
 
-    def _look_for_others(self) -> None:
+    def _look_for_others(self, connection_ended: bool) -> None:
         """Whether others wait in vain for this rank, or this rank for them. While it compiles it waits for nobody, and
         what they compile may take as long.
 
         Raises:
-            CompileError: for too long.
+            CompileError: for too long, or until a connection ended.
         """
-        number, now_s = self._next_round, time.monotonic()
         if self._is_compiling:
             self._unanswered = None
-            self._alone = dict.fromkeys(self._alone, now_s)
+            self._alone = dict.fromkeys(self._alone, time.monotonic())
             return
+        self._look_for_round(connection_ended)
+        self._look_for_lone_compilations(connection_ended)
+
+    def _look_for_round(self, connection_ended: bool) -> None:
+        number, now_s = self._next_round, time.monotonic()
         opened = self._bulletin.read_if_there(f"{number}/opened")
         if opened is None:
             self._unanswered = None
+        elif connection_ended:
+            raise CompileError(_says_end(opened))
         elif self._unanswered is None or self._unanswered[0] != number:
             self._unanswered = number, now_s
         elif now_s - self._unanswered[1] > opened["timeout_s"] and number == self._next_round:
             raise CompileError(self._who_is_missing(number, opened["timeout_s"]))
 
+    def _look_for_lone_compilations(self, connection_ended: bool) -> None:
+        now_s = time.monotonic()
         while self._bulletin.has(f"alone/{self._alone_seen + 1}"):
             self._alone_seen += 1
             self._alone[self._alone_seen] = now_s
         for alone, seen_s in list(self._alone.items()):
-            if self._bulletin.has(f"alone/{alone}/done"):
-                del self._alone[alone]
-                continue
             compiling = self._bulletin.read(f"alone/{alone}")
-            if now_s - seen_s > compiling["timeout_s"] and compiling["rank"] != self._rank:
+            if compiling["rank"] == self._rank or self._bulletin.has(f"alone/{alone}/done"):
+                del self._alone[alone]
+            elif connection_ended:
+                raise CompileError(_says_end(compiling))
+            elif now_s - seen_s > compiling["timeout_s"]:
                 raise CompileError(
                     f"rank {compiling['rank']} {compiling['what']} and did not end within "
                     f"{compiling['timeout_s']:g} s. Its process may have been killed, or be slow to compile (then "
@@ -315,8 +324,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     pass
+
+
+def _says_end(announced: Mapping[str, Any]) -> str:
+    what = f"rank {announced['rank']} {announced['what']}"
+    return f"a connection ended while {what}: its process may have been killed"
 
 
 def _at(lines: Sequence[str], position: int) -> str:

@@ -46,7 +46,8 @@ class FailureWatch:
         bulletin: of the group.
         size: how many ranks the group has.
         abort: ends the group's collectives.
-        look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others.
+        look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others. Is
+            told whether a connection to one of them has ended.
         is_over: whether the group was destroyed.
         on_device: collectives are waited for by a device, not by the host in ``wait``.
 
@@ -59,7 +60,7 @@ class FailureWatch:
         bulletin: Bulletin,
         size: int,
         abort: Callable[[], None],
-        look_further: Callable[[], None],
+        look_further: Callable[[bool], None],
         is_over: Callable[[], bool],
         on_device: bool,
     ) -> None:
@@ -102,14 +103,17 @@ class FailureWatch:
             self._linger()
             raise CompileError(self.failure)
 
-    def look(self) -> None:
+    def look(self, connection_ended: bool = False) -> None:
         """Looks for failures now.
+
+        Args:
+            connection_ended: nobody waits any longer for a rank that has not ended what it announced.
 
         Raises:
             CompileError: there is one, or ranks wait for one another in vain.
         """
         self._last_point_s = time.monotonic()
-        self._look()
+        self._look(connection_ended)
         self.at_point()
 
     def wait(self, work: Any) -> None:
@@ -126,7 +130,7 @@ class FailureWatch:
                 # A time limit that has passed looks like any other error. A rank that ends takes its connections with
                 # it, so that an error may be the echo of a failure.
                 has_ended = work.is_completed()
-                self.look()
+                self.look(has_ended)
                 if has_ended:
                     raise
 
@@ -147,7 +151,7 @@ class FailureWatch:
             self._abort()
         return True
 
-    def _look(self) -> None:
+    def _look(self, connection_ended: bool = False) -> None:
         with self._lock:
             if self.failure:
                 return
@@ -157,7 +161,7 @@ class FailureWatch:
                 self._bulletin.count(_HEARD, 1)
                 return
             try:
-                self._look_further()
+                self._look_further(connection_ended)
             except CompileError as error:
                 self._post(str(error))
 

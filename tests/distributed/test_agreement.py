@@ -261,6 +261,15 @@ def test_waiting_for_a_bucket_looks_for_failures() -> None:
         other.watch.at_point()
 
 
+def test_a_connection_that_ends_is_explained_by_what_a_rank_had_begun() -> None:
+    ranks = Ranks()
+    mine, other = ranks.all
+    other._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 60})
+    mine.watch.wait(SlowWork(3))
+    with pytest.raises(CompileError, match="a connection ended while rank 1 compiles a size"):
+        mine.watch.wait(SlowWork(3, "connection closed"))
+
+
 def test_the_thread_ends_with_its_agreement() -> None:
     ranks = Ranks()
     threads = [agreement.watch._thread for agreement in ranks.all]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
-from distributed import CompiledDDP, DDPOptions, compile_ddp
+from distributed import CompiledDDP, DDPOptions
 from tests.multi_process.disagreement_cases import Faults, Net, fail
 
 RANK = int(os.environ["RANK"])
@@ -80,7 +80,7 @@ def main(case: str) -> None:
     request = CompileRequest(faults.backend, CompileOptions(), False, False)
     is_slow = case == "slow_compilation"
     options = DDPOptions(agreement_timeout_s=60 if is_slow else AGREEMENT_TIMEOUT_S)
-    model = compile_ddp(ddp, request, options)
+    model = CompiledDDP(ddp, request, options)
     step(model)
     if is_slow:
         _set_pg_timeout(timedelta(seconds=IMPATIENT_S), dist.group.WORLD)
