@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from compile_core.autograd.cut_points import find_cut_points
+from compile_core.autograd.pieces import cut_graph, link_pieces
+from compile_core.compiled_function import CompiledFunction
 from tests.programs import random_programs
 from tests.programs.program_writer import Program, Statement
 from tests.programs.random_programs import check_seed, check_text, minimized
@@ -14,6 +17,24 @@ CHUNK = 25
 @pytest.mark.parametrize("first", range(0, 500, CHUNK))
 def test_random_programs(first):
     for seed in range(first, first + CHUNK):
+        found = check_seed(seed)
+        assert found is None, found
+
+
+def in_pieces(captured, inputs):
+    """The graph, cut wherever it may be."""
+    examples = [entry.example for entry in captured.inputs]
+    points = find_cut_points(captured.module, examples)
+    place_of = points.places(place for place, allowed in enumerate(points.allowed) if allowed and place)
+    pieces = cut_graph(captured.module, place_of, points.examples(place_of, examples))
+    return link_pieces(captured.module, pieces, [piece.module for piece in pieces], not points.changed_at)
+
+
+def test_random_programs_in_pieces(monkeypatch):
+    monkeypatch.setattr(
+        random_programs, "CompiledFunction", lambda function, _: CompiledFunction(function, in_pieces)
+    )
+    for seed in range(500, 510):
         found = check_seed(seed)
         assert found is None, found
 

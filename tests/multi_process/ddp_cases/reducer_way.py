@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import compile_core
 from distributed import DDPOptions, compile_ddp, inspect_ddp
@@ -64,7 +65,7 @@ def every_backend_fills_the_reducers_buckets() -> None:
         check_same_buckets(stock, compiled)
 
 
-@case()
+@case("cuda")  # on CPUs TorchInductor takes half a minute for three pieces
 def the_bridge_fills_the_reducers_buckets() -> None:
     stock, compiled = both(backend="inductor")
     train((stock, compiled))
@@ -159,6 +160,16 @@ def static_graph() -> None:
         train((stock, compiled), steps=4, exact=True)
         assert pieces(compiled)[0] > 1, pieces(compiled)
         check_same_buckets(stock, compiled)
+
+
+@case("cuda")  # it needs streams
+def mixed_precision_of_ddp() -> None:
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options = {"mixed_precision": _MixedPrecision(**precision)}
+    stock = stock_ddp(**options)
+    compiled = compile_core.compile(stock_ddp(**options), backend="aot_eager")
+    train((stock, compiled))
+    check_reducer(compiled, "mixed precision")
 
 
 @case()
