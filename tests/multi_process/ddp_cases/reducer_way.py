@@ -164,10 +164,9 @@ def static_graph() -> None:
 
 @case("cuda")  # it needs streams
 def mixed_precision_of_ddp() -> None:
-    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    options = {"mixed_precision": _MixedPrecision(**precision)}
-    stock = stock_ddp(**options)
-    compiled = compile_core.compile(stock_ddp(**options), backend="aot_eager")
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    stock = stock_ddp(mixed_precision=precision)
+    compiled = compile_core.compile(stock_ddp(mixed_precision=precision), backend="aot_eager")
     train((stock, compiled))
     check_reducer(compiled, "mixed precision")
 
