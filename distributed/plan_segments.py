@@ -52,6 +52,8 @@ GPU = Machine(GPU_RATES, (LinkModel(15e-6, 1 / 300e9), LinkModel(100e-6, 1 / 5e9
 CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.
 _LEAST_GAIN = 0.005
+# Nothing better is sought behind an order that is so much worse.
+_FAR = 0.05
 # Places where a cut could be lie this share of the backward apart.
 _LEAST_SHARE = 0.005
 
@@ -93,6 +95,7 @@ def plan_segments(
             order, costs = settled.order, settled
         work = postponable(order, stored)
     best = _Cuts(costs, stored, machine)
+    best.refine()
     for count in _counts(len(work)):
         # The smallest last: nothing hides its all-reduce.
         last = sorted([*work][-count:], key=lambda name: -facts[stored[name]].bytes)
@@ -100,6 +103,9 @@ def plan_segments(
         if max(costs.live_bytes()) > limit:
             break
         candidate = _Cuts(costs, stored, machine)
+        if candidate.score > best.score + _FAR:
+            break
+        candidate.refine()
         if candidate.score < best.score - _LEAST_GAIN:
             best = candidate
     return best.segments()
@@ -109,7 +115,7 @@ def _counts(most: int) -> list[int]:
     """How many gradients to postpone: more are tried at ever larger steps."""
     found = [1]
     while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, found[-1] * 4 // 3)))
+        found.append(min(most, max(found[-1] + 1, found[-1] * 3 // 2)))
     return found if most else []
 
 
@@ -136,7 +142,6 @@ class _Cuts:
         self.count = {end: bisect_right(self.ready_at, end) for end in self.ends}
         self.bytes = {end: sizes[self.count[end]] for end in self.ends}
         self.cuts, self.score = self._choose()
-        self._refine()
 
     def _cut_behind(self, place: int) -> int:
         """The place at or behind one where a cut splits least, before the next gradient is ready or a call runs."""
@@ -172,7 +177,7 @@ class _Cuts:
             cuts, score = fewer, least
         return cuts, score
 
-    def _refine(self) -> None:
+    def refine(self) -> None:
         """Moves and adds single cuts as long as that is better."""
         places = [end for end in self.ends if 0 < end < len(self.order)]
         better = True
