@@ -257,3 +257,16 @@ def anomalies_are_looked_for() -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         check_steps(stock, compiled)
     check_in_graph(compiled)
+
+
+@case()
+def ranks_accumulate_over_different_numbers_of_batches() -> None:
+    def run(model: Any, step: int) -> None:
+        with model.no_sync():
+            for part in range(1 + dist.get_rank()):
+                loss_of(model(data(5 * step + part))).backward()
+        loss_of(model(data(5 * step + 4))).backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    check_in_graph(compiled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import compile_core
@@ -109,4 +110,19 @@ def exceptions_in_the_backward() -> None:
         compiled.module.fails = False
     assert not compiled.module.fails
     check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def evaluation_on_one_rank_alone() -> None:
+    """Before the first step and behind it: a call whose gradients are not reduced waits for nobody."""
+    stock, compiled = pair(backend="aot_eager")
+    for rows in (4, 2):
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                check_close(compiled(data(0, rows)), stock(data(0, rows)), exact=True)
+            for model in (stock, compiled):
+                with model.no_sync():
+                    loss_of(model(data(0, rows))).backward()
+        check_steps(stock, compiled)
     check_in_graph(compiled)
