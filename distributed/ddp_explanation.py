@@ -36,9 +36,12 @@ class DDPExplanation:
     """How this rank reduces the gradients of a compiled DDP module.
 
     Attributes:
-        reason_for_reducer: why the module keeps stock DDP's reducer; "" where it does not, and then the rest is known.
+        reason_for_reducer: why the module keeps stock DDP's reducer; "" where it does not. Where it does, ``pieces``
+            and ``stock_plan`` are known, else all but ``pieces``.
+        pieces: into how many each graph of the forward is cut on the reducer's buckets.
         plan: the buckets in use, in the order in which they are reduced.
-        stock_plan: those that stock DDP's reducer would rebuild for gradients that come in the same order.
+        stock_plan: stock DDP's buckets; those that its reducer would rebuild for gradients that come in the order of
+            ``plan``, where it has not.
         reasons: for every bucket why it ends where it does.
         segments: of all graphs' backwards, in the order in which they run.
         ready_ms: by parameter, when its gradient had come, since the backward began; measured.
@@ -47,6 +50,7 @@ class DDPExplanation:
     """
 
     reason_for_reducer: str = ""
+    pieces: tuple[int, ...] = ()
     plan: BucketPlan | None = None
     stock_plan: BucketPlan | None = None
     reasons: tuple[str, ...] = ()
@@ -59,7 +63,10 @@ class DDPExplanation:
     def summary(self) -> str:
         """The outcome in a few lines."""
         if self.reason_for_reducer:
-            return f"The module keeps stock DDP's reducer: {self.reason_for_reducer}."
+            pieces = " and ".join(map(str, self.pieces))
+            return f"The module keeps stock DDP's reducer: {self.reason_for_reducer}." + (
+                f"\nIts graphs are cut on the reducer's buckets into {pieces} pieces." if pieces else ""
+            )
         assert self.plan is not None and self.stock_plan is not None
         lines = [
             f"{len(self.plan.parameters)} gradients in {len(self.plan.buckets)} buckets (stock DDP: "
@@ -71,14 +78,18 @@ class DDPExplanation:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        if self.plan is None or self.stock_plan is None:
-            return self.summary
         text = StringIO()
         console = Console(file=text, width=_WIDTH)
         console.print(self.summary, highlight=False)
-        console.print(_bucket_table(self.plan, self.stock_plan, self.reasons, self.ready_ms or {}))
-        console.print(_segment_table(self.segments))
-        console.print(_parameter_table(self.plan, self.stock_plan, self.ready_ms or {}))
+        if self.stock_plan is None:
+            return text.getvalue()
+        ready_ms = self.ready_ms or {}
+        if self.plan is None:
+            console.print(_stock_table(self.stock_plan))
+        else:
+            console.print(_bucket_table(self.plan, self.stock_plan, self.reasons, ready_ms))
+            console.print(_segment_table(self.segments))
+            console.print(_parameter_table(self.plan, self.stock_plan, ready_ms))
         return text.getvalue()
 
 
@@ -103,6 +114,18 @@ def _bucket_table(
     return table
 
 
+def _stock_table(stock: BucketPlan) -> Table:
+    table = Table("", "size", "gradients", "", title="The reducer's buckets", title_justify="left")
+    for bucket in stock.buckets:
+        names = [parameter.name for parameter in bucket.parameters]
+        table.add_row(str(bucket.index), *_size(bucket), _shown(names))
+    return table
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _size(bucket: Bucket | None) -> tuple[str, str]:
     return ("", "") if bucket is None else (format_bytes(bucket.bytes), str(len(bucket.parameters)))
 
@@ -110,9 +133,7 @@ def _size(bucket: Bucket | None) -> tuple[str, str]:
 def _segment_table(segments: Sequence[Segment]) -> Table:
     table = Table("segment", "compute ms", "completes", title="Segments", title_justify="left")
     for segment in segments:
-        names = segment.gradients
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        table.add_row(segment.name, f"{segment.compute_ms:.2f}", shown)
+        table.add_row(segment.name, f"{segment.compute_ms:.2f}", _shown(segment.gradients))
     return table
 
 

@@ -34,9 +34,20 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     return {name: parameter for name, parameter in ddp.module.named_parameters() if parameter in reduced}
 
 
-def stock_plan(ddp: DistributedDataParallel, ready: Sequence[Parameter]) -> BucketPlan:
-    """The buckets that stock DDP's reducer would rebuild for gradients that come in this order."""
-    return reducer_plan(ready, bucket_limits(ddp))
+def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Parameter]:
+    """Parameters as planning sees them, by name."""
+    # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
+    labels = {
+        device: device.type if place == 0 else f"{device.type} ({place + 1} of {len(devices)})"
+        for place, device in enumerate(devices)
+    }
+    return {
+        name: Parameter(
+            name, parameter.numel(), parameter.element_size(), str(parameter.dtype), labels[parameter.device]
+        )
+        for name, parameter in parameters.items()
+    }
 
 
 class DDPPlanner:
@@ -95,15 +106,6 @@ class DDPPlanner:
         return found
 
     def _pack(self, ready: Sequence[str]) -> BucketPlan:
-        parameters = self.buckets.parameters
-        # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
-        devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
-        return stock_plan(self._ddp, [_describe(name, parameters[name], devices) for name in ready])
-
-
-def _describe(name: str, parameter: torch.nn.Parameter, devices: list[torch.device]) -> Parameter:
-    place = devices.index(parameter.device)
-    device = (
-        parameter.device.type if place == 0 else f"{parameter.device.type} ({place + 1} of {len(devices)})"
-    )
-    return Parameter(name, parameter.numel(), parameter.element_size(), str(parameter.dtype), device)
+        """Stock DDP's buckets for gradients that come in this order."""
+        described = describe(self.buckets.parameters)
+        return reducer_plan([described[name] for name in ready], bucket_limits(self._ddp))

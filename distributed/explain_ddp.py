@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from bucketing.bucket import BucketPlan, pack_bucket
 from bucketing.simulate import simulate
 from bucketing.timeline import Timeline
 from compile_core.api import compile
@@ -18,8 +20,9 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.errors import CompileError
 from distributed.compile_ddp import CompiledDDP, inspect_ddp
 from distributed.ddp_explanation import DDPExplanation, Segment
-from distributed.ddp_planner import process_group, stock_plan
+from distributed.ddp_planner import describe, process_group, reduced_parameters
 from distributed.record_timeline import DeviceRecorder, HostRecorder, labelled_backwards, record_timeline
+from distributed.stock_buckets import stock_buckets
 
 # In the first steps programs are compiled and costs are measured; at most so many, then the plan is settled.
 _SETTLING_STEPS = 12
@@ -69,7 +72,7 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
             for _ in range(_WARM_UP_STEPS):
                 step()
             if runner.plan is None:
-                return DDPExplanation(reason_for_reducer=runner.reason_for_reducer or "")
+                return _explanation_of_reducer(runner)
             recorders = []
             for _ in range(_MEASURED_STEPS):
                 _wait_for_all(runner.ddp)
@@ -82,6 +85,14 @@ def explain_ddp(ddp: Any) -> Callable[..., DDPExplanation]:
     return explain
 
 
+def _explanation_of_reducer(runner: CompiledDDP) -> DDPExplanation:
+    return DDPExplanation(
+        reason_for_reducer=runner.reason_for_reducer or "",
+        pieces=tuple(graph.pieces for graph in runner.reducer_way.graphs),
+        stock_plan=_stock_plan(runner.ddp),
+    )
+
+
 def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -> DDPExplanation:
     plan, chosen, costs = runner.plan, runner.merge_plan, runner.costs
     measured = recorder.timeline()
@@ -89,7 +100,7 @@ def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -
     arrived_ms = {name: 1e3 * (at_s - measured.start_s) for name, at_s in recorder.arrived_s().items()}
     return DDPExplanation(
         plan=plan,
-        stock_plan=stock_plan(runner.ddp, plan.parameters),
+        stock_plan=_stock_plan(runner.ddp, [parameter.name for parameter in plan.parameters]),
         reasons=() if chosen is None else chosen.reasons,
         segments=_segments(runner, measured),
         ready_ms=arrived_ms,
@@ -113,6 +124,18 @@ def _segments(runner: CompiledDDP, measured: Timeline) -> tuple[Segment, ...]:
         Segment(interval.label, stores[interval.label], 1e3 * (interval.end_s - interval.start_s))
         for interval in ran
     )
+
+
+def _stock_plan(ddp: DistributedDataParallel, ready: Sequence[str] = ()) -> BucketPlan:
+    """The reducer's buckets; predicted for gradients that come in this order, where it has not rebuilt them itself."""
+    parameters = reduced_parameters(ddp)
+    described, names = describe(parameters), {parameter: name for name, parameter in parameters.items()}
+    groups = [
+        tuple(described[names[parameter]] for parameter in bucket)  # type: ignore[index]
+        for bucket in stock_buckets(ddp, [parameters[name] for name in ready])
+    ]
+    buckets = tuple(pack_bucket(index, group) for index, group in enumerate(groups))
+    return BucketPlan(tuple(itertools.chain(*groups)), buckets)
 
 
 def _wait_for_all(ddp: DistributedDataParallel) -> None:

@@ -46,8 +46,15 @@ def test_planned_buckets_stand_beside_stock_ddps() -> None:
     ]
 
 
-def test_a_module_of_the_reducer_prints_the_reason() -> None:
-    explanation = DDPExplanation(reason_for_reducer="rank 0: a communication hook is registered")
-    assert str(explanation) == (
-        "The module keeps stock DDP's reducer: rank 0: a communication hook is registered."
+def test_a_module_of_the_reducer_prints_reason_pieces_and_buckets() -> None:
+    explanation = DDPExplanation(
+        reason_for_reducer="rank 0: a communication hook is registered",
+        pieces=(3, 1),
+        stock_plan=reducer_plan(PARAMETERS, [2048]),
     )
+    text = str(explanation)
+    assert text.startswith(
+        "The module keeps stock DDP's reducer: rank 0: a communication hook is registered.\n"
+        "Its graphs are cut on the reducer's buckets into 3 and 1 pieces.\n"
+    )
+    assert "2.0 KiB" in text and "head, body" in text

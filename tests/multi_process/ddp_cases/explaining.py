@@ -78,6 +78,9 @@ def module_of_the_reducer() -> None:
     _, compiled = pair(find_unused_parameters=True)
     explanation = explain_ddp(compiled)(data(0))
     assert explanation.plan is None
+    assert len(explanation.stock_plan.buckets) > 1 and explanation.pieces == (
+        len(explanation.stock_plan.buckets),
+    )
     assert "find_unused_parameters=True" in str(explanation)
 
 
