@@ -6,13 +6,18 @@ import copy
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import compile_core
-from distributed import DDPOptions, compile_ddp, inspect_ddp
+from compile_core.ir.regions import graph_results
+from distributed import DDPOptions, compile_ddp, ddp_planner, inspect_ddp
+from distributed.cut_backward import Segment
+from distributed.step_in_backward import StepInBackward
+from tests.distributed.test_cut_backward import cut_behind
 from tests.multi_process.ddp_cases.cuda_graphs import recording
 from tests.multi_process.ddp_harness import (
     DEVICE,
@@ -42,10 +47,13 @@ def stepping(
 
 
 def both(
-    make_optimizer: Make = sgd, make: Callable[[], nn.Module] = Net, **settings: Any
+    make_optimizer: Make = sgd,
+    make: Callable[[], nn.Module] = Net,
+    bucket_cap_mb: float = 0.004,
+    **settings: Any,
 ) -> tuple[list[Any], list[torch.optim.Optimizer]]:
     """Stock DDP and compiled DDP that steps in its backward, with their optimizers."""
-    stock, other = stock_ddp(make), stock_ddp(make)
+    stock, other = (stock_ddp(make, bucket_cap_mb=bucket_cap_mb) for _ in range(2))
     optimizers = [make_optimizer(model) for model in (stock, other)]
     return [stock, stepping(other, optimizers[1], **settings)], optimizers
 
@@ -219,11 +227,32 @@ class ReadLate(nn.Module):
         return self.tied(x @ self.late)
 
 
+def one_by_one(backward: torch.fx.GraphModule, gradients: Any) -> list[Segment]:
+    """A region for each gradient."""
+    place = {node: number for number, node in enumerate(backward.graph.nodes)}
+    results = graph_results(backward)
+    ready = sorted(gradients, key=lambda name: place[results[gradients[name]]])
+    return cut_behind(backward, gradients, [[name] for name in ready])
+
+
+def step_at_once(stepper: StepInBackward, values: Any, usual: Any = StepInBackward.region_ended) -> None:
+    """As if collectives took no time."""
+    for _, work in stepper._reduced:
+        work.wait()
+    usual(stepper, values)
+
+
 @case()
 def what_is_read_later_is_stepped_later() -> None:
-    models, optimizers = both(make=ReadLate)
-    train(models, optimizers, steps=3)
-    check_in_graph(models[1])
+    with (
+        mock.patch.object(ddp_planner, "plan_segments", one_by_one),
+        mock.patch.object(StepInBackward, "region_ended", step_at_once),
+    ):
+        models, optimizers = both(make=ReadLate, bucket_cap_mb=0.0001)
+        train(models, optimizers, steps=2)
+        (graph,) = inspect_ddp(models[1]).graphs
+        assert len(graph.backward.schedule.computes) == len([*models[1].parameters()])
+        assert len(inspect_ddp(models[1]).plan.buckets) > 4
 
 
 class PartlyPlain(Net):
