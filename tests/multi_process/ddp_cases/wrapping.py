@@ -28,9 +28,11 @@ def compiled_net(**options: Any) -> nn.Module:
 
 @case()
 def compiled_before_it_is_wrapped() -> None:
-    """Stock DDP's own forward and reducer, round a compiled module."""
+    """Stock DDP's own forward and reducer, round a compiled module that is cut on the reducer's buckets."""
     stock, other = stock_ddp(), stock_ddp(compiled_net)
     check_steps(stock, other)
+    (entry,) = other.module._run.entries
+    assert entry.compiled.pieces > 1
     for module in (stock, other):
         module.zero_grad()
         with module.no_sync():
@@ -88,6 +90,8 @@ def two_forms_in_turn() -> None:
         loss_of(form(data(step))).backward()
 
     check_steps(stock, other, run, steps=6)
+    for form in forms:
+        check_in_graph(form)
 
 
 @case()
