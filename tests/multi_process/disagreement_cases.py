@@ -174,11 +174,18 @@ def slow_rank_is_waited_for() -> None:
 
 @case
 def another_size_on_one_rank() -> None:
-    check_equal_to_stock(compiled(make_ddp()), [2, 2 + RANK, 2])
+    """Rank 0 waits in an all-reduce for longer than it takes to look for failures."""
+    faults = Faults()
+    model = compiled(make_ddp(), faults)
+    check_equal_to_stock(model, [2])
+    if RANK == 1:
+        faults.happens = lambda: time.sleep(0.7)
+    check_equal_to_stock(model, [2 + RANK, 2])
 
 
 def check_equal_to_stock(model: CompiledDDP, batches: list[int]) -> None:
     stock = make_ddp()
+    model.ddp.zero_grad()
     for rows in batches:
         for one in (stock, model):
             step(one, rows)
