@@ -100,12 +100,14 @@ class CompiledDDP:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self.ddp
-        if self._against_in_graph is None and is_synchronised(ddp):
-            self._agree_on_way()
-        against = self._against_in_graph
+        # Before any agreement: a rank that has no inputs left makes no call.
+        against: str | None = self._reason_of_call()
+        if not against:
+            if self._against_in_graph is None and is_synchronised(ddp):
+                self._agree_on_way()
+            against = self._against_in_graph
         if against is None:
             against = self._reason_for_reducer()
-        against = against or self._reason_of_call()
         if against and self._options.step_in_backward is not None:
             raise CompileError(_no_step(against))
         if against:

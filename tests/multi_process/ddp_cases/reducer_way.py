@@ -179,11 +179,13 @@ def uneven_inputs_in_a_join() -> None:
         for model in (stock, compiled):
             model.load_state_dict(stock_ddp().state_dict())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            with model.join():
-                for step in range(3 + dist.get_rank()):
-                    optimizer.zero_grad()
-                    model(data(step)).square().mean().backward()
-                    optimizer.step()
+            # The first time one rank has no inputs at all.
+            for steps in (dist.get_rank(), 2 + dist.get_rank()):
+                with model.join():
+                    for step in range(steps):
+                        optimizer.zero_grad()
+                        model(data(step)).square().mean().backward()
+                        optimizer.step()
         for expected, found in zip(stock.parameters(), compiled.parameters(), strict=True):
             check_close(found, expected, "parameter")
         # Outside of the join the module goes on its own way.
