@@ -262,7 +262,9 @@ class GradientBuckets:
                 for name in names:
                     announced[name] = announced.get(name, 0) + 1
         by_programs = set(announced)
-        self._refuse_new_hooks(by_programs)
+        # Those with hooks come through the engine, and their hooks see them accumulated.
+        hooked = hooked_parameters(self.parameters)
+        self._refuse_new_hooks(hooked & by_programs)
         by_engine = {name for name, node in self._nodes.items() if _will_run(node)}
         for name in by_engine:
             announced[name] = announced.get(name, 0) + 1
@@ -274,7 +276,7 @@ class GradientBuckets:
             gradient = parameter.grad
             if gradient is not None:
                 self._before[name] = gradient
-                if name in by_programs or name not in by_engine:
+                if name in by_programs or not (name in by_engine or name in hooked):
                     mine = self._buffers.hold(name, gradient)
                     self._set_aside[name] = gradient.clone() if mine else gradient
                     parameter.grad = None
@@ -378,10 +380,9 @@ class GradientBuckets:
 
     def _refuse_new_hooks(self, names: Iterable[str]) -> None:
         """Programs that store gradients were chosen in the forward, and go round the hooks of parameters."""
-        hooked = hooked_parameters({name: self.parameters[name] for name in names})
-        if hooked:
+        if names:
             raise CompileError(
-                f"hooks were registered on {', '.join(sorted(hooked))} between the forward and the backward of a "
+                f"hooks were registered on {', '.join(sorted(names))} between the forward and the backward of a "
                 f"compiled DistributedDataParallel module; register them before the forward"
             )
 

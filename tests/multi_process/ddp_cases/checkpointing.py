@@ -10,7 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import compile_core
-from tests.multi_process.ddp_harness import case, check_in_graph, check_steps, data, loss_of, pair
+from tests.multi_process.ddp_harness import (
+    case,
+    check_gradients,
+    check_in_graph,
+    check_steps,
+    data,
+    loss_of,
+    pair,
+)
 
 
 class Block(nn.Module):
@@ -105,3 +113,24 @@ def a_checkpoint_round_the_ddp_module() -> None:
 
     stock, compiled = pair(backend="aot_eager", broadcast_buffers=False)
     check_steps(stock, compiled, run)
+
+
+@case()
+def hooks_of_parameters_see_what_is_accumulated() -> None:
+    """Also where the engine learns of a parameter only when a reentrant checkpoint runs its forward again."""
+    for use_reentrant in (False, True):
+        stock, compiled = pair(
+            lambda: Checkpointed(use_reentrant, together=True, breaks=True),  # noqa: B023
+            backend="aot_eager",
+        )
+        for model in (stock, compiled):
+            model.module.blocks[0].up.weight.register_post_accumulate_grad_hook(double)
+        for step in range(3):
+            for model in (stock, compiled):
+                run(model, step)
+            check_gradients(stock, compiled)
+        check_in_graph(compiled)
+
+
+def double(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(2)
