@@ -162,6 +162,13 @@ def static_graph() -> None:
         check_same_buckets(stock, compiled)
 
 
+@case("cuda")
+def pieces_are_recorded_as_cuda_graphs() -> None:
+    compiled = compile_ddp(stock_ddp(), REDUCER, mode="reduce-overhead")
+    train((stock_ddp(), compiled), steps=6)
+    assert pieces(compiled) == [3], pieces(compiled)
+
+
 @case("cuda")  # it needs streams
 def mixed_precision_of_ddp() -> None:
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
