@@ -38,7 +38,7 @@ def stock_buckets(
             of the module that are not among them come last.
     """
     if are_final(ddp):
-        # Asked once a module: the reducer makes zeros as large as all gradients for its answer.
+        # Asked once a graph: the reducer makes zeros as large as all gradients for its answer.
         return [list(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
     parameters, are_sparse = ddp._build_params_for_reducer()
     place_of = {parameter: place for place, parameter in enumerate(parameters)}

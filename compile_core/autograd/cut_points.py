@@ -70,17 +70,18 @@ class CutPoints:
         """What a piece's inputs look like: as ``values``, but for the whole graph's inputs until they are changed.
 
         Raises:
-            Unsupported: an input gets a history in autograd by its change, and is used both before and after.
+            Unsupported: an input gets another shape or a history in autograd by its change, and is used in a piece
+                beside that which changes it.
         """
         found = dict(self.values)
         placeholders = [node for node in found if node.op == "placeholder"]
         for node, example in zip(placeholders, examples, strict=True):
             found[node] = example
             at = self.changed_at.get(node)
-            if at is None or self.values[node].requires_grad == example.requires_grad:
+            if at is None or _kind(self.values[node]) == _kind(example):
                 continue
             if any(place_of.get(user, 0) != place_of[self.nodes[at]] for user in node.users):
-                raise Unsupported("cut", f"{node} gets a history of its own in a program that is cut")
+                raise Unsupported("cut", f"{node} gets another shape, or a history, in a program that is cut")
         return found
 
 
@@ -179,8 +180,11 @@ def _modes() -> tuple[object, ...]:
 
 def _state(tensor: torch.Tensor) -> tuple[object, ...]:
     """What tells that a tensor was changed in place; sizes are compared as they are printed, which asks nothing."""
-    version = None if tensor.is_inference() else tensor._version
-    return version, str(tuple(tensor.shape)), str(tensor.stride()), tensor.requires_grad
+    return None if tensor.is_inference() else tensor._version, _kind(tensor)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return str(tuple(tensor.shape)), str(tensor.stride()), tensor.requires_grad
 
 
 def _storages(value: Any) -> list[int]:

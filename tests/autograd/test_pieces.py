@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from compile_core.autograd.cut_points import find_cut_points
 from compile_core.autograd.pieces import cut_graph
 from compile_core.backends.registry import resolve_backend
 from compile_core.compiled_function import CompiledFunction
+from compile_core.errors import Unsupported
 from compile_core.options import parse_options
 from compile_core.pipeline import compile_pieces
 from tests.capture.same_as_plain import assert_same
@@ -177,6 +179,20 @@ def test_an_input_that_gets_a_history_takes_it_to_the_next_piece():
     x, w = torch.zeros(2, 3), torch.ones(3, requires_grad=True)
     compiled(x, w).sum().backward()
     assert torch.equal(w.grad, torch.full((3,), 2.0))
+
+
+def test_an_input_whose_shape_changes_keeps_what_uses_it_together():
+    def function(x, w):
+        x.t_()
+        y = w * 2
+        return y.sin(), x * 3
+
+    with FakeTensorMode():
+        examples = [torch.ones(2, 3), torch.ones(3, requires_grad=True)]
+    points = find_cut_points(torch.fx.symbolic_trace(function), examples)
+    assert len(points.examples(points.places([]), examples)) == len(points.values)
+    with pytest.raises(Unsupported, match="another shape"):
+        points.examples(points.places([2]), examples)
 
 
 def test_draws_of_earlier_pieces_are_given_back_where_a_later_one_raises():
