@@ -126,3 +126,20 @@ def test_copies_and_pickles_have_forms_of_their_own():
         (form,) = forms_of(copied)
         assert form.module is copied
     assert forms_of(model)[0].calls == 1
+
+
+def test_a_plug_in_may_compile_graphs_of_any_function(monkeypatch):
+    seen = []
+
+    def compile_graph(captured, inputs, request):
+        seen.append((len(captured.inputs), len(inputs), request.fullgraph))
+        return captured.module.forward if len(inputs) == 1 else None
+
+    plugin = ModuleCompiler(Claimed, Form, compile_graph)
+    monkeypatch.setattr(planners, "_plugins", lambda: (plugin,))
+    counter = CompileCounter()
+    compiled = compile_core.compile(lambda *tensors: sum(tensors) * 2, backend=counter, fullgraph=True)
+    x = torch.ones(2)
+    assert torch.equal(compiled(x), x * 2) and counter.frame_count == 0
+    assert torch.equal(compiled(x, x + 1), x * 6) and counter.frame_count == 1
+    assert seen == [(1, 1, True), (2, 2, True)]
