@@ -71,19 +71,25 @@ def link_of(device: torch.device) -> str:
     return "sockets" if all(os.environ.get(name) == "1" for name in direct) else "direct"
 
 
-def step_ms(step: Callable[[], object], device: torch.device) -> float:
-    """A step that all ranks begin together; by CUDA events, where there are any."""
+def step_ms(step: Callable[[], object], device: torch.device, in_a_row: int = 1) -> float:
+    """One of some steps in a row that all ranks begin together; by CUDA events, where there are any.
+
+    In training the host runs ahead of the GPU. A single step begins with an idle GPU and a host that was asleep, and
+    shows how fast that wakes up.
+    """
     begin_together(device)
     if device.type != "cuda":
         begin = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - begin)
+        for _ in range(in_a_row):
+            step()
+        return 1e3 * (time.perf_counter() - begin) / in_a_row
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    step()
+    for _ in range(in_a_row):
+        step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / in_a_row
 
 
 def begin_together(device: torch.device) -> None:

@@ -3,8 +3,8 @@
     python -m launch --nproc-per-node 2 tests/bench/ddp_training.py [--models gpt2,resnet50,bert] [--sides ...]
 
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. All ranks
-begin a step together; figures are the slowest rank's: milliseconds by CUDA events (median after warm-up), seconds of
-the first step, the peak of allocated memory over the measured steps. Rounds repeat all sides, so that a machine whose
+begin five steps together, as in training the host runs ahead; figures are the slowest rank's: milliseconds a step by
+CUDA events (median of such rows after warm-up), seconds of the first step, the peak of allocated memory over the measured steps. Rounds repeat all sides, so that a machine whose
 speed drifts shows. All sides have the same weights and inputs; the loss of the first step tells that they compute the
 same (dropout is off).
 
@@ -48,6 +48,7 @@ from tests.bench.ddp_steps import (
 )
 
 _TIMELINES = 5
+_IN_A_ROW = 5
 
 
 def main() -> None:
@@ -117,7 +118,8 @@ def _measure(arguments: argparse.Namespace, device: torch.device, start: Figures
         synchronise(device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        median_ms = statistics.median(step_ms(running.step, device) for _ in range(arguments.steps))
+        rows = range(0, arguments.steps, _IN_A_ROW)
+        median_ms = statistics.median(step_ms(running.step, device, _IN_A_ROW) for _ in rows)
         peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
         figures = dataclasses.replace(
             start,
