@@ -4,9 +4,9 @@
 
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. All ranks
 begin five steps together, as in training the host runs ahead; figures are the slowest rank's: milliseconds a step by
-CUDA events (median of such rows after warm-up), seconds of the first step, the peak of allocated memory over the measured steps. Rounds repeat all sides, so that a machine whose
-speed drifts shows. All sides have the same weights and inputs; the loss of the first step tells that they compute the
-same (dropout is off).
+CUDA events (median of such rows after warm-up), seconds of the first step, the peak of allocated memory over the
+measured steps. Rounds repeat all sides, so that a machine whose speed drifts shows. All sides have the same weights and
+inputs; the loss of the first step tells that they compute the same (dropout is off).
 
 Each side has build caches of its own under ``--caches``: a first step is cold when they are new. ``--results`` gathers
 lines of JSON: what a call did not get to, for its ``--time-limit-s``, the next one measures. The link is what NCCL is
