@@ -65,11 +65,11 @@ def every_backend_fills_the_reducers_buckets() -> None:
         check_same_buckets(stock, compiled)
 
 
-@case("cuda")  # on CPUs TorchInductor takes half a minute for three pieces
+@case("cuda")  # on CPUs TorchInductor takes half a minute for a few pieces
 def the_bridge_fills_the_reducers_buckets() -> None:
-    stock, compiled = both(backend="inductor")
+    stock, compiled = both(lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32)), backend="inductor")
     train((stock, compiled))
-    assert pieces(compiled) == [3], pieces(compiled)
+    assert pieces(compiled) == [2], pieces(compiled)
 
 
 @case()
@@ -160,13 +160,6 @@ def static_graph() -> None:
         train((stock, compiled), steps=4, exact=True)
         assert pieces(compiled)[0] > 1, pieces(compiled)
         check_same_buckets(stock, compiled)
-
-
-@case("cuda")
-def pieces_are_recorded_as_cuda_graphs() -> None:
-    compiled = compile_ddp(stock_ddp(), REDUCER, mode="reduce-overhead")
-    train((stock_ddp(), compiled), steps=6)
-    assert pieces(compiled) == [3], pieces(compiled)
 
 
 @case("cuda")  # it needs streams
