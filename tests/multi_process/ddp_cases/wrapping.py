@@ -108,7 +108,8 @@ def compiled_and_plain_calls_in_turn() -> None:
     check_in_graph(compiled)
 
 
-@case()
+# Torch's front end takes longer to load than all of the other cases; what it wraps does not depend on the device.
+@case("cpu")
 def compiled_in_place_by_torch() -> None:
     """``module.compile()`` is torch's front end, with this project's backend behind it; either module may have it."""
     for wrapped in (False, True):
@@ -118,7 +119,7 @@ def compiled_in_place_by_torch() -> None:
         check_steps(stock, other, exact=False)
 
 
-@case()
+@case("cpu")
 def a_module_that_torch_compiles_in_place_is_compiled_here() -> None:
     stock, other = stock_ddp(), stock_ddp()
     other.module.compile(backend="eager")
@@ -128,7 +129,7 @@ def a_module_that_torch_compiles_in_place_is_compiled_here() -> None:
     assert len(inspect_ddp(compiled).graphs) == 1
 
 
-@case()
+@case("cpu")
 def wrapped_by_torchs_compile() -> None:
     """What ``torch.compile`` made of a module is taken for that module."""
     stock, other = stock_ddp(), stock_ddp()
