@@ -2,41 +2,40 @@
 
 ``DistributedDataParallel`` makes its reducer, with buckets for all gradients, when it is constructed. On the in-graph
 way nobody uses it. It is let go, and made again, as for an unpickled module, when anybody asks for it: ``join()``, a
-communication hook, logging data, or a method of a later torch. To notice that, the two attributes of the class that
-hold it are descriptors from the first time on that a reducer is parked.
+communication hook, logging data, a copy, or a method of a later torch.
+
+To notice that, the class gets attributes of the two names that hold it, when the first reducer is parked. They are
+asked only where an instance has none of its own, so other modules, and torch's compiler which looks into them, never
+meet them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 # The logger holds the reducer, too.
 _ATTRIBUTES = ("reducer", "logger")
-
-
-class _Parked:
-    """Stands in a module's dictionary for what is made when it is asked for."""
-
-
-_PARKED = _Parked()
+_MARK = "_gradsplit_parked_reducer"
 
 
 def park_reducer(ddp: DistributedDataParallel) -> None:
     """Lets go of the module's reducer until somebody asks for it; no backward through it may be under way."""
+    _prepare_class()
+    attributes = vars(ddp)
     for name in _ATTRIBUTES:
-        if not isinstance(vars(DistributedDataParallel).get(name), _MadeOnDemand):
-            setattr(DistributedDataParallel, name, _MadeOnDemand(name))
-        vars(ddp)[name] = _PARKED
+        attributes.pop(name, None)
+    attributes[_MARK] = True
 
 
 def is_parked(ddp: DistributedDataParallel) -> bool:
-    return ddp.__dict__["reducer"] is _PARKED
+    return _MARK in vars(ddp)
 
 
 class _MadeOnDemand:
-    """An attribute that is what the instance's dictionary has, and makes it where that is parked."""
+    """What an instance's attribute is made of where it has been parked."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,20 +43,31 @@ class _MadeOnDemand:
     def __get__(self, ddp: DistributedDataParallel | None, owner: type) -> Any:
         if ddp is None:
             return self
-        if self._name not in ddp.__dict__:
+        if not is_parked(ddp):
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
-        if ddp.__dict__[self._name] is _PARKED:
-            _make(ddp)
-        return ddp.__dict__[self._name]
+        _make(ddp)
+        return vars(ddp)[self._name]
 
-    def __set__(self, ddp: DistributedDataParallel, value: Any) -> None:
-        vars(ddp)[self._name] = value
 
-    def __delete__(self, ddp: DistributedDataParallel) -> None:
-        vars(ddp).pop(self._name)
+@functools.cache
+def _prepare_class() -> None:
+    for name in _ATTRIBUTES:
+        setattr(DistributedDataParallel, name, _MadeOnDemand(name))
+    get_state = DistributedDataParallel.__getstate__
+
+    @functools.wraps(get_state)
+    def state_without_reducer(self: DistributedDataParallel) -> Any:
+        """Leaves the reducer out, which must hence be there."""
+        if is_parked(self):
+            _make(self)
+        return get_state(self)
+
+    DistributedDataParallel.__getstate__ = state_without_reducer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _make(ddp: DistributedDataParallel) -> None:
+    del vars(ddp)[_MARK]
+    ddp.logger = None  # as the constructor has it
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)

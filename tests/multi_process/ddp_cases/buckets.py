@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 
 import compile_core
 from distributed import inspect_ddp
-from distributed.parked_reducer import is_parked
+from distributed.parked_reducer import is_parked, park_reducer
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -61,6 +63,12 @@ def reducer_is_made_again_when_it_is_asked_for() -> None:
     assert is_parked(ddp) and not is_parked(stock)
     assert compiled._get_ddp_logging_data()["world_size"] == dist.get_world_size()
     assert not is_parked(ddp)
+    park_reducer(ddp)
+    copied = copy.deepcopy(ddp)
+    assert not is_parked(copied) and vars(copied)["reducer"] is not vars(ddp)["reducer"]
+    park_reducer(ddp)
+    # A module that was never parked does not meet what notices it.
+    assert "reducer" in vars(stock) and not hasattr(type(type(stock).__dict__["reducer"]), "__set__")
     train((stock, compiled), steps=2)
     check_in_graph(compiled)
     for model in (stock, compiled):
