@@ -52,8 +52,6 @@ class GradientObserver(Protocol):
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
 
-    def round_ended(self) -> None: ...
-
 
 def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
     """Those with hooks, whose gradients must hence pass through autograd's engine."""
@@ -367,8 +365,6 @@ class GradientBuckets:
         # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
         self._clear(expecting=bool(self.missing))
         self.rounds += 1
-        if self.observer is not None:
-            self.observer.round_ended()
 
     def _clear(self, expecting: bool = False) -> None:
         self._round = None

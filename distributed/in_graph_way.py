@@ -70,14 +70,12 @@ class InGraphWay:
         group = process_group(ddp)
         self._agreement = agreement_of(group)
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
-        self._averaging = Averaging(group, options.gradient_compression)
+        averaging = Averaging(group, options.gradient_compression)
         parameters, stepper = reduced_parameters(ddp), None
         if options.step_in_backward is not None:
             optimizer = PartialOptimizer(options.step_in_backward, parameters)
-            stepper = StepInBackward(optimizer, parameters, self._averaging.on_streams)
-        self.buckets = GradientBuckets(
-            parameters, group, self._averaging, self._agreement.watch.wait, stepper
-        )
+            stepper = StepInBackward(optimizer, parameters, averaging.on_streams)
+        self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch.wait, stepper)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)
@@ -138,7 +136,7 @@ class InGraphWay:
             self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
 
     def _agree_on(self, plan: BucketPlan) -> BucketPlan:
-        lines = tuple(line.strip() for line in f"{plan}\n{self._averaging}".splitlines())
+        lines = tuple(line.strip() for line in f"{plan}\n{self.buckets.averaging}".splitlines())
         statement = Statement("planned other gradient buckets", lines)
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
         return plan

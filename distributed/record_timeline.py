@@ -49,9 +49,6 @@ class HostRecorder:
     def gradients_arrived(self, names: Sequence[str]) -> None:
         self._arrived_s.update(dict.fromkeys(names, time.perf_counter()))
 
-    def round_ended(self) -> None:
-        """The works tell as much."""
-
     def finish(self) -> None:
         """Waits until every all-reduce has ended."""
         self._works.put(None)
@@ -106,9 +103,6 @@ class DeviceRecorder:
 
     def gradients_arrived(self, names: Sequence[str]) -> None:
         self._arrived.update(dict.fromkeys(names, self._mark(torch.cuda.current_stream(self._device))))
-
-    def round_ended(self) -> None:
-        """The works tell as much."""
 
     def finish(self) -> None:
         """Waits until every all-reduce has ended."""
