@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.start_ranks import start_ranks
 
 BENCH = Path(__file__).with_name("ddp_prediction.py")
 
@@ -21,13 +20,5 @@ BENCH = Path(__file__).with_name("ddp_prediction.py")
 def test_steps_take_as_long_as_predicted(sockets: bool) -> None:
     over_sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     program = [str(BENCH), "--models", "gpt2", "--check"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
-        cwd=BENCH.parents[2],
-        env={**os.environ, "PYTHONPATH": str(BENCH.parents[2]), **(over_sockets if sockets else {})},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    done = start_ranks(program, timeout_s=280, **(over_sockets if sockets else {}))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary
+from tests.start_ranks import start_ranks
 
 BENCH = Path(__file__).with_name("ddp_training.py")
 
@@ -19,19 +17,12 @@ BENCH = Path(__file__).with_name("ddp_training.py")
 def test_a_call_completes_the_table_of_an_earlier_one(tmp_path: Path) -> None:
     results = tmp_path / "figures.jsonl"
     append_figures(results, Figures("gloo", "mlp", "inductor", 0, step_ms=123.45, loss=1.0))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "launch", "--nproc-per-node", "2", str(BENCH), "--models", "mlp"),
-            *("--sides", "inductor,all-reduce-25mb,eager-ddp,ours-ddp", "--results", str(results)),
-            *("--steps", "2", "--warm-up", "1", "--rounds", "1", "--caches", str(tmp_path / "caches")),
-        ],
-        cwd=BENCH.parents[2],
-        env={**os.environ, "PYTHONPATH": str(BENCH.parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    program = [
+        *(str(BENCH), "--models", "mlp"),
+        *("--sides", "inductor,all-reduce-25mb,eager-ddp,ours-ddp", "--results", str(results)),
+        *("--steps", "2", "--warm-up", "1", "--rounds", "1", "--caches", str(tmp_path / "caches")),
+    ]
+    done = start_ranks(program, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     _, wire, eager, ours = read_figures(results)
     assert [wire.side, eager.side, ours.side] == ["all-reduce-25mb", "eager-ddp", "ours-ddp"]

@@ -67,6 +67,18 @@ class Net(nn.Module):
         return self.third(torch.tanh(self.second(x)))
 
 
+class PartlyPlain(Net):
+    """One layer, of which autograd reads the weight itself, lies between two graphs and is used in the second again."""
+
+    @compile_core.disable
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.plain(torch.tanh(self.first(x)))
+        return self.third(torch.tanh(self.norm(hidden))) + self.second(hidden)
+
+
 def stock_ddp(make: Callable[[], nn.Module] = Net, **ddp_options: Any) -> DistributedDataParallel:
     """Stock DDP of a module that is the same at every call and on every rank; small buckets, so that there are
     several."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.multi_process.run_ddp_cases import load_cases
+from tests.start_ranks import start_ranks
 
-ROOT = Path(__file__).parents[2]
 CPU_CASES, GPU_CASES = load_cases("cpu"), load_cases("cuda")
 
 
@@ -27,19 +24,7 @@ def run_cases(
         if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames
     ]
     program = ["-m", "tests.multi_process.run_ddp_cases", str(folder), *wanted]
-    run = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", str(processes), *program],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "DDP_CASES_DEVICE": device,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    run = start_ranks(program, timeout_s=280, processes=processes, DDP_CASES_DEVICE=device)
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
     print(run.stdout)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]

@@ -4,15 +4,12 @@ adding wrong numbers; the cases are in ``disagreement_cases.py``."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.start_ranks import start_ranks
 
 # Name -> what every rank is told, and what rank 1 raises itself where that is another error.
 FAILURES: dict[str, tuple[str, str]] = {
@@ -59,16 +56,7 @@ Outcomes = list[dict[str, tuple[str, float]]]
 
 def start(program: str, argument: str) -> subprocess.CompletedProcess[str]:
     """Runs one of the programs beside this one on two ranks."""
-    module = f"tests.multi_process.{program}"
-    return subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", "-m", module, argument],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return start_ranks(["-m", f"tests.multi_process.{program}", argument], timeout_s=200)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.start_ranks import start_ranks
 
 
 @pytest.mark.gpu
@@ -21,13 +16,5 @@ def test_ranks_end(how: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and there is {torch.cuda.device_count()}")
     program = ["-m", "tests.multi_process.exit_with_cuda_graphs", how]
-    run = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    run = start_ranks(program, timeout_s=100)
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"

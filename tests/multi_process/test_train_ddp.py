@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.start_ranks import start_ranks
 
 
 @pytest.mark.multi_process
@@ -19,15 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_eager_and_compiled_train_alike(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = ["examples/train_ddp.py", "--steps", "10", "--batch-size", "4", "--out", str(out)]
-    run = subprocess.run(
-        [sys.executable, "-m", "launch", "--nproc-per-node", "2", *program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    run = start_ranks(program, timeout_s=280)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert "median step" in run.stdout and "bucket 0" in run.stdout
 

@@ -14,6 +14,7 @@ from distributed import inspect_ddp
 from distributed.parked_reducer import is_parked, park_reducer
 from tests.multi_process.ddp_harness import (
     Net,
+    PartlyPlain,
     case,
     check_close,
     check_gradients,
@@ -147,16 +148,7 @@ def several_graphs_share_the_buckets() -> None:
 
 @case()
 def plain_code_between_graphs() -> None:
-    class Mixed(Net):
-        @compile_core.disable
-        def plain(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(x)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.plain(torch.tanh(self.first(x)))
-            return self.third(torch.tanh(self.norm(hidden))) + self.second(hidden)
-
-    stock, compiled = pair(Mixed)
+    stock, compiled = pair(PartlyPlain)
     train((stock, compiled), steps=3)
     check_in_graph(compiled)
     assert len(inspect_ddp(compiled).graphs) == 2

@@ -63,7 +63,7 @@ def run(model: Any, step: int) -> None:
 @case()
 def one_checkpoint_a_block() -> None:
     for use_reentrant in (False, True):
-        stock, compiled = pair(lambda: Checkpointed(use_reentrant), backend="aot_eager")  # noqa: B023
+        stock, compiled = pair(functools.partial(Checkpointed, use_reentrant), backend="aot_eager")
         check_steps(stock, compiled, run)
         check_in_graph(compiled)
 
@@ -72,7 +72,7 @@ def one_checkpoint_a_block() -> None:
 def checkpoints_across_buckets() -> None:
     for use_reentrant in (False, True):
         stock, compiled = pair(
-            lambda: Checkpointed(use_reentrant, together=True),  # noqa: B023
+            functools.partial(Checkpointed, use_reentrant, together=True),
             backend="aot_eager",
             bucket_cap_mb=0.001,
         )
@@ -84,7 +84,7 @@ def checkpoints_across_buckets() -> None:
 def graph_breaks_in_checkpoints() -> None:
     for use_reentrant in (False, True):
         stock, compiled = pair(
-            lambda: Checkpointed(use_reentrant, together=True, breaks=True),  # noqa: B023
+            functools.partial(Checkpointed, use_reentrant, together=True, breaks=True),
             backend="aot_eager",
         )
         check_steps(stock, compiled, run)
@@ -120,7 +120,7 @@ def hooks_of_parameters_see_what_is_accumulated() -> None:
     """Also where the engine learns of a parameter only when a reentrant checkpoint runs its forward again."""
     for use_reentrant in (False, True):
         stock, compiled = pair(
-            lambda: Checkpointed(use_reentrant, together=True, breaks=True),  # noqa: B023
+            functools.partial(Checkpointed, use_reentrant, together=True, breaks=True),
             backend="aot_eager",
         )
         for model in (stock, compiled):

@@ -22,6 +22,7 @@ from tests.multi_process.ddp_cases.cuda_graphs import recording
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
+    PartlyPlain,
     case,
     check_close,
     check_gradients,
@@ -252,16 +253,6 @@ def what_is_read_later_is_stepped_later() -> None:
         (graph,) = inspect_ddp(models[1]).graphs
         assert len(graph.backward.schedule.computes) == len([*models[1].parameters()])
         assert len(inspect_ddp(models[1]).plan.buckets) > 4
-
-
-class PartlyPlain(Net):
-    @compile_core.disable
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.plain(torch.tanh(self.first(x)))
-        return self.third(torch.tanh(self.norm(hidden))) + self.second(hidden)
 
 
 @case()
