@@ -22,12 +22,12 @@ from compile_core.errors import CompileError
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.pipeline import CompiledGraph
 from compile_core.planners import CompileRequest, forms_of, remember_call
-from distributed.agreement import agreement_of
+from distributed.agreement.agreement import agreement_of
 from distributed.ddp_options import DDPOptions
-from distributed.ddp_planner import process_group
 from distributed.eligibility import reason_for_reducer, reason_of_call
-from distributed.gradient_buckets import GradientBuckets
+from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
+from distributed.planning.ddp_planner import process_group
 from distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)

@@ -26,18 +26,18 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.pick import picker
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreed_graphs import AgreedGraphs
-from distributed.agreement import Statement, agreement_of, describe_error
-from distributed.averaging import Averaging
-from distributed.broadcast_buffers import BufferBroadcast
+from distributed.agreement.agreed_graphs import AgreedGraphs
+from distributed.agreement.agreement import Statement, agreement_of, describe_error
+from distributed.agreement.graph_fingerprint import graph_fingerprint
+from distributed.collectives.averaging import Averaging
+from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_options import DDPOptions
-from distributed.ddp_planner import DDPPlanner, process_group, reduced_parameters
-from distributed.gradient_buckets import GradientBuckets, hooked_parameters
-from distributed.graph_fingerprint import graph_fingerprint
-from distributed.parked_reducer import park_reducer
-from distributed.partial_optimizer import PartialOptimizer
-from distributed.settle_plan import PlanSettler
-from distributed.step_in_backward import StepInBackward
+from distributed.gradients.gradient_buckets import GradientBuckets, hooked_parameters
+from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+from distributed.optimizer_steps.step_in_backward import StepInBackward
+from distributed.planning.ddp_planner import DDPPlanner, process_group, reduced_parameters
+from distributed.planning.settle_plan import PlanSettler
+from distributed.reducer.parked_reducer import park_reducer
 
 logger = logging.getLogger(__name__)
 

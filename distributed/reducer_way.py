@@ -20,9 +20,9 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement import agreement_of
-from distributed.ddp_planner import process_group
-from distributed.graph_in_ddp import GraphInDDP, compile_in_ddp
+from distributed.agreement.agreement import agreement_of
+from distributed.planning.ddp_planner import process_group
+from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 
 class ReducerWay:

@@ -57,6 +57,27 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),
 }
 
+# The same of `distributed`: its parts are one idea each, and the files beside them put them together.
+PARTS = ("agreement", "collectives", "optimizer_steps", "gradients", "reducer", "planning")
+DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
+    "agreement": (),
+    "collectives": (),
+    "reducer": (),
+    "optimizer_steps": ("collectives",),
+    "gradients": ("collectives", "optimizer_steps"),
+    "planning": ("collectives", "gradients", "reducer"),
+    "ddp_options": ("collectives",),
+    "eligibility": (),
+    "in_graph_way": (*PARTS, "ddp_options"),
+    "reducer_way": ("agreement", "planning", "reducer"),
+    "compile_ddp": (*PARTS, "ddp_options", "eligibility", "in_graph_way", "reducer_way"),
+    "explaining": (*PARTS, "compile_ddp"),
+    "compile_core_plugin": ("compile_ddp", "reducer"),
+    "distributed": ("compile_ddp", "ddp_options", "explaining"),
+}
+
+LAYERS = {"compile_core": COMPILE_CORE_EDGES, "distributed": DISTRIBUTED_EDGES}
+
 # The compilers inside torch, which this project does without, and the one file that may use them.
 FOREIGN_COMPILERS = (
     "torch._dynamo",
@@ -163,21 +184,22 @@ def check_package_directions(modules: list[Module]) -> list[str]:
     return broken
 
 
-def check_compile_core_layers(modules: list[Module]) -> list[str]:
+def check_layers(modules: list[Module]) -> list[str]:
     broken = []
     for module in modules:
-        if not within(module.name, "compile_core"):
+        package = module.name.split(".")[0]
+        if package not in LAYERS:
             continue
-        layer = layer_of(module.name)
-        if layer not in COMPILE_CORE_EDGES:
-            broken.append(f"{module.path}:1: compile_core.{layer} is not declared in COMPILE_CORE_EDGES")
+        edges, layer = LAYERS[package], layer_of(module.name)
+        if layer not in edges:
+            broken.append(f"{module.path}:1: {package}.{layer} is not declared in {package.upper()}_EDGES")
             continue
         for item in module.imports:
-            if not within(item.target, "compile_core"):
+            if not within(item.target, package):
                 continue
             other = layer_of(item.target)
-            if other != layer and other not in COMPILE_CORE_EDGES[layer]:
-                may = ", ".join(COMPILE_CORE_EDGES[layer]) or "no sibling"
+            if other != layer and other not in edges[layer]:
+                may = ", ".join(edges[layer]) or "no sibling"
                 broken.append(
                     f"{module.path}:{item.line}: imports {item.target}, but {layer} may import {may}"
                 )
@@ -272,7 +294,7 @@ def check_file_names(modules: list[Module]) -> list[str]:
 
 CHECKS: tuple[Callable[[list[Module]], list[str]], ...] = (
     check_package_directions,
-    check_compile_core_layers,
+    check_layers,
     check_no_imports_inside_functions,
     check_no_foreign_compiler,
     check_acyclic,
@@ -294,17 +316,26 @@ BROKEN_TREES = [
     (check_package_directions, {"bucketing/a.py": "from compile_core import api\n"}, "bucketing/a.py:1:"),
     (check_package_directions, {"distributed/a.py": "\nimport tests.conftest\n"}, "distributed/a.py:2:"),
     (
-        check_compile_core_layers,
+        check_layers,
         {"compile_core/ir/a.py": "from compile_core import pipeline\n", "compile_core/pipeline.py": ""},
         "compile_core/ir/a.py:1:",
     ),
     (
-        check_compile_core_layers,
+        check_layers,
         {"compile_core/lowering/a.py": "from ..runtime import b\n", "compile_core/runtime/b.py": ""},
         "compile_core/lowering/a.py:1:",
     ),
-    (check_compile_core_layers, {"compile_core/ir/a.py": "import compile_core\n"}, "compile_core/ir/a.py:1:"),
-    (check_compile_core_layers, {"compile_core/novelty.py": ""}, "compile_core/novelty.py:1:"),
+    (check_layers, {"compile_core/ir/a.py": "import compile_core\n"}, "compile_core/ir/a.py:1:"),
+    (check_layers, {"compile_core/novelty.py": ""}, "compile_core/novelty.py:1:"),
+    (
+        check_layers,
+        {
+            "distributed/reducer/a.py": "from distributed.planning.b import x\n",
+            "distributed/planning/b.py": "",
+        },
+        "distributed/reducer/a.py:1:",
+    ),
+    (check_layers, {"distributed/novelty.py": ""}, "distributed/novelty.py:1:"),
     (
         check_no_imports_inside_functions,
         {"distributed/a.py": "def f():\n    import bucketing\n"},
@@ -352,7 +383,7 @@ def test_rules_allow_what_they_should(tmp_path):
         "compile_core/backends/inductor.py": "from torch._inductor import compile_fx\n",
         "bucketing/__init__.py": "from .plan import plan\n",
         "bucketing/plan.py": "from compile_core.errors import A\ndef plan():\n    import matplotlib\n",
-        "distributed/a.py": "import bucketing, compile_core\n",
+        "distributed/compile_ddp.py": "import bucketing, compile_core\n",
     }
     write_tree(tmp_path, files)
     modules = read_modules(tmp_path)

@@ -29,8 +29,8 @@ from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.pipeline import compile_graph
 from compile_core.runtime.executable import Executable, link
-from distributed.cut_backward import cut_backward
-from distributed.plan_segments import GPU, plan_segments
+from distributed.planning.cut_backward import cut_backward
+from distributed.planning.plan_segments import GPU, plan_segments
 from tests.bench.ddp_steps import load_model
 
 # By name what a cut is said to cost: from one region to many.

@@ -11,7 +11,7 @@ from torch import nn
 
 import compile_core
 from distributed import inspect_ddp
-from distributed.parked_reducer import is_parked, park_reducer
+from distributed.reducer.parked_reducer import is_parked, park_reducer
 from tests.multi_process.ddp_harness import (
     Net,
     PartlyPlain,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.averaging import WIRE_TYPES
+from distributed.collectives.averaging import WIRE_TYPES
 from tests.multi_process.ddp_harness import (
     Net,
     case,

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import compile_core
 from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.stock_buckets import stock_buckets
+from distributed.reducer.stock_buckets import stock_buckets
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,

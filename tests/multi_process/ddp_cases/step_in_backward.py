@@ -14,10 +14,11 @@ from torch import nn
 
 import compile_core
 from compile_core.ir.regions import graph_results
-from distributed import DDPOptions, compile_ddp, ddp_planner, inspect_ddp
-from distributed.cut_backward import Segment
-from distributed.step_in_backward import StepInBackward
-from tests.distributed.test_cut_backward import cut_behind
+from distributed import DDPOptions, compile_ddp, inspect_ddp
+from distributed.optimizer_steps.step_in_backward import StepInBackward
+from distributed.planning import ddp_planner
+from distributed.planning.cut_backward import Segment
+from tests.distributed.planning.test_cut_backward import cut_behind
 from tests.multi_process.ddp_cases.cuda_graphs import recording
 from tests.multi_process.ddp_harness import (
     DEVICE,

@@ -1,0 +1,145 @@
+"""Measures what a bucket plan is chosen from: when gradients become ready, and what an all-reduce takes.
+
+In the rounds that are measured nothing is reduced before the backward has computed everything, so the times are those
+of computing alone. The link is measured by all-reduces of several sizes. What ranks measured is reduced to the latest,
+since a bucket waits for the last rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from bucketing.cost_model import CostModel
+from bucketing.link_model import LinkModel, fit_link_model
+from distributed.collectives.averaging import Averaging
+
+_REPETITIONS = 4
+_IN_A_ROW = 4
+_SMALLEST_BYTES = 4096
+
+
+class Clock(Protocol):
+    """Marks moments of a device's work."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks; may wait for the second."""
+        ...
+
+
+class HostClock:
+    """For CPU tensors, whose work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class DeviceClock:
+    """Events on the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+class ReadyTimes:
+    """Notes when gradients become ready; one observer of ``GradientBuckets`` for a few rounds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._rounds: list[tuple[dict[str, float], float]] = []
+        self._began: Any = None
+        self._arrivals: list[tuple[Sequence[str], Any]] = []
+
+    def round_began(self) -> None:
+        self._began, self._arrivals = self._clock.mark(), []
+
+    def gradients_arrived(self, names: Sequence[str]) -> None:
+        self._arrivals.append((names, self._clock.mark()))
+
+    def all_computed(self) -> None:
+        end_s = self._clock.seconds(self._began, self._clock.mark())
+        # What comes several times is ready at the last.
+        ready_s = {
+            name: self._clock.seconds(self._began, mark) for names, mark in self._arrivals for name in names
+        }
+        self._rounds.append((ready_s, end_s))
+
+    def medians(self, names: Sequence[str]) -> tuple[list[float], float]:
+        """Over the rounds, when each gradient was ready and when the backward ended, in seconds since its begin.
+        A gradient that did not come counts as ready at the end."""
+        end_s = statistics.median(end_s for _, end_s in self._rounds)
+        ready_s = [
+            min(statistics.median(found.get(name, end) for found, end in self._rounds), end_s)
+            for name in names
+        ]
+        return ready_s, end_s
+
+
+def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int) -> LinkModel:
+    """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: what the host does to start
+    one is not part of it. A collective, called on all ranks of the group."""
+    clock = clock_of(device)
+    numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
+    buffer = torch.zeros(numel, dtype=torch.float32, device=device)
+    sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
+    samples = []
+    for size in sizes:
+        part, seconds = buffer[:size], []
+        for _ in range(_REPETITIONS):
+            start = clock.mark()
+            for work in [averaging.start(part) for _ in range(_IN_A_ROW)]:
+                work.wait()
+            seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
+        # The first of a size may set connections up.
+        samples.append((part.numel() * 4, max(statistics.median(seconds[1:]), 1e-9)))
+    return fit_link_model(samples)
+
+
+def agreed_costs(
+    names: Sequence[str],
+    times: ReadyTimes,
+    averaging: Averaging,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    largest_bytes: int,
+) -> CostModel:
+    """The costs that hold for all ranks; a collective, called on all ranks of the group.
+
+    Args:
+        names: of the gradients, in the same order on all ranks.
+        times: measured on this rank.
+        largest_bytes: of the largest bucket there may be.
+    """
+    ready_s, end_s = times.medians(names)
+    link = measure_link(averaging, device, largest_bytes)
+    values = torch.tensor(
+        [*ready_s, end_s, link.startup_s, link.seconds_per_byte], dtype=torch.float64, device=device
+    )
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    group.allreduce([values], options).wait()
+    *ready, end_s, startup_s, seconds_per_byte = values.tolist()
+    return CostModel(dict(zip(names, ready, strict=True)), end_s, LinkModel(startup_s, seconds_per_byte))

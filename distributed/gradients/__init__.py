@@ -1,0 +1,1 @@
+"""Where gradients lie, and the rounds in which they are reduced."""

@@ -1,0 +1,391 @@
+"""Gradients come in, are averaged over ranks bucket by bucket, and become ``param.grad``.
+
+They come on two ways. A compiled backward stores its gradients at their places in the buckets and says so: this class
+is its communicator. All others are accumulated by autograd's engine as usual, and copied into the buckets then: those
+of parameters that eager code between compiled graphs uses, that have hooks, or that are used outside of the module,
+as by weight decay written into the loss.
+
+A *round* is one backward. When it reaches a result of the module, or when its first gradient comes, the engine is asked
+what it is going to run, so it is known how many contributions each gradient will get; a bucket is started when the last
+one has come to its last gradient. At the end of the backward what is left is started, everything is awaited, and
+gradients are set. So each backward reduces each bucket once, in the plan's order, whichever way this rank's gradients
+take: ranks that run other programs for the same module, one of them in plain Python say, still add up the same numbers.
+
+What a gradient held before, from backwards under ``no_sync()`` or without ``zero_grad()``, is added before the bucket
+is reduced: the mean of the sums is what stock DDP computes. Afterwards ``param.grad`` is a view of its bucket, unless
+it was a tensor of the user's. As in stock DDP, a backward whose forward did not go through the module is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from bucketing.bucket import BucketPlan
+from compile_core.errors import CompileError, InternalError
+from compile_core.ir.tensor_spec import contiguous_strides
+from distributed.collectives.averaging import Averaging, Work
+from distributed.collectives.measure_costs import ReadyTimes
+from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
+from distributed.gradients.reduction_round import ReductionRound
+from distributed.optimizer_steps.step_in_backward import StepInBackward
+
+# torch exports these without declaring them.
+_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class GradientObserver(Protocol):
+    """Told what happens in a round, to measure it."""
+
+    def gradients_arrived(self, names: Sequence[str]) -> None: ...
+
+    def collective_starting(self, bucket: int) -> None: ...
+
+    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
+
+
+def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those with hooks, whose gradients must hence pass through autograd's engine."""
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    )
+
+
+class GradientBuckets:
+    """The communicator of one ``DistributedDataParallel`` module; see ``compile_core.ir.communicator``.
+
+    Args:
+        parameters: those whose gradients are reduced, by name.
+        group: over which ranks.
+        averaging: how buckets are reduced; an attribute, too.
+        wait_on_host: waits for a collective that no stream waits for, and raises if another rank will not take part.
+        stepper: steps an optimizer in the rounds, if one is to be.
+
+    Attributes:
+        factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
+        strides: of the places that are not contiguous, as the parameters lay when this was made. Programs are compiled
+            for these, so they stay.
+        expecting: a forward of the module ran whose backward has not ended yet.
+        missing: the parameters that got no gradient in the rounds since the last forward.
+        rounds: how many have ended.
+        ready_times: measures rounds, in which everything is reduced last.
+        observer: is told of rounds.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: dist.ProcessGroup,
+        averaging: Averaging,
+        wait_on_host: Callable[[Any], None],
+        stepper: StepInBackward | None = None,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._all_strides = {name: gradient_strides(parameter) for name, parameter in parameters.items()}
+        self.strides = {
+            name: strides
+            for name, strides in self._all_strides.items()
+            if strides != contiguous_strides(tuple(parameters[name].shape))
+        }
+        self.group = group
+        self.factor = averaging.factor
+        self.expecting = False
+        self.missing: tuple[str, ...] = ()
+        self._awaited: set[str] = set()
+        self.rounds = 0
+        self.ready_times: ReadyTimes | None = None
+        self.observer: GradientObserver | None = None
+        self.averaging = averaging
+        self._stepper = stepper
+        device = next(iter(self.parameters.values())).device
+        self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self._anchor_node = get_gradient_edge(self.anchor).node
+        # Nobody else keeps these alive, and hooks go with them.
+        self._nodes = {name: get_gradient_edge(parameter).node for name, parameter in self.parameters.items()}
+        for name, node in self._nodes.items():
+            node.register_prehook(self._backward_reaches)
+            node.register_hook(functools.partial(self._accumulated, name))
+        self._buffers: BucketBuffers | None = None
+        # Nodes of compiled programs that may still run, and what each will store.
+        self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
+        self._round: ReductionRound | None = None
+        # During a round, what ``param.grad`` was before it.
+        self._before: dict[str, torch.Tensor] = {}
+        # Of those that a program stores, the value of before.
+        self._set_aside: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+        # What the program that runs, and the one that runs next, leaves undefined.
+        self._absent: frozenset[str] = frozenset()
+        self._next_absent: frozenset[str] = frozenset()
+        self._works: list[Work] = []
+        # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
+        self._storing = True
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The plan in use; ``None`` before the first."""
+        return None if self._buffers is None else self._buffers.plan
+
+    def place(self, name: str) -> torch.Tensor:
+        """Where a parameter's gradient lies in its bucket, once there is a plan."""
+        assert self._buffers is not None
+        return self._buffers.places[name]
+
+    def adopt(self, plan: BucketPlan) -> None:
+        """Uses this plan from now on; gradients that lie in the buckets of the one before move.
+
+        Raises:
+            InternalError: a backward is under way.
+        """
+        if self._round is not None:
+            raise InternalError("bucket plans cannot change during a backward")
+        before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters, self._all_strides)
+        for name, parameter in self.parameters.items():
+            if before is not None and parameter.grad is not None and before.hold(name, parameter.grad):
+                parameter.grad = self._buffers.places[name].copy_(parameter.grad)
+
+    def begin_forward(self) -> None:
+        """A call of the module begins: what an unfinished backward has left is cleared away."""
+        if self._round is not None and _backward_number() == -1:
+            for work in self._works:
+                self._wait(work)
+            self._clear()
+            if self._stepper is not None:
+                self._stepper.abandon_round()
+        if self._stepper is not None and self._round is None:
+            self._stepper.begin_forward()
+
+    def expect_backward(self, result: Any) -> None:
+        """A synchronised call of the module ended: the backward that reaches its result is a round.
+
+        A round must begin in the backward that the program asked for, or it would end with the first of those that
+        reentrant checkpoints run inside of it.
+        """
+        self.expecting = True
+        self._awaited = set(self.parameters)
+        results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        for node in {value.grad_fn for value in results if value.grad_fn is not None}:
+            node.register_prehook(self._backward_reaches)
+
+    def expect(self, node: Any, names: Sequence[str]) -> None:
+        if len(self._announced) >= 16:
+            self._announced = [entry for entry in self._announced if entry[0]() is not None]
+        self._announced.append((weakref.ref(node), names))
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        self._next_absent = frozenset(names)
+
+    def begin(self) -> None:
+        self._absent, self._next_absent = self._next_absent, frozenset()
+        self._storing = _will_run(self._anchor_node)
+        if self._storing and self._round is None:
+            self._open_round()
+        if self._storing and self._stepper is not None:
+            self._stepper.program_begins()
+
+    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
+        if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
+            return None
+        return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
+
+    def destination(self, name: str) -> torch.Tensor:
+        place = self.place(name)
+        stored = not self._storing or self._round is None or name in self._round.stored
+        if not stored:
+            return place
+        scratch = self._scratch[name] = torch.empty_like(place)
+        return scratch
+
+    def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
+        if not self._storing:
+            self._scratch.clear()
+            return
+        assert self._round is not None and self._buffers is not None
+        for name, contribution in self._scratch.items():
+            if name not in self._absent:
+                self._refuse_late(name)
+                self._buffers.places[name].add_(contribution)
+        self._scratch.clear()
+        if self._absent:
+            self._round.nothing_comes([name for name in names if name in self._absent])
+            names = [name for name in names if name not in self._absent]
+        if names:
+            self._note(names)
+        if self._stepper is not None:
+            self._stepper.region_ended(values)
+
+    def _backward_reaches(self, *_: Any) -> None:
+        """Before the engine runs the node of a result of the module, or accumulates a gradient."""
+        if self.expecting and self._round is None and self._buffers is not None:
+            self._open_round()
+
+    def _accumulated(self, name: str, *_: Any) -> None:
+        """The engine has accumulated a gradient."""
+        if self._round is None:
+            return
+        assert self._buffers is not None
+        parameter = self.parameters[name]
+        found = parameter.grad
+        if found is not None:
+            self._refuse_late(name)
+            place = self._buffers.places[name]
+            if name in self._round.stored:
+                place.add_(found.detach(), alpha=self.factor)
+            else:
+                torch.mul(found.detach(), self.factor, out=place)
+            # Should more come, it comes alone.
+            parameter.grad = None
+        self._note((name,))
+
+    def _open_round(self) -> None:
+        assert self._buffers is not None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
+        announced: dict[str, int] = {}
+        # Programs store nothing where only gradients of inputs are asked for.
+        for reference, names in self._announced if _will_run(self._anchor_node) else ():
+            node = reference()
+            if node is not None and _will_run(node):
+                for name in names:
+                    announced[name] = announced.get(name, 0) + 1
+        by_programs = set(announced)
+        # Those with hooks come through the engine, and their hooks see them accumulated.
+        hooked = hooked_parameters(self.parameters)
+        self._refuse_new_hooks(hooked & by_programs)
+        by_engine = {name for name, node in self._nodes.items() if _will_run(node)}
+        for name in by_engine:
+            announced[name] = announced.get(name, 0) + 1
+        plan = self._buffers.plan
+        self._round = ReductionRound(
+            ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets), announced
+        )
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None:
+                self._before[name] = gradient
+                if name in by_programs or not (name in by_engine or name in hooked):
+                    mine = self._buffers.hold(name, gradient)
+                    self._set_aside[name] = gradient.clone() if mine else gradient
+                    parameter.grad = None
+        if self._stepper is not None:
+            self._stepper.begin_round(name for name in by_programs - by_engine if not self._is_users(name))
+        if self.ready_times is not None:
+            self.ready_times.round_began()
+
+    def _give(self, name: str) -> None:
+        """Sets the parameter's gradient."""
+        assert self._buffers is not None and self._round is not None
+        place = self._buffers.places[name]
+        if self._is_users(name):
+            self.parameters[name].grad = self._before[name].copy_(place)
+        elif name in self._before or name in self._round.stored:
+            self.parameters[name].grad = place
+
+    def _is_users(self, name: str) -> bool:
+        """Whether the gradient before this round is a tensor of the user's, which then stays the gradient."""
+        assert self._buffers is not None
+        before = self._before.get(name)
+        return before is not None and not self._buffers.hold(name, before)
+
+    def _note(self, names: Sequence[str]) -> None:
+        assert self._round is not None
+        self._round.arrived(names)
+        if self.observer is not None:
+            self.observer.gradients_arrived(names)
+        if self.ready_times is not None:
+            self.ready_times.gradients_arrived(names)
+            return
+        for bucket in self._round.take_complete():
+            self._start(bucket)
+
+    def _start(self, bucket: int) -> None:
+        assert self._buffers is not None and self._round is not None
+        for parameter in self._buffers.plan.buckets[bucket].parameters:
+            self._complete(parameter.name)
+        flat = self._buffers.flat[bucket]
+        if self.observer is not None:
+            self.observer.collective_starting(bucket)
+        work = self.averaging.start(flat)
+        self._works.append(work)
+        if self._stepper is not None:
+            names = [parameter.name for parameter in self._buffers.plan.buckets[bucket].parameters]
+            for name in names:
+                if not self._is_users(name):
+                    self._give(name)
+            self._stepper.reducing(names, work)
+        if self.observer is not None:
+            self.observer.collective_started(bucket, self.averaging.wire_bytes(flat), work)
+
+    def _complete(self, name: str) -> None:
+        """Adds what the gradient was before this round, where that is not part of it yet."""
+        assert self._buffers is not None and self._round is not None
+        place = self._buffers.places[name]
+        is_stored, before = name in self._round.stored, self._before.get(name)
+        if is_stored or before is None:
+            if not is_stored:
+                place.zero_()
+            elif name in self._set_aside:
+                place.add_(self._set_aside[name], alpha=self.factor)
+            return
+        torch.mul(self._set_aside.get(name, before), self.factor, out=place)
+
+    def _end_round(self) -> None:
+        assert self._round is not None and self._buffers is not None
+        if not self._round.has_begun:
+            # No gradient of a parameter was asked for.
+            for name in self._set_aside:
+                self.parameters[name].grad = self._before[name]
+            self._clear(expecting=self.expecting)
+            return
+        if self.ready_times is not None:
+            self.ready_times.all_computed()
+        with torch.no_grad():
+            for bucket in self._round.take_rest():
+                self._start(bucket)
+            for work in self._works:
+                self._wait(work)
+            stored = self._round.stored
+            self._awaited -= stored
+            self.missing = tuple(name for name in self.parameters if name in self._awaited)
+            for name in self.parameters:
+                self._give(name)
+            if self._stepper is not None:
+                self._stepper.end_round(self._buffers.flat)
+        # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
+        self._clear(expecting=bool(self.missing))
+        self.rounds += 1
+
+    def _clear(self, expecting: bool = False) -> None:
+        self._round = None
+        self.expecting = expecting
+        self._works.clear()
+        self._before.clear()
+        self._set_aside.clear()
+        self._scratch.clear()
+
+    def _refuse_new_hooks(self, names: Iterable[str]) -> None:
+        """Programs that store gradients were chosen in the forward, and go round the hooks of parameters."""
+        if names:
+            raise CompileError(
+                f"hooks were registered on {', '.join(sorted(names))} between the forward and the backward of a "
+                f"compiled DistributedDataParallel module; register them before the forward"
+            )
+
+    def _refuse_late(self, name: str) -> None:
+        assert self._round is not None
+        if self._round.is_started(name):
+            raise CompileError(
+                f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
+                f"with use_reentrant=True; pass use_reentrant=False"
+            )

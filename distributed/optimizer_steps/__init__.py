@@ -1,0 +1,1 @@
+"""An optimizer that steps for some parameters at a time, under the backward."""

@@ -1,0 +1,145 @@
+"""Optimizer steps under the backward: a bucket's parameters are updated as soon as its gradients are averaged.
+
+A parameter may be updated when nothing later in this backward reads it. For one whose gradient comes from compiled
+programs alone, the programs tell (``parameter_readers``): all that contribute to its gradient have done so when its
+bucket is reduced, and the one that runs says what it still reads. All others are stepped at the end of the round.
+What reads a parameter without that, as code between graphs that detaches it, finds it changed, which is torch's
+usual error.
+
+On a GPU the steps run on a stream of their own, behind their collectives and behind whatever was computed until then;
+the end of the backward waits for it. On the CPU a bucket is stepped when gradients arrive and its collective is found
+done, so the backward is never blocked.
+
+One backward is one step. Nothing is stepped under ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from distributed.collectives.averaging import Work
+from distributed.optimizer_steps.parameter_readers import ParameterReaders
+from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+
+
+class StepInBackward:
+    """Told by ``GradientBuckets`` what happens in its rounds.
+
+    Args:
+        optimizer: what is stepped.
+        parameters: those of the buckets, by name.
+        on_streams: see ``Averaging``.
+    """
+
+    def __init__(
+        self, optimizer: PartialOptimizer, parameters: Mapping[str, torch.nn.Parameter], on_streams: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._device = next(iter(parameters.values())).device
+        self._stream = torch.cuda.Stream(self._device) if on_streams else None
+        self._readers = ParameterReaders({})
+        self._early: frozenset[str] = frozenset()
+        self._reduced: list[tuple[frozenset[str], Work]] = []
+        self._stepped: set[str] = set()
+        # Gradients as the last round left them: buffers, with their versions.
+        self._left: list[tuple[torch.Tensor, int]] = []
+        self._zeroes_in_place = False
+
+    def begin_round(self, early: Iterable[str]) -> None:
+        """
+        Args:
+            early: the parameters whose gradients only compiled programs make.
+        """
+        self._optimizer.begin_round()
+        self._readers = ParameterReaders(self._parameters)
+        self._early = frozenset(name for name in early if self._optimizer.has(self._parameters[name]))
+
+    def program_begins(self) -> None:
+        self._readers.program_begins()
+
+    def reducing(self, names: Iterable[str], work: Work) -> None:
+        """A bucket's collective is under way; its gradients are in place when it is done."""
+        if early := self._early.intersection(names):
+            self._reduced.append((early, work))
+
+    def region_ended(self, values: Mapping[str, torch.Tensor] | None) -> None:
+        """Steps what can be stepped by now; ``values`` as for ``ParameterReaders``."""
+        self._readers.region_ended(values)
+        left = []
+        for names, work in self._reduced:
+            if names & self._readers.read or not (self._stream is not None or work.is_completed()):
+                left.append((names, work))
+                continue
+            if self._stream is None:
+                work.wait()
+                self._step(names)
+                continue
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                work.wait()
+                self._step(names)
+        self._reduced = left
+
+    def end_round(self, buffers: Sequence[torch.Tensor]) -> None:
+        """All collectives are done: steps what is left.
+
+        Args:
+            buffers: in which the gradients lie.
+        """
+        self._step(self._parameters.keys() - self._stepped)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._optimizer.end_round()
+        self._clear()
+        if not self._zeroes_in_place:
+            self._left = [(buffer, buffer._version) for buffer in buffers]
+
+    def abandon_round(self) -> None:
+        """The backward did not come to its end.
+
+        Raises:
+            RuntimeError: part of the parameters had been stepped.
+        """
+        stepped, count = len(self._stepped), len(self._parameters)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._clear()
+        if stepped:
+            raise RuntimeError(
+                f"the last backward ended with an exception when {stepped} of {count} parameters had made their step "
+                "already (step_in_backward): the model is between two steps. Load the last checkpoint, or go on with "
+                "it as it is: this error comes once"
+            )
+
+    def begin_forward(self) -> None:
+        """
+        Raises:
+            RuntimeError: somebody has changed the gradients since, which comes too late.
+        """
+        left, self._left = self._left, []
+        changed = [buffer for buffer, version in left if buffer._version != version]
+        if not changed:
+            return
+        # Gradients that are set to zero look the same; whoever does that does it always.
+        self._zeroes_in_place = not any(bool(buffer.any()) for buffer in changed)
+        if not self._zeroes_in_place:
+            raise RuntimeError(
+                "gradients were changed after the backward, but DDPOptions(step_in_backward=...) had made the step by "
+                "then, so that had no effect: clip_grad_norm_ and the like need a compilation without "
+                "step_in_backward, and optimizer.step()"
+            )
+
+    def _step(self, names: Iterable[str]) -> None:
+        self._stepped.update(names)
+        with torch.no_grad():
+            # In the module's order, whichever bucket they are in.
+            chosen = set(names)
+            self._optimizer.step(self._parameters[name] for name in self._parameters if name in chosen)
+
+    def _clear(self) -> None:
+        self._early = frozenset()
+        self._reduced.clear()
+        self._stepped.clear()

@@ -1,0 +1,111 @@
+"""Plans the backwards of a ``DistributedDataParallel`` module's graphs, and the buckets that they fill together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bucketing.bucket import BucketPlan, Parameter
+from bucketing.reducer_plan import reducer_plan
+from compile_core.ir.communicator import Communicator
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.regions import graph_results, whole_schedule
+from compile_core.ir.schedule import Schedule
+from distributed.gradients.gradient_buckets import GradientBuckets
+from distributed.planning.cut_backward import cut_backward
+from distributed.planning.plan_segments import plan_segments
+from distributed.reducer.stock_buckets import bucket_limits
+
+
+def process_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """The group that the module reduces over."""
+    group = ddp.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients the module reduces, by name; a tied one has its first name only."""
+    # Asked of DDP itself: a tied one counts under all of its names, some of which may be those to ignore.
+    reduced = set(ddp._build_params_for_reducer()[0])
+    return {name: parameter for name, parameter in ddp.module.named_parameters() if parameter in reduced}
+
+
+def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Parameter]:
+    """Parameters as planning sees them, by name."""
+    # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
+    labels = {
+        device: device.type if place == 0 else f"{device.type} ({place + 1} of {len(devices)})"
+        for place, device in enumerate(devices)
+    }
+    return {
+        name: Parameter(
+            name, parameter.numel(), parameter.element_size(), str(parameter.dtype), labels[parameter.device]
+        )
+        for name, parameter in parameters.items()
+    }
+
+
+class DDPPlanner:
+    """A ``SchedulePlanner`` for one module.
+
+    Graphs are cut into segments when they are compiled; which segments' gradients share a bucket is decided apart from
+    that, once for all graphs of the module.
+
+    Attributes:
+        buckets: where gradients go.
+        hooked: parameters whose gradients the graph that is planned next must leave to the engine.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+        self._ddp = ddp
+        self.buckets = buckets
+        self.hooked: frozenset[str] = frozenset()
+        # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
+        # the same for all sizes, which ranks may differ in; the order of segments is not.
+        self._ready: list[list[str]] = []
+
+    def plan_backward(
+        self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Schedule, Communicator | None]:
+        """The backward cut into segments; see ``SchedulePlanner``."""
+        assert graph.backward is not None
+        gradients = self._gradients(graph, inputs)
+        if not gradients:
+            return whole_schedule("backward", graph.backward), None
+        segments = plan_segments(graph.backward, gradients)
+        place = {node: number for number, node in enumerate(graph.backward.graph.nodes)}
+        results = graph_results(graph.backward)
+        self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
+        schedule = cut_backward(
+            graph.backward, gradients, segments, self.buckets.factor, self.buckets.strides
+        )
+        return schedule, self.buckets
+
+    def first_plan(self) -> BucketPlan:
+        """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""
+        # The engine runs the backwards of the last graphs first.
+        known = [name for ready in reversed(self._ready) for name in ready]
+        unknown = [name for name in reversed(self.buckets.parameters) if name not in set(known)]
+        return self._pack(list(dict.fromkeys([*known, *unknown])))
+
+    def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
+        """Where gradients to be reduced stand among the backward's results; identity tells parameters."""
+        assert graph.backward is not None
+        names = {id(parameter): name for name, parameter in self.buckets.parameters.items()}
+        found: dict[str, int] = {}
+        results = graph_results(graph.backward)
+        for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):
+            name = names.get(id(inputs[position]))
+            if name is not None and gradient is not None and name not in self.hooked:
+                found[name] = k
+        return found
+
+    def _pack(self, ready: Sequence[str]) -> BucketPlan:
+        """Stock DDP's buckets for gradients that come in this order."""
+        described = describe(self.buckets.parameters)
+        return reducer_plan([described[name] for name in ready], bucket_limits(self._ddp))

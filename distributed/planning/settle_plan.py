@@ -1,0 +1,61 @@
+"""From the first bucket plan to the one that is kept: backwards are measured, and all ranks take what rank 0 plans.
+
+The first plan is stock DDP's. Its first rounds are not measured, since libraries choose their kernels there; in the
+next ones times are taken (see ``measure_costs``), and before the forward that follows the plan is chosen. All ranks
+have ended as many rounds by then, so these collectives meet. Nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from bucketing.cost_model import CostModel
+from bucketing.merge_plan import MergePlan, merge_plan
+from distributed.collectives.measure_costs import ReadyTimes, agreed_costs
+from distributed.gradients.gradient_buckets import GradientBuckets
+
+_FIRST_MEASURED = 2
+_ROUNDS = 3
+
+
+class PlanSettler:
+    """Chooses the plan that is kept.
+
+    Attributes:
+        costs: what was measured, as all ranks agreed; ``None`` before.
+        chosen: the plan in use, with reasons; ``None`` before.
+    """
+
+    def __init__(self, buckets: GradientBuckets) -> None:
+        self._buckets = buckets
+        self._times: ReadyTimes | None = None
+        self.costs: CostModel | None = None
+        self.chosen: MergePlan | None = None
+
+    def begin_forward(self) -> None:
+        """Called before each synchronised forward, on all ranks."""
+        buckets = self._buckets
+        if self.chosen is not None or buckets.plan is None:
+            return
+        if self._times is None and buckets.rounds >= _FIRST_MEASURED:
+            self._times = buckets.ready_times = ReadyTimes(buckets.anchor.device)
+        elif buckets.rounds >= _FIRST_MEASURED + _ROUNDS:
+            assert self._times is not None
+            buckets.ready_times = None
+            self.costs, self.chosen = _choose(buckets, self._times)
+            buckets.adopt(self.chosen.plan)
+
+
+def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, MergePlan]:
+    plan, device = buckets.plan, buckets.anchor.device
+    assert plan is not None
+    # All ranks name them in one order.
+    names = list(buckets.parameters)
+    costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes)
+    chosen: list[MergePlan | None] = [None]
+    if buckets.group.rank() == 0:
+        order = sorted(plan.parameters, key=lambda parameter: costs.ready_s[parameter.name])
+        chosen = [merge_plan(order, costs)]
+    dist.broadcast_object_list(chosen, group=buckets.group, group_src=0, device=device)
+    assert chosen[0] is not None
+    return costs, chosen[0]

@@ -1,0 +1,293 @@
+"""Rounds of agreement, with threads for ranks: what they agree on, and what each is told when they do not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from compile_core.errors import CompileError
+from distributed.agreement import failure_watch
+from distributed.agreement.agreement import Agreement, Statement
+from distributed.agreement.bulletin import Bulletin
+
+GRAPH = Statement("captured another graph", ("input x", "%1 = relu(x)"), ("", "line 3: x.relu()"))
+OTHER = Statement("captured another graph", ("input x", "%1 = tanh(x)"), ("", "line 4: x.tanh()"))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (
+        ("POLL_INTERVAL_S", 0.1),
+        ("_ABORT_AFTER_S", 0.2),
+        ("_LINGER_S", 0.2),
+        ("_SPEAK_S", 0.01),
+    ):
+        monkeypatch.setattr(failure_watch, name, seconds)
+
+
+class Ranks:
+    """Some ranks over one store; ``run`` has each do its part in a thread, and gives what came of it."""
+
+    def __init__(self, size: int = 2) -> None:
+        store = HashStore()
+        self.aborted: list[int] = []
+        self.all = [
+            Agreement(
+                Bulletin(store),
+                rank,
+                range(size),
+                lambda rank=rank: self.aborted.append(rank),
+                lambda: False,
+                True,
+            )
+            for rank in range(size)
+        ]
+
+    def run(self, *parts: Callable[[Agreement], Any]) -> list[Any]:
+        outcomes: list[Any] = [None] * len(parts)
+
+        def play(rank: int) -> None:
+            try:
+                outcomes[rank] = parts[rank](self.all[rank])
+            except BaseException as error:
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        return outcomes
+
+
+def compiling(
+    *statements: Statement, seconds: float = 0, error: BaseException | None = None, timeout_s: float = 5
+) -> Callable[[Agreement], Any]:
+    def compile() -> tuple[str, tuple[Statement, ...]]:
+        time.sleep(seconds)
+        if error is not None:
+            raise error
+        return "compiled", statements
+
+    return lambda agreement: agreement.compile_together("compiles a graph of 2 operators", timeout_s, compile)
+
+
+def training(seconds: float) -> Callable[[Agreement], None]:
+    """Steps of a rank that compiles nothing: it waits in collectives, with an eye on failures."""
+
+    def steps(agreement: Agreement) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            agreement.watch.look()
+            time.sleep(0.02)
+
+    return steps
+
+
+def check_all_told(outcomes: list[Any], *expected: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, CompileError), f"rank {rank}: {outcome!r}"
+        for text in expected:
+            assert text in str(outcome), f"rank {rank}: {outcome}"
+
+
+def test_equal_statements_are_agreed_on_round_by_round() -> None:
+    ranks = Ranks(3)
+    for _ in range(2):
+        assert ranks.run(*[compiling(GRAPH)] * 3) == ["compiled"] * 3
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert Ranks().run(compiling(GRAPH), compiling(GRAPH, seconds=0.2)) == ["compiled"] * 2
+    assert Ranks().run(compiling(GRAPH, seconds=0.2), compiling(GRAPH)) == ["compiled"] * 2
+
+
+def test_another_graph_is_an_error_with_the_first_line_that_differs() -> None:
+    outcomes = Ranks(3).run(compiling(GRAPH), compiling(GRAPH), compiling(OTHER))
+    check_all_told(
+        outcomes,
+        "rank 2 captured another graph than rank 0: '%1 = tanh(x)' where that one has '%1 = relu(x)'",
+        "line 3: x.relu()",
+        "line 4: x.tanh()",
+    )
+
+
+def test_a_reason_of_one_rank_counts_for_all() -> None:
+    ranks = Ranks()
+
+    def settle(agreement: Agreement) -> str:
+        return agreement.settle(
+            "the way of a module", 5, reason="a hook" if agreement is ranks.all[1] else ""
+        )
+
+    assert ranks.run(settle, settle) == ["rank 1: a hook"] * 2
+
+
+def test_a_rank_that_gives_up_ends_those_who_wait_for_it() -> None:
+    def give_up(agreement: Agreement) -> None:
+        agreement.give_up("the first call", 5, "ValueError: no data")
+
+    def settle(agreement: Agreement) -> str:
+        return agreement.settle("the first call", 5, [GRAPH])
+
+    ranks = Ranks()
+    # An error on all ranks is theirs to handle.
+    assert ranks.run(give_up, give_up) == [None, None]
+    assert ranks.run(settle, settle) == ["", ""]
+    outcomes = ranks.run(settle, give_up)
+    check_all_told(outcomes[:1], "rank 1 did not come to an agreement: ValueError: no data")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_crash_in_compilation_ends_the_others_at_once(error: BaseException) -> None:
+    start_s = time.monotonic()
+    outcomes = Ranks(3).run(compiling(GRAPH), compiling(error=error), training(10))
+    assert outcomes[1] is error
+    shown = f"compilation failed on rank 1: {type(error).__name__}"
+    check_all_told([outcomes[0], outcomes[2]], shown)
+    assert time.monotonic() - start_s < 2
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    outcomes = Ranks(3).run(compiling(GRAPH, timeout_s=0.3), compiling(GRAPH, timeout_s=0.3), lambda _: None)
+    check_all_told(outcomes[:2], "rank 2 did not come to an agreement within 0.3 s", "a graph of 2 operators")
+
+
+def test_a_rank_that_goes_on_training_ends_too() -> None:
+    outcomes = Ranks().run(training(10), compiling(GRAPH, timeout_s=0.3))
+    check_all_told(outcomes, "rank 0 did not come to an agreement", "rank 1 compiles a graph of 2 operators")
+
+
+def test_a_rank_that_dies_while_it_compiles_is_named() -> None:
+    def die(agreement: Agreement) -> None:
+        agreement._begin("a graph", 0.3)
+
+    outcomes = Ranks().run(compiling(GRAPH, timeout_s=0.3), die)
+    check_all_told(outcomes[:1], "rank 1 did not end a compilation within 0.3 s")
+    # Also where the others have no part in it.
+    check_all_told(Ranks().run(training(10), die)[:1], "rank 0 did not come to an agreement within 0.3 s")
+
+
+def test_a_rank_may_compile_alone_what_was_agreed_on() -> None:
+    ranks = Ranks()
+    alone = ranks.run(
+        training(0.3), lambda agreement: agreement.compile_alone("compiles a size", 0.5, lambda: "compiled")
+    )
+    assert alone == [None, "compiled"]
+    assert ranks.run(compiling(GRAPH), compiling(GRAPH)) == ["compiled"] * 2
+
+
+def test_a_rank_that_fails_or_dies_compiling_alone_is_named() -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    outcomes = Ranks().run(
+        training(10), lambda agreement: agreement.compile_alone("compiles a size", 5, fail)
+    )
+    check_all_told(outcomes[:1], "compilation failed on rank 1: MemoryError: no room")
+
+    def die(agreement: Agreement) -> None:
+        agreement._bulletin.count("alone", 1)
+        agreement._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 0.3})
+
+    check_all_told(Ranks().run(training(10), die)[:1], "rank 1 compiles a size and did not end within 0.3 s")
+
+
+def test_ranks_that_compile_do_not_mind_others_that_take_as_long() -> None:
+    def alone(agreement: Agreement) -> str:
+        compiled = agreement.compile_alone("compiles a size", 0.2, lambda: time.sleep(0.8) or "compiled")
+        agreement.watch.at_point()
+        return compiled
+
+    assert Ranks().run(alone, alone) == ["compiled"] * 2
+
+
+def test_a_failure_stays() -> None:
+    ranks = Ranks()
+    ranks.run(compiling(GRAPH), compiling(OTHER))
+    check_all_told(ranks.run(compiling(GRAPH), compiling(GRAPH)), "captured another graph")
+
+
+def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+
+    def blocked(agreement: Agreement) -> None:
+        until = time.monotonic() + 15
+        while not ranks.aborted and time.monotonic() < until:
+            time.sleep(0.02)
+        agreement.watch.at_point()
+
+    outcomes = ranks.run(blocked, compiling(error=RuntimeError("a fault")))
+    assert ranks.aborted == [0]
+    check_all_told(outcomes[:1], "compilation failed on rank 1: RuntimeError: a fault")
+    assert "compilation failed on rank 1" in caplog.text
+
+
+class SlowWork:
+    """A collective that is done after some waits, or fails."""
+
+    def __init__(self, waits: int, error: str = "") -> None:
+        self.left, self.error = waits, error
+
+    def wait(self, timeout: Any) -> None:
+        self.left -= 1
+        time.sleep(0.01)
+        if self.left > 0:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return self.left <= 0
+
+
+def test_waiting_for_a_bucket_looks_for_failures() -> None:
+    ranks = Ranks()
+    mine, other = ranks.all
+    mine.watch.wait(SlowWork(3))
+    with pytest.raises(RuntimeError, match="connection closed"):
+        mine.watch.wait(SlowWork(3, "connection closed"))
+    ranks.run(lambda _: None, compiling(error=RuntimeError("a fault")))
+    with pytest.raises(CompileError, match="compilation failed on rank 1"):
+        mine.watch.wait(SlowWork(3, "connection closed"))
+    with pytest.raises(CompileError, match="compilation failed on rank 1"):
+        other.watch.at_point()
+
+
+def test_a_connection_that_ends_is_explained_by_what_a_rank_had_begun() -> None:
+    ranks = Ranks()
+    mine, other = ranks.all
+    other._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 60})
+    mine.watch.wait(SlowWork(3))
+    with pytest.raises(CompileError, match="a connection ended while rank 1 compiles a size"):
+        mine.watch.wait(SlowWork(3, "connection closed"))
+
+
+def test_the_thread_ends_with_its_agreement() -> None:
+    ranks = Ranks()
+    threads = [agreement.watch._thread for agreement in ranks.all]
+    del ranks
+    gc.collect()
+    for thread in threads:
+        thread.join(3)
+        assert not thread.is_alive()
+
+
+def test_nobody_asks_a_store_that_has_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 holds the store and may end first, which is no failure."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    agreement = Agreement(Bulletin(client), 1, range(2), lambda: None, lambda: False, False)
+    agreement.watch.look()
+    del server
+    agreement.watch._thread.join(5)
+    assert not agreement.watch._thread.is_alive()
+    assert not agreement.watch.failure
+    assert "TCPStore" not in capfd.readouterr().err
