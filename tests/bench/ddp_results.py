@@ -4,23 +4,26 @@ about the aims."""
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from tests.bench.ddp_sides import OURS, PEERS
+from tests.bench.ddp_sides import COMPARED_WITH, OURS_UNDER_DDP, PEERS
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One side of one model in one round; the slowest rank's times, the largest rank's memory.
+    """One side of one model; the slowest rank's times, the largest rank's memory.
 
     Attributes:
         link: what the gradients travel over.
         step_ms: the median step.
+        ratio: the median over rows of its step to that of what it is compared with, in the row beside it; ``None``
+            where they were not measured together.
+        sm_mhz: the clock in the middle of a median row; 0 on the CPU.
+        watts: the power, likewise.
         first_s: the first step, with compilation.
         cold: the first step found empty caches.
         peak_gib: of allocated memory during the measured steps, without what earlier sides left; 0 on the CPU.
@@ -36,8 +39,10 @@ class Figures:
     link: str
     model: str
     side: str
-    round: int
     step_ms: float = 0.0
+    ratio: float | None = None
+    sm_mhz: float = 0.0
+    watts: float = 0.0
     first_s: float = 0.0
     cold: bool = False
     peak_gib: float = 0.0
@@ -50,11 +55,11 @@ class Figures:
     failed: bool = False
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
-        return self.link, self.model, self.side, self.round
+    def key(self) -> tuple[str, str, str]:
+        return self.link, self.model, self.side
 
     def __str__(self) -> str:
-        where = f"{self.link} {self.model} {self.side} round {self.round}"
+        where = " ".join(self.key)
         if self.failed:
             return f"{where}: failed: {self.note}"
         text = f"{where}: {self.step_ms:.2f} ms, first {self.first_s:.1f} s, peak {self.peak_gib:.2f} GiB"
@@ -74,77 +79,86 @@ def append_figures(path: Path, figures: Figures) -> None:
         file.write(json.dumps(asdict(figures)) + "\n")
 
 
-@dataclass(frozen=True)
-class _Side:
-    """All rounds of one side that went well."""
-
-    rounds: Sequence[Figures]
-
-    @property
-    def step_ms(self) -> float:
-        return statistics.median(figures.step_ms for figures in self.rounds)
-
-    @property
-    def peak_gib(self) -> float:
-        return max(figures.peak_gib for figures in self.rounds)
-
-
 def table(measured: Iterable[Figures]) -> Table:
-    """A row for each link, model and side; medians of all rounds in one cell."""
-    headers = ("step ms", "cold s", "peak GiB", "buckets", "exposed ms", "predicted", "loss", "")
-    drawn = Table("link", "model", "side", *headers)
-    rows: dict[tuple[str, str, str], list[Figures]] = {}
-    for figures in measured:
-        rows.setdefault(figures.key[:3], []).append(figures)
-    groups = list(dict.fromkeys(key[:2] for key in rows))
-    for (link, model, side), rounds in sorted(rows.items(), key=lambda row: groups.index(row[0][:2])):
-        good = [figures for figures in rounds if not figures.failed]
-        if not good:
-            drawn.add_row(link, model, side, *["–"] * 7, rounds[-1].note.splitlines()[0][:60])
-            continue
-        cold = [figures.first_s for figures in good if figures.cold]
-        exposed = [figures.exposed_ms for figures in good if figures.exposed_ms is not None]
-        predicted = [figures.predicted_ms for figures in good if figures.predicted_ms is not None]
-        drawn.add_row(
-            link,
-            model,
-            side,
-            " / ".join(f"{figures.step_ms:.2f}" for figures in good),
-            f"{cold[0]:.1f}" if cold else "–",
-            f"{max(figures.peak_gib for figures in good):.2f}",
-            str(good[-1].buckets or "–"),
-            " / ".join(f"{ms:.2f}" for ms in exposed) or "–",
-            " / ".join(f"{ms:.2f}" for ms in predicted) or "–",
-            f"{good[0].loss:.4f}",
-            good[-1].note,
-        )
+    """A row for each link, model and side, which holds what was measured last."""
+    headers = (
+        "step ms",
+        "× alone",
+        "MHz",
+        "W",
+        "cold s",
+        "GiB",
+        "buckets",
+        "exposed ms",
+        "predicted",
+        "loss",
+    )
+    drawn = Table("link", "model", "side", *headers, "")
+    for (link, model), sides in _by_model(measured).items():
+        for side, figures in sides.items():
+            if figures.failed:
+                drawn.add_row(link, model, side, *["–"] * len(headers), figures.note.splitlines()[0][:60])
+                continue
+            drawn.add_row(
+                link,
+                model,
+                side,
+                f"{figures.step_ms:.2f}",
+                _or_dash(figures.ratio, ".3f"),
+                _or_dash(figures.sm_mhz or None, ".0f"),
+                _or_dash(figures.watts or None, ".0f"),
+                _or_dash(figures.first_s if figures.cold else None, ".1f"),
+                _or_dash(figures.peak_gib or None, ".2f"),
+                _or_dash(figures.buckets or None, "d"),
+                _or_dash(figures.exposed_ms, ".2f"),
+                _or_dash(figures.predicted_ms, ".2f"),
+                f"{figures.loss:.4f}",
+                figures.note,
+            )
     return drawn
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _by_model(measured: Iterable[Figures]) -> dict[tuple[str, str], dict[str, Figures]]:
+    """By link and model, of each side the last."""
+    groups: dict[tuple[str, str], dict[str, Figures]] = {}
+    for figures in measured:
+        groups.setdefault((figures.link, figures.model), {})[figures.side] = figures
+    return groups
 
 
 def summary(measured: Iterable[Figures]) -> list[str]:
     """For each link and model what the figures say about the aims, as far as they are there."""
-    groups: dict[tuple[str, str], dict[str, list[Figures]]] = {}
-    for figures in measured:
-        if not figures.failed:
-            groups.setdefault((figures.link, figures.model), {}).setdefault(figures.side, []).append(figures)
     lines = []
-    for (link, model), sides in groups.items():
-        by_side = {name: _Side(rounds) for name, rounds in sides.items()}
-        lines += [f"{link} {model}: {line}" for line in _aims(by_side)]
+    for (link, model), sides in _by_model(measured).items():
+        good = {name: figures for name, figures in sides.items() if not figures.failed}
+        lines += [f"{link} {model}: {line}" for line in _aims(good)]
     return lines
 
 
-def _aims(sides: dict[str, _Side]) -> list[str]:
+def _aims(sides: dict[str, Figures]) -> list[str]:
     lines = []
     peers = {name: sides[name].step_ms for name in PEERS if name in sides}
     best = min(peers, key=lambda name: peers[name], default=None)
-    for name, alone in OURS.items():
+    floors = [
+        f"{sides[name].ratio:.3f} {text}"
+        for name, text in (
+            ("ours-joined", "joined at the end"),
+            ("ours-beside", "with all-reduces beside it"),
+        )
+        if name in sides and sides[name].ratio is not None
+    ]
+    for name in OURS_UNDER_DDP:
         if name not in sides:
             continue
+        alone, step_ms = COMPARED_WITH[name], sides[name].step_ms
         parts = []
-        step_ms = sides[name].step_ms
-        if alone in sides:
-            parts.append(f"{step_ms / sides[alone].step_ms:.3f} of {alone}")
+        if sides[name].ratio is not None:
+            more = f" ({', '.join(floors)})" if floors and alone == "ours" else ""
+            parts.append(f"{sides[name].ratio:.3f} of {alone}{more}")
         if best is not None:
             parts.append(f"{100 * (1 - step_ms / peers[best]):+.1f}% faster than {best}")
         if "ours-forward" in sides and "all-reduce" in sides and alone in sides:
@@ -153,10 +167,8 @@ def _aims(sides: dict[str, _Side]) -> list[str]:
             parts.append(
                 f"{step_ms / floor_ms:.3f} of max(compute, forward + all-reduce) = {floor_ms:.2f} ms"
             )
-        if "inductor" in sides and sides["inductor"].peak_gib:
-            limit_gib = sides["inductor"].peak_gib + sides[name].rounds[0].gradient_gib
-            parts.append(
-                f"{sides[name].peak_gib - limit_gib:+.2f} GiB over inductor's peak and the gradients"
-            )
+        if alone in sides and sides[alone].peak_gib:
+            limit_gib = sides[alone].peak_gib + sides[name].gradient_gib
+            parts.append(f"{sides[name].peak_gib - limit_gib:+.2f} GiB over the peak alone and the gradients")
         lines.append(f"{name}: {'; '.join(parts)}")
     return lines

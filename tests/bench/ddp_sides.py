@@ -1,5 +1,10 @@
 """What ``ddp_training`` measures: stock DDP, eager and under ``torch.compile``; ours; and the floors under both.
 
+Not all that DDP costs is a matter of when all-reduces start. What any schedule pays is measured by our step without DDP
+and something beside it: a tiny all-reduce at its end, for which ranks wait as for gradients (``ours-joined``), and one
+of as many bytes as all gradients have, which nothing waits for before the backward ends (``ours-beside``): it takes
+power, memory bandwidth and multiprocessors from what is computed meanwhile.
+
 A side is a context manager that takes a model and its inputs, and gives a step to call again and again. Settings that
 a side needs hold inside of the context only.
 """
@@ -24,7 +29,11 @@ import compile_core
 
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., Tensor]
+# What a backward runs in.
+Around = Callable[[], AbstractContextManager[Any]]
 MEBIBYTE = 2**20
+# All-reduces beside a backward: many would cost start-ups.
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,11 @@ def _training(
     inputs: Inputs,
     settings: Callable[[], AbstractContextManager[Any]] = nullcontext,
     backward: bool = True,
+    around_backward: Callable[[nn.Module], Around] = lambda _: nullcontext,
 ) -> Iterator[Running]:
     with settings():
         call = wrap(model)
+        around = around_backward(model)
         device_type = next(model.parameters()).device.type
 
         def step() -> Tensor:
@@ -60,7 +71,8 @@ def _training(
             with torch.autocast(device_type, torch.bfloat16):
                 loss = call(**inputs)
             if backward:
-                loss.backward()
+                with around():
+                    loss.backward()
             return loss.detach()
 
         yield Running(step, call)
@@ -69,18 +81,44 @@ def _training(
 @contextmanager
 def _all_reduces(bucket_bytes: int | None, model: nn.Module, inputs: Inputs) -> Iterator[Running]:
     """All gradients and nothing else, in buffers of this size or in one."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    numel = sum(parameter.numel() for parameter in parameters)
-    flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = _like_all_gradients(model)
     buckets: Sequence[Tensor] = [flat] if bucket_bytes is None else flat.split(bucket_bytes // flat.itemsize)
 
     def step() -> None:
-        works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
-        for work in works:
-            assert work is not None
-            work.wait()
+        with _reducing(buckets):
+            pass
 
     yield Running(step)
+
+
+def _like_all_gradients(model: nn.Module) -> Tensor:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in parameters)
+    return torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+
+
+@contextmanager
+def _reducing(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """All-reduces run from the beginning of the context on, and have ended behind it."""
+    works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+    yield
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+@contextmanager
+def _then_reducing(buffer: Tensor) -> Iterator[None]:
+    yield
+    dist.all_reduce(buffer)
+
+
+def _joined(model: nn.Module) -> Around:
+    return partial(_then_reducing, _like_all_gradients(model)[:1].clone())
+
+
+def _beside(model: nn.Module) -> Around:
+    return partial(_reducing, _like_all_gradients(model).chunk(_FEW))
 
 
 def _ddp(module: nn.Module) -> DistributedDataParallel:
@@ -127,6 +165,8 @@ SIDES: Mapping[str, Side] = {
     "all-reduce": partial(_all_reduces, None),
     "ours": partial(_training, compile_core.compile),
     "ours-ddp": partial(_training, _compiled_ddp),
+    "ours-joined": partial(_training, compile_core.compile, around_backward=_joined),
+    "ours-beside": partial(_training, compile_core.compile, around_backward=_beside),
     "ours-forward": partial(_training, compile_core.compile, backward=False),
     "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
     "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
@@ -143,5 +183,23 @@ SIDES: Mapping[str, Side] = {
 }
 # The peers whose best we compare with.
 PEERS = ("ddp-optimizer", "python-reducer", "no-optimization")
-# Each of ours under DDP, and the same without.
-OURS = {"ours-ddp": "ours", "ours-ddp-overhead": "ours-overhead", "bridge-ddp": "bridge"}
+# Ours under DDP.
+OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-overhead", "bridge-ddp")
+# What each is compared with, and hence measured in turns with.
+COMPARED_WITH: Mapping[str, str] = {
+    "all-reduce": "ours",
+    "ours-ddp": "ours",
+    "ours-joined": "ours",
+    "ours-beside": "ours",
+    "ours-forward": "ours",
+    "ours-ddp-overhead": "ours-overhead",
+    "bridge-ddp": "bridge",
+}
+
+
+def in_groups(sides: Sequence[str]) -> list[tuple[str, ...]]:
+    """Those that are measured together; what is not asked for is left out."""
+    groups: dict[str, list[str]] = {}
+    for side in sides:
+        groups.setdefault(COMPARED_WITH.get(side, side), []).append(side)
+    return [tuple(group) for group in groups.values()]

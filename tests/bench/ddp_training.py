@@ -2,11 +2,12 @@
 
     python -m launch --nproc-per-node 2 tests/bench/ddp_training.py [--models gpt2,resnet50,bert] [--sides ...]
 
-A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. All ranks
-begin five steps together, as in training the host runs ahead; figures are the slowest rank's: milliseconds a step by
-CUDA events (median of such rows after warm-up), seconds of the first step, the peak of allocated memory over the
-measured steps. Rounds repeat all sides, so that a machine whose speed drifts shows. All sides have the same weights and
-inputs; the loss of the first step tells that they compute the same (dropout is off).
+A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. Sides that
+are compared with one another live in one process and take turns in rows of steps, which all ranks begin together and in
+which the host runs ahead, as in training; rows count once the GPUs have worked for so long that they are as hot and
+slow as they stay. Figures are the slowest rank's: milliseconds a step by CUDA events (median of the rows), seconds of
+the first step, the peak of allocated memory over some steps. All sides have the same weights and inputs; the loss of
+the first step tells that they compute the same (dropout is off).
 
 Each side has build caches of its own under ``--caches``: a first step is cold when they are new. ``--results`` gathers
 lines of JSON: what a call did not get to, for its ``--time-limit-s``, the next one measures. The link is what NCCL is
@@ -23,7 +24,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -36,19 +38,24 @@ import compile_core
 import distributed
 from bucketing import simulate
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
-from tests.bench.ddp_sides import SIDES, Running
+from tests.bench.ddp_sides import COMPARED_WITH, SIDES, Running, in_groups
 from tests.bench.ddp_steps import (
     Ranks,
+    Row,
     begin_together,
     link_of,
     load_model,
+    rows_in_turn,
+    run_together,
     start_process_group,
-    step_ms,
     synchronise,
 )
 
 _TIMELINES = 5
 _IN_A_ROW = 5
+# Steps of a side before its memory is looked at: plans settle in them, libraries choose, graphs are recorded.
+_SETTLING = 10
+_STEPS_OF_PEAK = 3
 
 
 def main() -> None:
@@ -57,85 +64,125 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     ranks = Ranks()
     begin = time.monotonic()
-    longest_s: dict[str, float] = {}  # by side
+    longest_s: dict[tuple[str, ...], float] = {}  # by sides
     found = ranks.as_first(read_figures(arguments.results) if arguments.results else [])
     done = {figures.key for figures in found if not figures.failed}
     link = link_of(device)
     remark = ""
     wanted = [
-        (round_number, name, side)
-        for round_number in range(arguments.rounds)
-        for side in arguments.sides.split(",")
+        (name, sides)
+        for sides in in_groups(arguments.sides.split(","))
         for name in arguments.models.split(",")
     ]
-    for round_number, name, side in wanted:
-        if (link, name, side, round_number) in done:
+    for name, sides in wanted:
+        if all((link, name, side) in done for side in sides):
             continue
         started = time.monotonic()
-        if ranks.as_first(started - begin + longest_s.get(side, 0.0) > arguments.time_limit_s):
+        if ranks.as_first(started - begin + longest_s.get(sides, 0.0) > arguments.time_limit_s):
             remark = "stopped before the time limit; call again with the same --results"
             break
-        cold = _use_caches(ranks, arguments.caches / ("all" if arguments.share_caches else f"{name}/{side}"))
-        start = Figures(link, name, side, round_number, cold=cold and not arguments.share_caches)
-        figures = _agreed(ranks, start, partial(_measure, arguments, device))
-        longest_s[side] = max(longest_s.get(side, 0.0), time.monotonic() - started)
-        found.append(figures)
-        if ranks.rank == 0:
-            print(figures, flush=True)
-            if arguments.results:
-                append_figures(arguments.results, figures)
+        for figures in _measure(arguments, device, ranks, [Figures(link, name, side) for side in sides]):
+            found.append(figures)
+            if ranks.rank == 0:
+                print(figures, flush=True)
+                if arguments.results:
+                    append_figures(arguments.results, figures)
+        longest_s[sides] = max(longest_s.get(sides, 0.0), time.monotonic() - started)
     if ranks.rank == 0:
-        Console(width=150).print(table(found))
+        Console(width=170).print(table(found))
         for line in [*summary(found), remark]:
             print(line, flush=True)
     ranks.barrier()
     dist.destroy_process_group()
 
 
-def _measure(arguments: argparse.Namespace, device: torch.device, start: Figures) -> Figures:
-    """This rank's figures of one side."""
+def _measure(
+    arguments: argparse.Namespace, device: torch.device, ranks: Ranks, starts: Sequence[Figures]
+) -> list[Figures]:
+    """The figures of sides of one model that are compared with one another."""
     torch._dynamo.reset()
-    clear_caches()  # which hold paths of the last side's folder
     compile_core.reset()
+    found: dict[str, Figures] = {}
+    running: dict[str, Running] = {}
+    with ExitStack() as stack:
+        for start in starts:
+            folder = "all" if arguments.share_caches else f"{start.model}/{start.side}"
+            cold = _use_caches(ranks, arguments.caches / folder) and not arguments.share_caches
+
+            def prepare(start: Figures) -> Figures:
+                running[start.side], figures = _prepare(stack, device, start)
+                return figures
+
+            found[start.side] = _agreed(ranks, dataclasses.replace(start, cold=cold), prepare)
+        good = {side: running[side] for side, figures in found.items() if not figures.failed}
+        runs = {
+            side: partial(run_together, side_runs.step, device, _IN_A_ROW) for side, side_runs in good.items()
+        }
+        rows = rows_in_turn(ranks, runs, arguments.warm_up_s, arguments.rows)
+        for side, side_runs in good.items():
+            compared = rows.get(COMPARED_WITH.get(side, ""))
+            figures = _with_rows(found[side], rows[side], compared)
+            found[side] = _with_plan(figures, side_runs, device, ranks)
+    return [*found.values()]
+
+
+def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Running, Figures]:
+    """Sets a side up; with this rank's figures of its first steps and its memory."""
+    clear_caches()  # which hold paths of the last side's folder
     gc.collect()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
+    # With all that the sides before hold, as they rest meanwhile.
     before_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     model, inputs = load_model(start.model, device.type)
     module = copy.deepcopy(model).to(device)
     inputs = {key: value.to(device) for key, value in inputs.items()}
     gradient_bytes = sum(p.numel() * p.itemsize for p in module.parameters() if p.requires_grad)
-    with SIDES[start.side](module, inputs) as running:
-        begin_together(device)
-        begin = time.perf_counter()
-        first = running.step()
-        loss = float("nan") if first is None else first.item()
-        synchronise(device)
-        first_s = time.perf_counter() - begin
-        for _ in range(arguments.warm_up):
-            running.step()
-        synchronise(device)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        rows = range(0, arguments.steps, _IN_A_ROW)
-        median_ms = statistics.median(step_ms(running.step, device, _IN_A_ROW) for _ in rows)
-        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
-        figures = dataclasses.replace(
-            start,
-            step_ms=median_ms,
-            first_s=first_s,
-            peak_gib=peak_bytes / 2**30,
-            gradient_gib=gradient_bytes / 2**30,
-            loss=loss,
+    running = stack.enter_context(SIDES[start.side](module, inputs))
+    begin_together(device)
+    begin = time.perf_counter()
+    first = running.step()
+    loss = float("nan") if first is None else first.item()
+    synchronise(device)
+    first_s = time.perf_counter() - begin
+    for _ in range(_SETTLING):
+        running.step()
+    synchronise(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(_STEPS_OF_PEAK):
+        running.step()
+    synchronise(device)
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
+    return running, dataclasses.replace(
+        start,
+        first_s=first_s,
+        peak_gib=peak_bytes / 2**30,
+        gradient_gib=gradient_bytes / 2**30,
+        loss=loss,
+    )
+
+
+def _with_rows(figures: Figures, rows: Sequence[Row], compared: Sequence[Row] | None) -> Figures:
+    ratio = None
+    if compared is not None:
+        ratio = statistics.median(
+            row.step_ms / other.step_ms for row, other in zip(rows, compared, strict=True)
         )
-        return _with_plan(figures, running, device, gradient_bytes)
+    return dataclasses.replace(
+        figures,
+        step_ms=statistics.median(row.step_ms for row in rows),
+        sm_mhz=statistics.median(row.sm_mhz for row in rows),
+        watts=statistics.median(row.watts for row in rows),
+        ratio=ratio,
+    )
 
 
-def _with_plan(figures: Figures, running: Running, device: torch.device, gradient_bytes: int) -> Figures:
+def _with_plan(figures: Figures, running: Running, device: torch.device, ranks: Ranks) -> Figures:
     """With what can be said beside the times: of all-reduces the speed, of ours the buckets and what is not hidden."""
     if running.call is None:
-        per_s = gradient_bytes / figures.step_ms * 1e-6
+        per_s = figures.gradient_gib * 2**30 / figures.step_ms * 1e-6
         bus = per_s * 2 * (dist.get_world_size() - 1) / dist.get_world_size()
         return dataclasses.replace(figures, note=f"{per_s:.2f} GB/s, on the bus {bus:.2f} GB/s")
     try:
@@ -153,7 +200,7 @@ def _with_plan(figures: Figures, running: Running, device: torch.device, gradien
     return dataclasses.replace(
         figures,
         buckets=len(runner.plan.buckets),
-        exposed_ms=statistics.median(exposed_ms),
+        exposed_ms=max(ranks.gather(statistics.median(exposed_ms))),
         predicted_ms=None if runner.costs is None else simulate(runner.plan, runner.costs).exposed_ms,
     )
 
@@ -176,13 +223,10 @@ def _agreed(ranks: Ranks, start: Figures, measure: Callable[[Figures], Figures])
         raise RuntimeError(f"{start.side} failed on rank {failed} only: {everyone[failed[0]].note}")
     if failed:
         return everyone[0]
-    exposed = [other.exposed_ms for other in everyone if other.exposed_ms is not None]
     return dataclasses.replace(
-        max(everyone, key=lambda other: other.step_ms),
+        everyone[0],
         first_s=max(other.first_s for other in everyone),
         peak_gib=max(other.peak_gib for other in everyone),
-        loss=everyone[0].loss,
-        exposed_ms=max(exposed, default=None),
     )
 
 
@@ -205,9 +249,8 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", default="gpt2,resnet50,bert")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--steps", type=int, default=30, help="measured ones")
-    parser.add_argument("--warm-up", type=int, default=12, help="steps after the first; plans settle in them")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=10, help=f"measured ones, of {_IN_A_ROW} steps")
+    parser.add_argument("--warm-up-s", type=float, default=1.5, help="of rows that do not count")
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="begin nothing after it")
     parser.add_argument("--results", type=Path, help="file of figures, read and added to")
     parser.add_argument("--caches", type=Path, default=Path("out/ddp_training_caches"))

@@ -1,10 +1,11 @@
 """What it costs on a GPU to cut a backward into regions, and to have it run in another order: no communication.
 
-    python -m tests.bench.segment_cost [--models gpt2,resnet50,bert] [--steps 20]
+    python -m tests.bench.segment_cost [--models gpt2,resnet50,bert] [--rows 10]
 
 Each backward is run alone, on saved values made up: whole, as one process has it, and in the regions and the order that
 `plan_segments` chooses where cuts cost less and less, its gradients stored in buffers that stay. Milliseconds are
-medians by CUDA events, of variants that take turns; peaks are of allocated memory beside those buffers.
+medians by CUDA events, of variants that take turns in rows, on a GPU that has worked for a while; peaks are of
+allocated memory beside those buffers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import truediv
 from typing import Any
 
 import torch
@@ -31,11 +33,12 @@ from compile_core.pipeline import compile_graph
 from compile_core.runtime.executable import Executable, link
 from distributed.planning.cut_backward import cut_backward
 from distributed.planning.plan_segments import GPU, plan_segments
-from tests.bench.ddp_steps import load_model
+from tests.bench.ddp_steps import load_model, run_row
 
 # By name what a cut is said to cost: from one region to many.
 _CUTS_S = {"one": 1.0, "80 us": 80e-6, "20 us": 20e-6}
-_WARM_UP = 5
+_WARM_UP_S = 1.5
+_IN_A_ROW = 5
 # No table of these models is shorter, but for those whose gradients take no indices.
 _FEWEST_ROWS = 512
 
@@ -126,20 +129,6 @@ def compiled(schedule: Schedule, backend: RegionBackend, places: dict[str, Tenso
     return link(schedule, {name: finish() for name, finish in started.items()}, buffers)
 
 
-def milliseconds(run: Callable[[], Any], device: str) -> float:
-    if device == "cpu":
-        begin = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def peak_mib(run: Callable[[list[Tensor]], Any], saved: list[Tensor]) -> float:
     """The most that is allocated while the values are given away and used, beside what else is."""
     others = torch.cuda.memory_allocated() - sum(tensor.untyped_storage().nbytes() for tensor in saved)
@@ -148,11 +137,11 @@ def peak_mib(run: Callable[[list[Tensor]], Any], saved: list[Tensor]) -> float:
     return (torch.cuda.max_memory_allocated() - others) / 2**20
 
 
-def measure(name: str, steps: int) -> None:
+def measure(name: str, rows: int) -> None:
     backend = resolve_backend("triton")
     assert isinstance(backend, RegionBackend)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, inputs = load_model(name, device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, inputs = load_model(name, device.type)
     model = model.to(device)
     planner = traced(model, {key: value.to(device) for key, value in inputs.items()}, backend)
     places = {key: torch.empty_like(value) for key, value in model.named_parameters()}
@@ -162,27 +151,38 @@ def measure(name: str, steps: int) -> None:
         label: compiled(schedule, backend, places) for label, schedule in schedules(planner).items()
     }
     compile_s = time.perf_counter() - begin
-    times_ms: dict[str, list[float]] = {label: [] for label in executables}
     peaks: dict[str, float] = dict.fromkeys(executables, 0.0)
     with torch.no_grad():
         for label, executable in executables.items():
-            if device == "cuda":
+            executable(made_up(planner))  # libraries choose their kernels
+            if device.type == "cuda":
                 peaks[label] = peak_mib(executable, made_up(planner))
         saved = made_up(planner)
-        for step in range(_WARM_UP + steps):
-            for label, executable in executables.items():
-                took_ms = milliseconds(lambda executable=executable: executable([*saved]), device)
-                if step >= _WARM_UP:
-                    times_ms[label].append(took_ms)
+        times_ms = backward_ms(executables, saved, device, rows)
     print(f"{name}: compiled in {compile_s:.0f} s")
-    whole_ms = statistics.median(times_ms["whole"])
     for label, executable in executables.items():
         took_ms = statistics.median(times_ms[label])
+        ratio = statistics.median(map(truediv, times_ms[label], times_ms["whole"]))
         regions = len(executable.schedule.computes)
         print(
-            f"  {label}: {regions} regions, {took_ms:.3f} ms ({took_ms / whole_ms:.3f}), {peaks[label]:.0f} MiB",
+            f"  {label}: {regions} regions, {took_ms:.3f} ms ({ratio:.3f}), {peaks[label]:.0f} MiB",
             flush=True,
         )
+
+
+def backward_ms(
+    executables: Mapping[str, Executable], saved: Sequence[Tensor], device: torch.device, rows: int
+) -> dict[str, list[float]]:
+    """Of each variant its rows, which take turns."""
+    found: dict[str, list[float]] = {label: [] for label in executables}
+    warm_at = time.monotonic() + _WARM_UP_S
+    while len(found["whole"]) < rows:
+        is_warm = time.monotonic() >= warm_at
+        for label, executable in executables.items():
+            row = run_row(lambda executable=executable: executable([*saved]), device, _IN_A_ROW)
+            if is_warm:
+                found[label].append(row.step_ms)
+    return found
 
 
 def main() -> None:
@@ -190,11 +190,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="gpt2,resnet50,bert")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=10)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     for name in arguments.models.split(","):
-        measure(name, arguments.steps)
+        measure(name, arguments.rows)
 
 
 if __name__ == "__main__":

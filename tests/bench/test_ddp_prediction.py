@@ -20,5 +20,5 @@ BENCH = Path(__file__).with_name("ddp_prediction.py")
 def test_steps_take_as_long_as_predicted(sockets: bool) -> None:
     over_sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     program = [str(BENCH), "--models", "gpt2", "--check"]
-    done = start_ranks(program, timeout_s=280, **(over_sockets if sockets else {}))
+    done = start_ranks(program, 280, 2, **(over_sockets if sockets else {}))
     assert done.returncode == 0, done.stdout + done.stderr
