@@ -31,11 +31,12 @@ from distributed.agreement.agreement import Statement, agreement_of, describe_er
 from distributed.agreement.graph_fingerprint import graph_fingerprint
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
+from distributed.ddp_module import process_group, reduced_parameters
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets, hooked_parameters
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
-from distributed.planning.ddp_planner import DDPPlanner, process_group, reduced_parameters
+from distributed.planning.ddp_planner import DDPPlanner
 from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_reducer
 

@@ -21,7 +21,7 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement.agreement import agreement_of
-from distributed.planning.ddp_planner import process_group
+from distributed.ddp_module import process_group
 from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 

@@ -60,6 +60,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
 # The same of `distributed`: its parts are one idea each, and the files beside them put them together.
 PARTS = ("agreement", "collectives", "optimizer_steps", "gradients", "reducer", "planning")
 DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
+    "ddp_module": (),
     "agreement": (),
     "collectives": (),
     "reducer": (),
@@ -68,10 +69,18 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "planning": ("collectives", "gradients", "reducer"),
     "ddp_options": ("collectives",),
     "eligibility": (),
-    "in_graph_way": (*PARTS, "ddp_options"),
-    "reducer_way": ("agreement", "planning", "reducer"),
-    "compile_ddp": (*PARTS, "ddp_options", "eligibility", "in_graph_way", "reducer_way"),
-    "explaining": (*PARTS, "compile_ddp"),
+    "in_graph_way": (*PARTS, "ddp_module", "ddp_options"),
+    "reducer_way": ("agreement", "ddp_module", "reducer"),
+    "compile_ddp": (
+        "agreement",
+        "gradients",
+        "ddp_module",
+        "ddp_options",
+        "eligibility",
+        "in_graph_way",
+        "reducer_way",
+    ),
+    "explaining": ("compile_ddp", "ddp_module", "planning", "reducer"),
     "compile_core_plugin": ("compile_ddp", "reducer"),
     "distributed": ("compile_ddp", "ddp_options", "explaining"),
 }

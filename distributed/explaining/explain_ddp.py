@@ -19,6 +19,7 @@ from compile_core.api import compile
 from compile_core.compiled_module import CompiledModule
 from compile_core.errors import CompileError
 from distributed.compile_ddp import CompiledDDP, inspect_ddp
+from distributed.ddp_module import process_group, reduced_parameters
 from distributed.explaining.ddp_explanation import DDPExplanation, Segment
 from distributed.explaining.record_timeline import (
     DeviceRecorder,
@@ -26,7 +27,7 @@ from distributed.explaining.record_timeline import (
     labelled_backwards,
     record_timeline,
 )
-from distributed.planning.ddp_planner import describe, process_group, reduced_parameters
+from distributed.planning.ddp_planner import describe
 from distributed.reducer.stock_buckets import stock_buckets
 
 # In the first steps programs are compiled and costs are measured; at most so many, then the plan is settled.
