@@ -60,9 +60,10 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
 # The same of `distributed`: its parts are one idea each, and the files beside them put them together.
 PARTS = ("agreement", "collectives", "optimizer_steps", "gradients", "reducer", "planning")
 DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
+    "clocks": (),
     "ddp_module": (),
     "agreement": (),
-    "collectives": (),
+    "collectives": ("clocks",),
     "reducer": (),
     "optimizer_steps": ("collectives",),
     "gradients": ("collectives", "optimizer_steps"),
@@ -80,7 +81,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
         "in_graph_way",
         "reducer_way",
     ),
-    "explaining": ("compile_ddp", "ddp_module", "planning", "reducer"),
+    "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
     "compile_core_plugin": ("compile_ddp", "reducer"),
     "distributed": ("compile_ddp", "ddp_options", "explaining"),
 }

@@ -8,60 +8,20 @@ since a bucket waits for the last rank.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bucketing.cost_model import CostModel
 from bucketing.link_model import LinkModel, fit_link_model
+from distributed.clocks import clock_of
 from distributed.collectives.averaging import Averaging
 
 _REPETITIONS = 4
 _IN_A_ROW = 4
 _SMALLEST_BYTES = 4096
-
-
-class Clock(Protocol):
-    """Marks moments of a device's work."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; may wait for the second."""
-        ...
-
-
-class HostClock:
-    """For CPU tensors, whose work is done when the call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class DeviceClock:
-    """Events on the device's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 class ReadyTimes:

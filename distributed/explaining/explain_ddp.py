@@ -22,8 +22,7 @@ from distributed.compile_ddp import CompiledDDP, inspect_ddp
 from distributed.ddp_module import process_group, reduced_parameters
 from distributed.explaining.ddp_explanation import DDPExplanation, Segment
 from distributed.explaining.record_timeline import (
-    DeviceRecorder,
-    HostRecorder,
+    Recorder,
     labelled_backwards,
     record_timeline,
 )
@@ -99,7 +98,7 @@ def _explanation_of_reducer(runner: CompiledDDP) -> DDPExplanation:
     )
 
 
-def _explanation(runner: CompiledDDP, recorder: HostRecorder | DeviceRecorder) -> DDPExplanation:
+def _explanation(runner: CompiledDDP, recorder: Recorder) -> DDPExplanation:
     plan, chosen, costs = runner.plan, runner.merge_plan, runner.costs
     measured = recorder.timeline()
     assert plan is not None

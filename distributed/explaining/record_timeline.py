@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,119 +14,104 @@ from bucketing.timeline import Interval, Timeline
 from compile_core.errors import CompileError
 from compile_core.ir.communicator import RegionObserver
 from compile_core.runtime.executable import Executable
+from distributed.clocks import Clock, DeviceClock, HostClock
 from distributed.compile_ddp import CompiledDDP, inspect_ddp
 
 
-class HostRecorder:
-    """For CPU tensors: the host's clock. A thread waits for each all-reduce and notes when it ended.
+class Recorder:
+    """Notes what a device computes and reduces, by marks of its clock; seconds are counted from its first mark."""
 
-    A callback on the work would be simpler, but the process group's thread would then own Python objects, and a process
-    that ends while that thread lets go of them is aborted.
-    """
+    _one_at_a_time: bool  # an all-reduce begins when the one before it has ended
 
-    def __init__(self) -> None:
-        self._intervals: list[Interval] = []
-        self._arrived_s: dict[str, float] = {}
-        self._works: SimpleQueue[tuple[int, int, float, Any] | None] = SimpleQueue()
-        self._waiter = Thread(target=self._wait_for_works, name="gradsplit-recorder", daemon=True)
-        self._waiter.start()
-        self._started_s = 0.0
-        self._starting_s = 0.0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._origin = self._started = self._starting = clock.mark()
+        self._spans: list[tuple[Literal["compute", "all_reduce"], str, Any, Any, int]] = []
+        self._arrived: dict[str, Any] = {}
 
     def region_started(self, name: str) -> None:
-        self._started_s = time.perf_counter()
+        self._started = self._clock.mark()
 
     def region_finished(self, name: str) -> None:
-        self._intervals.append(Interval("compute", name, self._started_s, time.perf_counter()))
+        self._spans.append(("compute", name, self._started, self._clock.mark(), 0))
 
     def collective_starting(self, bucket: int) -> None:
-        self._starting_s = time.perf_counter()
+        self._starting = self._clock.mark()
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
-        self._works.put((bucket, size_bytes, self._starting_s, work))
+        raise NotImplementedError
 
     def gradients_arrived(self, names: Sequence[str]) -> None:
-        self._arrived_s.update(dict.fromkeys(names, time.perf_counter()))
+        self._arrived.update(dict.fromkeys(names, self._clock.mark()))
 
     def finish(self) -> None:
         """Waits until every all-reduce has ended."""
-        self._works.put(None)
-        self._waiter.join()
+        raise NotImplementedError
 
     def timeline(self) -> Timeline:
-        return Timeline(tuple(self._intervals))
-
-    def arrived_s(self) -> dict[str, float]:
-        """By parameter, when its gradient was complete, by the timeline's clock; of several backwards, in the last."""
-        return self._arrived_s
-
-    def _wait_for_works(self) -> None:
-        for bucket, size_bytes, started_s, work in iter(self._works.get, None):
-            work.get_future().wait()
-            ended_s = time.perf_counter()
-            self._intervals.append(Interval("all_reduce", f"bucket {bucket}", started_s, ended_s, size_bytes))
-
-
-class DeviceRecorder:
-    """For CUDA tensors: events on the compute stream, and on a stream of its own that waits for each all-reduce."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
-        self._stream = torch.cuda.Stream(device)
-        self._device = device
-        self._started: torch.cuda.Event | None = None
-        self._starting: torch.cuda.Event | None = None
-        self._pairs: list[tuple[Any, str, torch.cuda.Event, torch.cuda.Event, int]] = []
-        self._arrived: dict[str, torch.cuda.Event] = {}
-
-    def region_started(self, name: str) -> None:
-        self._started = self._mark(torch.cuda.current_stream(self._device))
-
-    def region_finished(self, name: str) -> None:
-        assert self._started is not None
-        self._pairs.append(
-            ("compute", name, self._started, self._mark(torch.cuda.current_stream(self._device)), 0)
-        )
-
-    def collective_starting(self, bucket: int) -> None:
-        self._starting = self._mark(torch.cuda.current_stream(self._device))
-
-    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
-        assert self._starting is not None
-        started = self._starting
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            ended = self._mark(self._stream)
-        self._pairs.append(("all_reduce", f"bucket {bucket}", started, ended, size_bytes))
-
-    def gradients_arrived(self, names: Sequence[str]) -> None:
-        self._arrived.update(dict.fromkeys(names, self._mark(torch.cuda.current_stream(self._device))))
-
-    def finish(self) -> None:
-        """Waits until every all-reduce has ended."""
-        torch.cuda.synchronize(self._device)
-
-    def timeline(self) -> Timeline:
-        # Buckets are reduced one after the other: one cannot have begun before the one before it ended.
         intervals, free_s = [], 0.0
-        for kind, label, started, ended, size_bytes in self._pairs:
-            start_s = self._origin.elapsed_time(started) / 1e3
-            end_s = self._origin.elapsed_time(ended) / 1e3
-            if kind == "all_reduce":
+        for kind, label, started, ended, size_bytes in self._spans:
+            start_s, end_s = self._seconds(started), self._seconds(ended)
+            if kind == "all_reduce" and self._one_at_a_time:
                 start_s = min(max(start_s, free_s), end_s)
                 free_s = end_s
             intervals.append(Interval(kind, label, start_s, end_s, size_bytes))
         return Timeline(tuple(intervals))
 
     def arrived_s(self) -> dict[str, float]:
-        """As ``HostRecorder.arrived_s``."""
-        return {name: self._origin.elapsed_time(event) / 1e3 for name, event in self._arrived.items()}
+        """By parameter, when its gradient was complete, by the timeline's clock; of several backwards, in the last."""
+        return {name: self._seconds(mark) for name, mark in self._arrived.items()}
 
-    def _mark(self, stream: Any) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+    def _seconds(self, mark: Any) -> float:
+        return self._clock.seconds(self._origin, mark)
+
+
+class HostRecorder(Recorder):
+    """For CPU tensors. A thread waits for each all-reduce and notes when it ended.
+
+    A callback on the work would be simpler, but the process group's thread would then own Python objects, and a process
+    that ends while that thread lets go of them is aborted.
+    """
+
+    _one_at_a_time = False
+
+    def __init__(self) -> None:
+        super().__init__(HostClock())
+        self._works: SimpleQueue[tuple[int, int, float, Any] | None] = SimpleQueue()
+        self._waiter = Thread(target=self._wait_for_works, name="gradsplit-recorder", daemon=True)
+        self._waiter.start()
+
+    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
+        self._works.put((bucket, size_bytes, self._starting, work))
+
+    def finish(self) -> None:
+        self._works.put(None)
+        self._waiter.join()
+
+    def _wait_for_works(self) -> None:
+        for bucket, size_bytes, starting, work in iter(self._works.get, None):
+            work.get_future().wait()
+            self._spans.append(("all_reduce", f"bucket {bucket}", starting, self._clock.mark(), size_bytes))
+
+
+class DeviceRecorder(Recorder):
+    """For CUDA tensors: marks on the compute stream, and on a stream of its own that waits for each all-reduce."""
+
+    _one_at_a_time = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(DeviceClock(device))
+        self._stream = torch.cuda.Stream(device)
+        self._device = device
+
+    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None:
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            ended = self._clock.mark()
+        self._spans.append(("all_reduce", f"bucket {bucket}", self._starting, ended, size_bytes))
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
 
 
 class _Labelled:
@@ -152,7 +136,7 @@ def labelled_backwards(runner: CompiledDDP) -> dict[str, Executable]:
 
 
 @contextmanager
-def record_timeline(compiled: Any) -> Iterator[HostRecorder | DeviceRecorder]:
+def record_timeline(compiled: Any) -> Iterator[Recorder]:
     """Records the backwards that run inside the context; afterwards the recorder's ``timeline()`` has them.
 
     Args:
@@ -169,7 +153,7 @@ def record_timeline(compiled: Any) -> Iterator[HostRecorder | DeviceRecorder]:
             f"nothing to record: {runner.reason_for_reducer or 'the module was not called yet'}"
         )
     device = next(iter(buckets.parameters.values())).device
-    recorder = DeviceRecorder(device) if device.type == "cuda" else HostRecorder()
+    recorder: Recorder = DeviceRecorder(device) if device.type == "cuda" else HostRecorder()
     backwards = labelled_backwards(runner)
     buckets.observer = recorder
     for label, backward in backwards.items():

@@ -1,0 +1,48 @@
+"""Moments of a device's work, by CUDA events or by the host's clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks moments of a device's work."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks; may wait for the second."""
+        ...
+
+
+class HostClock:
+    """For CPU tensors, whose work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class DeviceClock:
+    """Events on the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
