@@ -33,7 +33,7 @@ from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_module import process_group, reduced_parameters
 from distributed.ddp_options import DDPOptions
-from distributed.gradients.gradient_buckets import GradientBuckets, hooked_parameters
+from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
@@ -115,7 +115,7 @@ class InGraphWay:
         self.settler.begin_forward()
         args, kwargs = self._prepare(args, kwargs)
         ddp.require_forward_param_sync = True
-        self._planner.hooked = hooked_parameters(buckets.parameters)
+        self._planner.hooked = buckets.hooked()
         try:
             result = self._synchronised(*args, **kwargs)
         except BaseException as error:

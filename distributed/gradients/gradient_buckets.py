@@ -18,7 +18,6 @@ it was a tensor of the user's. As in stock DDP, a backward whose forward did not
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from compile_core.errors import CompileError, InternalError
 from compile_core.ir.tensor_spec import contiguous_strides
 from distributed.collectives.averaging import Averaging, Work
 from distributed.collectives.measure_costs import ReadyTimes
+from distributed.gradients.accumulation_nodes import AccumulationNodes
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.optimizer_steps.step_in_backward import StepInBackward
@@ -51,15 +51,6 @@ class GradientObserver(Protocol):
     def collective_starting(self, bucket: int) -> None: ...
 
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
-
-
-def hooked_parameters(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Those with hooks, whose gradients must hence pass through autograd's engine."""
-    return frozenset(
-        name
-        for name, parameter in parameters.items()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    )
 
 
 class GradientBuckets:
@@ -112,15 +103,13 @@ class GradientBuckets:
         self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
-        # Nobody else keeps these alive, and hooks go with them.
-        self._nodes = {name: get_gradient_edge(parameter).node for name, parameter in self.parameters.items()}
-        for name, node in self._nodes.items():
-            node.register_prehook(self._backward_reaches)
-            node.register_hook(functools.partial(self._accumulated, name))
+        self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
         self._buffers: BucketBuffers | None = None
         # Nodes of compiled programs that may still run, and what each will store.
         self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
         self._round: ReductionRound | None = None
+        # Of the round, those with hooks.
+        self._hooked: frozenset[str] = frozenset()
         # During a round, what ``param.grad`` was before it.
         self._before: dict[str, torch.Tensor] = {}
         # Of those that a program stores, the value of before.
@@ -137,6 +126,10 @@ class GradientBuckets:
     def plan(self) -> BucketPlan | None:
         """The plan in use; ``None`` before the first."""
         return None if self._buffers is None else self._buffers.plan
+
+    def hooked(self) -> frozenset[str]:
+        """The parameters whose gradients must now pass through autograd's engine, since hooks wait for them there."""
+        return self._nodes.hooked()
 
     def place(self, name: str) -> torch.Tensor:
         """Where a parameter's gradient lies in its bucket, once there is a plan."""
@@ -241,12 +234,17 @@ class GradientBuckets:
         if found is not None:
             self._refuse_late(name)
             place = self._buffers.places[name]
-            if name in self._round.stored:
-                place.add_(found.detach(), alpha=self.factor)
-            else:
+            if name in self._hooked:
+                # Hooks see all that has been accumulated by then, and not how it is reduced.
+                parameter.grad = found.clone() if self._buffers.hold(name, found) else found
                 torch.mul(found.detach(), self.factor, out=place)
-            # Should more come, it comes alone.
-            parameter.grad = None
+            else:
+                if name in self._round.stored:
+                    place.add_(found.detach(), alpha=self.factor)
+                else:
+                    torch.mul(found.detach(), self.factor, out=place)
+                # Should more come, it comes alone.
+                parameter.grad = None
         self._note((name,))
 
     def _open_round(self) -> None:
@@ -261,9 +259,9 @@ class GradientBuckets:
                     announced[name] = announced.get(name, 0) + 1
         by_programs = set(announced)
         # Those with hooks come through the engine, and their hooks see them accumulated.
-        hooked = hooked_parameters(self.parameters)
+        hooked = self._hooked = self.hooked()
         self._refuse_new_hooks(hooked & by_programs)
-        by_engine = {name for name, node in self._nodes.items() if _will_run(node)}
+        by_engine = {name for name, node in self._nodes.by_name.items() if _will_run(node)}
         for name in by_engine:
             announced[name] = announced.get(name, 0) + 1
         plan = self._buffers.plan

@@ -1,0 +1,79 @@
+"""Where autograd's engine accumulates the gradients of parameters, and who else has hooks there.
+
+A gradient that a compiled program stores never comes there, so hooks of the program's would silently not be called. The
+gradients of parameters that have some come through the engine, hence. Hooks may be the parameter's own, as
+``register_hook``, ``register_multi_grad_hook`` and ``register_post_accumulate_grad_hook`` make them, or those of the
+node: code that steps an optimizer in the backward, or that shards parameters, asks for the node and hangs hooks on it.
+
+Torch does not tell which hooks a node has. But all that Python has registered on a node are in one dictionary, which
+whoever registers one is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+
+class _Notice(functools.partial[None]):
+    """A hook of ours."""
+
+
+class AccumulationNodes:
+    """The nodes of some parameters, with hooks that tell when the engine comes by.
+
+    Args:
+        reached: called before a gradient is accumulated.
+        accumulated: called behind it with the name, before all hooks of the program that are on the node: as those of
+            stock DDP's reducer, which are there from when the module was wrapped.
+
+    Attributes:
+        by_name: the nodes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        reached: Callable[..., None],
+        accumulated: Callable[..., None],
+    ) -> None:
+        self._parameters = parameters
+        # Nobody else keeps these alive, and hooks go with them.
+        self.by_name: dict[str, Any] = {
+            name: get_gradient_edge(parameter).node for name, parameter in parameters.items()
+        }
+        self._hooks: list[tuple[str, Mapping[int, Any]]] = []
+        for name, node in self.by_name.items():
+            before = node.register_prehook(_Notice(reached))
+            behind = node.register_hook(_Notice(accumulated, name))
+            put_first(behind)
+            self._hooks += [(name, before.hooks_dict_ref()), (name, behind.hooks_dict_ref())]
+
+    def hooked(self) -> frozenset[str]:
+        """The names of parameters that have hooks of the program's."""
+        names = {
+            name
+            for name, parameter in self._parameters.items()
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        }
+        # One of ours is in each.
+        names.update(
+            name
+            for name, hooks in self._hooks
+            if len(hooks) > 1 and not all(isinstance(hook, _Notice) for hook in hooks.values())
+        )
+        return frozenset(names)
+
+
+def put_first(handle: Any) -> None:
+    """Has a hook of a node called before all others of its kind that Python has registered there."""
+    hooks = handle.hooks_dict_ref()
+    # Torch calls them in the order in which they were put in, whatever order an ``OrderedDict`` has of its own.
+    others = {key: hook for key, hook in hooks.items() if key != handle.id}
+    for key in others:
+        del hooks[key]
+    hooks.update(others)
