@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,6 @@ import compile_core
 
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., Tensor]
-# What a backward runs in.
-Around = Callable[[], AbstractContextManager[Any]]
 MEBIBYTE = 2**20
 # All-reduces beside a backward: many would cost start-ups.
 _FEW = 4
@@ -43,13 +41,17 @@ class Running:
     Attributes:
         step: one step; returns its loss, or nothing.
         call: what the step calls, for questions about it; ``None`` where nothing is called.
+        forward: the step without its backward.
     """
 
     step: Callable[[], Tensor | None]
     call: Any = None
+    forward: Callable[[], Tensor] | None = None
 
 
 Side = Callable[[nn.Module, Inputs], AbstractContextManager[Running]]
+# Another step with what a side has compiled, and with its model.
+Variant = Callable[[Running, nn.Module], Running]
 
 
 @contextmanager
@@ -58,24 +60,52 @@ def _training(
     model: nn.Module,
     inputs: Inputs,
     settings: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    backward: bool = True,
-    around_backward: Callable[[nn.Module], Around] = lambda _: nullcontext,
 ) -> Iterator[Running]:
     with settings():
         call = wrap(model)
-        around = around_backward(model)
         device_type = next(model.parameters()).device.type
 
-        def step() -> Tensor:
+        def forward() -> Tensor:
             model.zero_grad()
             with torch.autocast(device_type, torch.bfloat16):
-                loss = call(**inputs)
-            if backward:
-                with around():
-                    loss.backward()
+                return call(**inputs)
+
+        def step() -> Tensor:
+            loss = forward()
+            loss.backward()
             return loss.detach()
 
-        yield Running(step, call)
+        yield Running(step, call, forward)
+
+
+def _forward_only(running: Running, model: nn.Module) -> Running:
+    assert running.forward is not None
+    return replace(running, step=running.forward)
+
+
+def _joined(running: Running, model: nn.Module) -> Running:
+    one = _like_all_gradients(model)[:1].clone()
+
+    def step() -> Tensor | None:
+        loss = running.step()
+        dist.all_reduce(one)
+        return loss
+
+    return replace(running, step=step)
+
+
+def _beside(running: Running, model: nn.Module) -> Running:
+    buffers = _like_all_gradients(model).chunk(_FEW)
+
+    def step() -> Tensor:
+        assert running.forward is not None
+        loss = running.forward()
+        works = _started(buffers)
+        loss.backward()
+        _wait(works)
+        return loss.detach()
+
+    return replace(running, step=step)
 
 
 @contextmanager
@@ -85,8 +115,7 @@ def _all_reduces(bucket_bytes: int | None, model: nn.Module, inputs: Inputs) -> 
     buckets: Sequence[Tensor] = [flat] if bucket_bytes is None else flat.split(bucket_bytes // flat.itemsize)
 
     def step() -> None:
-        with _reducing(buckets):
-            pass
+        _wait(_started(buckets))
 
     yield Running(step)
 
@@ -97,28 +126,13 @@ def _like_all_gradients(model: nn.Module) -> Tensor:
     return torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
 
 
-@contextmanager
-def _reducing(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """All-reduces run from the beginning of the context on, and have ended behind it."""
-    works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
-    yield
+def _started(buffers: Sequence[Tensor]) -> list[Any]:
+    return [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+
+
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
-        assert work is not None
         work.wait()
-
-
-@contextmanager
-def _then_reducing(buffer: Tensor) -> Iterator[None]:
-    yield
-    dist.all_reduce(buffer)
-
-
-def _joined(model: nn.Module) -> Around:
-    return partial(_then_reducing, _like_all_gradients(model)[:1].clone())
-
-
-def _beside(model: nn.Module) -> Around:
-    return partial(_reducing, _like_all_gradients(model).chunk(_FEW))
 
 
 def _ddp(module: nn.Module) -> DistributedDataParallel:
@@ -165,9 +179,6 @@ SIDES: Mapping[str, Side] = {
     "all-reduce": partial(_all_reduces, None),
     "ours": partial(_training, compile_core.compile),
     "ours-ddp": partial(_training, _compiled_ddp),
-    "ours-joined": partial(_training, compile_core.compile, around_backward=_joined),
-    "ours-beside": partial(_training, compile_core.compile, around_backward=_beside),
-    "ours-forward": partial(_training, compile_core.compile, backward=False),
     "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
     "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
     "eager-ddp": partial(_training, _ddp),
@@ -181,6 +192,12 @@ SIDES: Mapping[str, Side] = {
     "bridge-ddp": partial(_training, partial(_compiled_ddp, backend="inductor")),
     "all-reduce-25mb": partial(_all_reduces, 25 * MEBIBYTE),
 }
+# By name: which side's step is varied, and how.
+VARIANTS: Mapping[str, tuple[str, Variant]] = {
+    "ours-forward": ("ours", _forward_only),
+    "ours-joined": ("ours", _joined),
+    "ours-beside": ("ours", _beside),
+}
 # The peers whose best we compare with.
 PEERS = ("ddp-optimizer", "python-reducer", "no-optimization")
 # Ours under DDP.
@@ -189,17 +206,16 @@ OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-overhead", "bridge-ddp")
 COMPARED_WITH: Mapping[str, str] = {
     "all-reduce": "ours",
     "ours-ddp": "ours",
-    "ours-joined": "ours",
-    "ours-beside": "ours",
-    "ours-forward": "ours",
     "ours-ddp-overhead": "ours-overhead",
     "bridge-ddp": "bridge",
+    **{name: side for name, (side, _) in VARIANTS.items()},
 }
 
 
-def in_groups(sides: Sequence[str]) -> list[tuple[str, ...]]:
-    """Those that are measured together; what is not asked for is left out."""
+def in_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Sides and variants in groups that are measured together. A variant brings the side that it is of."""
+    with_bases = [base for name in names for base in (*VARIANTS.get(name, ())[:1], name)]
     groups: dict[str, list[str]] = {}
-    for side in sides:
-        groups.setdefault(COMPARED_WITH.get(side, side), []).append(side)
+    for name in dict.fromkeys(with_bases):
+        groups.setdefault(COMPARED_WITH.get(name, name), []).append(name)
     return [tuple(group) for group in groups.values()]

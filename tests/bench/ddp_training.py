@@ -32,13 +32,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 from torch._inductor.utils import clear_caches
 
 import compile_core
 import distributed
 from bucketing import simulate
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
-from tests.bench.ddp_sides import COMPARED_WITH, SIDES, Running, in_groups
+from tests.bench.ddp_sides import COMPARED_WITH, SIDES, VARIANTS, Running, in_groups
 from tests.bench.ddp_steps import (
     Ranks,
     Row,
@@ -104,13 +105,18 @@ def _measure(
     compile_core.reset()
     found: dict[str, Figures] = {}
     running: dict[str, Running] = {}
+    modules: dict[str, nn.Module] = {}
     with ExitStack() as stack:
         for start in starts:
             folder = "all" if arguments.share_caches else f"{start.model}/{start.side}"
             cold = _use_caches(ranks, arguments.caches / folder) and not arguments.share_caches
 
             def prepare(start: Figures) -> Figures:
-                running[start.side], figures = _prepare(stack, device, start)
+                if start.side in VARIANTS:
+                    base, vary = VARIANTS[start.side]
+                    varied = running[start.side] = vary(running[base], modules[base])
+                    return dataclasses.replace(start, loss=_first_steps(varied, device))
+                modules[start.side], running[start.side], figures = _prepare(stack, device, start)
                 return figures
 
             found[start.side] = _agreed(ranks, dataclasses.replace(start, cold=cold), prepare)
@@ -126,8 +132,8 @@ def _measure(
     return [*found.values()]
 
 
-def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Running, Figures]:
-    """Sets a side up; with this rank's figures of its first steps and its memory."""
+def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[nn.Module, Running, Figures]:
+    """Sets a side up, with a copy of the model; with this rank's figures of its first steps and its memory."""
     clear_caches()  # which hold paths of the last side's folder
     gc.collect()
     on_gpu = device.type == "cuda"
@@ -142,26 +148,30 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Ru
     running = stack.enter_context(SIDES[start.side](module, inputs))
     begin_together(device)
     begin = time.perf_counter()
-    first = running.step()
-    loss = float("nan") if first is None else first.item()
-    synchronise(device)
+    loss = _first_steps(running, device, 1)
     first_s = time.perf_counter() - begin
-    for _ in range(_SETTLING):
-        running.step()
-    synchronise(device)
+    _first_steps(running, device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(_STEPS_OF_PEAK):
-        running.step()
-    synchronise(device)
+    _first_steps(running, device, _STEPS_OF_PEAK)
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
-    return running, dataclasses.replace(
+    figures = dataclasses.replace(
         start,
         first_s=first_s,
         peak_gib=peak_bytes / 2**30,
         gradient_gib=gradient_bytes / 2**30,
         loss=loss,
     )
+    return module, running, figures
+
+
+def _first_steps(running: Running, device: torch.device, steps: int = _SETTLING) -> float:
+    """The loss of the first."""
+    first = running.step()
+    for _ in range(steps - 1):
+        running.step()
+    synchronise(device)
+    return float("nan") if first is None else first.item()
 
 
 def _with_rows(figures: Figures, rows: Sequence[Row], compared: Sequence[Row] | None) -> Figures:
@@ -247,8 +257,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [*SIDES, *VARIANTS]
     parser.add_argument("--models", default="gpt2,resnet50,bert")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--sides", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--rows", type=int, default=10, help=f"measured ones, of {_IN_A_ROW} steps")
     parser.add_argument("--warm-up-s", type=float, default=1.5, help="of rows that do not count")
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="begin nothing after it")

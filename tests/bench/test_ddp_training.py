@@ -20,18 +20,24 @@ def test_a_call_completes_the_table_of_an_earlier_one(tmp_path: Path) -> None:
     append_figures(results, Figures("gloo", "mlp", "inductor", step_ms=123.45, loss=1.0))
     program = [
         *(str(BENCH), "--models", "mlp"),
-        *("--sides", "inductor,ours,ours-ddp,all-reduce,eager-ddp", "--results", str(results)),
+        *(
+            "--sides",
+            "inductor,eager-ddp,ours-ddp,ours-joined,ours-beside,ours-forward",
+            "--results",
+            str(results),
+        ),
         *("--rows", "2", "--warm-up-s", "0", "--caches", str(tmp_path / "caches")),
     ]
     done = start_ranks(program, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, alone, ours, wire, eager = read_figures(results)
-    assert [alone.side, ours.side, wire.side, eager.side] == ["ours", "ours-ddp", "all-reduce", "eager-ddp"]
+    _, eager, ours, alone, *variants = read_figures(results)
+    assert [eager.side, ours.side, alone.side] == ["eager-ddp", "ours-ddp", "ours"]
+    assert [figures.side for figures in variants] == ["ours-joined", "ours-beside", "ours-forward"]
+    assert all(figures.ratio is not None and figures.loss == alone.loss for figures in variants)
     assert not ours.failed and ours.cold and ours.buckets >= 2 and ours.exposed_ms is not None
     assert alone.ratio is None and eager.ratio is None and ours.ratio is not None and ours.ratio > 0
     assert abs(ours.loss - eager.loss) < 1e-2 * eager.loss
-    assert "GB/s" in wire.note
-    for text in ("123.45", "all-reduce", "eager-ddp", "exposed ms"):
+    for text in ("123.45", "eager-ddp", "exposed ms", "joined at the end"):
         assert text in done.stdout, done.stdout
 
 
@@ -50,5 +56,9 @@ def test_the_summary_compares_with_the_best_peer_and_the_floors() -> None:
 
 
 def test_what_is_compared_is_measured_together() -> None:
-    groups = in_groups(["eager-ddp", "ours", "bridge-ddp", "all-reduce", "ours-ddp", "bridge"])
-    assert groups == [("eager-ddp",), ("ours", "all-reduce", "ours-ddp"), ("bridge-ddp", "bridge")]
+    groups = in_groups(["eager-ddp", "ours-ddp", "ours-forward", "bridge-ddp", "all-reduce", "bridge"])
+    assert groups == [
+        ("eager-ddp",),
+        ("ours-ddp", "ours", "ours-forward", "all-reduce"),
+        ("bridge-ddp", "bridge"),
+    ]
