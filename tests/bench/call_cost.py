@@ -8,9 +8,6 @@ starts anew for each row, so that no limit of recompilations is met.
 """
 
 import argparse
-import itertools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 
 import compile_core
 from compile_core.backends.registry import DEFAULT_BACKEND
+from tests.bench.thread_seconds import median_seconds
 
 SIDES: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: model,
@@ -83,27 +81,11 @@ def make_call(case: Case, compile: Callable[[Any], Any]) -> Callable[[], Any]:
     return (lambda: compiled(x).backward(ones)) if case.backward else (lambda: compiled(x))
 
 
-def time_call(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds a call."""
-    start = time.thread_time()
-    for _ in itertools.repeat(None, repeats):
-        call()
-    return (time.thread_time() - start) / repeats
-
-
 def measure(case: Case, rounds: int) -> list[float]:
     """Median seconds of a call, a side each."""
     torch._dynamo.reset()
     calls = [make_call(case, compile) for compile in SIDES.values()]
-    repeats = []
-    for call in calls:
-        time_call(call, 20)
-        repeats.append(max(1, round(10e-3 / time_call(call, 20))))
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for side, call in enumerate(calls):
-            seconds[side].append(time_call(call, repeats[side]))
-    return [statistics.median(measured) for measured in seconds]
+    return median_seconds(calls, rounds, 10e-3)
 
 
 def main() -> None:

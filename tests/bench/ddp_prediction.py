@@ -31,7 +31,7 @@ from tests.bench.ddp_sides import MEBIBYTE, SIDES, Running
 from tests.bench.ddp_steps import (
     Ranks,
     Row,
-    begin_together,
+    exposed_ms,
     link_of,
     load_model,
     rows_in_turn,
@@ -44,7 +44,6 @@ _SETTLING = 10
 _IN_A_ROW = 5
 # Steps after another plan was taken, whose transfers set connections up.
 _SETTLING_OF_PLAN = 2
-_TIMELINES = 3
 _ONE_BUCKET = "one bucket"
 _ALLOWED = 0.15
 _UNLIMITED = 1 << 60
@@ -111,10 +110,14 @@ def _predictions(
         rest_ms = found_ms[_ONE_BUCKET] - 1e3 * simulate(plans[_ONE_BUCKET], costs).end_s
         for label, plan in plans.items():
             buckets.adopt(plan)
-            exposed_ms = max(ranks.gather(_exposed_ms(running, device)))
             simulated = simulate(plan, costs)
             predicted_ms = rest_ms + 1e3 * simulated.end_s
-            figures = (exposed_ms, simulated.exposed_ms, found_ms[label], predicted_ms)
+            figures = (
+                exposed_ms(ranks, running, device),
+                simulated.exposed_ms,
+                found_ms[label],
+                predicted_ms,
+            )
             row = (label, str(len(plan.buckets)), *(f"{ms:.2f}" for ms in figures))
             yield row, abs(predicted_ms / found_ms[label] - 1)
 
@@ -133,17 +136,6 @@ def _run_plan(running: Running, buckets: GradientBuckets, plan: BucketPlan, devi
     for _ in range(_SETTLING_OF_PLAN):
         running.step()
     return run_together(running.step, device, _IN_A_ROW)
-
-
-def _exposed_ms(running: Running, device: torch.device) -> float:
-    """This rank's, in a median backward."""
-    found = []
-    for _ in range(_TIMELINES):
-        begin_together(device)
-        with distributed.record_timeline(running.call) as recorder:
-            running.step()
-        found.append(recorder.timeline().exposed_ms)
-    return statistics.median(found)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.bench.ddp_sides import Inputs
+import distributed
+from tests.bench.ddp_sides import Inputs, Running
 from tests.bench.gpu_training import MODELS
 from tests.bench.training_models import TRAININGS
 
+# In which the exposure of a plan is measured.
+_TIMELINES = 5
 # A rank that failed waits as long for the others to fail, too; they may hang in a collective that it left out.
 _FAILURE_TIMEOUT = timedelta(seconds=120)
 
@@ -131,6 +135,17 @@ def rows_in_turn(
     return {
         name: [_slowest(row) for row in zip(*ranks.gather(mine), strict=True)] for name, mine in found.items()
     }
+
+
+def exposed_ms(ranks: Ranks, running: Running, device: torch.device) -> float:
+    """How long all-reduces run beside nothing, in a median backward of the rank on which that is longest."""
+    found = []
+    for _ in range(_TIMELINES):
+        begin_together(device)
+        with distributed.record_timeline(running.call) as recorder:
+            running.step()
+        found.append(recorder.timeline().exposed_ms)
+    return max(ranks.gather(statistics.median(found)))
 
 
 def _slowest(rows: Sequence[Row]) -> Row:

@@ -44,6 +44,7 @@ from tests.bench.ddp_steps import (
     Ranks,
     Row,
     begin_together,
+    exposed_ms,
     link_of,
     load_model,
     rows_in_turn,
@@ -52,7 +53,6 @@ from tests.bench.ddp_steps import (
     synchronise,
 )
 
-_TIMELINES = 5
 _IN_A_ROW = 5
 # Steps of a side before its memory is looked at: plans settle in them, libraries choose, graphs are recorded.
 _SETTLING = 10
@@ -201,16 +201,10 @@ def _with_plan(figures: Figures, running: Running, device: torch.device, ranks: 
         return figures
     if runner.plan is None:
         return dataclasses.replace(figures, note=f"reducer: {runner.reason_for_reducer}")
-    exposed_ms = []
-    for _ in range(_TIMELINES):
-        begin_together(device)
-        with distributed.record_timeline(running.call) as recorder:
-            running.step()
-        exposed_ms.append(recorder.timeline().exposed_ms)
     return dataclasses.replace(
         figures,
         buckets=len(runner.plan.buckets),
-        exposed_ms=max(ranks.gather(statistics.median(exposed_ms))),
+        exposed_ms=exposed_ms(ranks, running, device),
         predicted_ms=None if runner.costs is None else simulate(runner.plan, runner.costs).exposed_ms,
     )
 

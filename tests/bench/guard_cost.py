@@ -10,9 +10,6 @@ With --check the exit status is 1 if a call of a module costs more than torch.co
 """
 
 import argparse
-import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import compile_core
+from tests.bench.thread_seconds import median_seconds
 
 
 def returning_at_once(
@@ -116,14 +114,6 @@ def cases() -> list[Case]:
     ]
 
 
-def time_call(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds a call."""
-    start = time.thread_time()
-    for _ in itertools.repeat(None, repeats):
-        call()
-    return (time.thread_time() - start) / repeats
-
-
 def measure(case: Case, rounds: int) -> tuple[float, float]:
     """Median seconds of a guard-hit call: ours, torch.compile's."""
     with torch.set_grad_enabled(case.grad):
@@ -131,16 +121,8 @@ def measure(case: Case, rounds: int) -> tuple[float, float]:
         ours = compile_core.compile(case.model(), backend=returning_at_once, fullgraph=True)
         theirs = torch.compile(case.model(), backend=returning_at_once, fullgraph=True)
         calls = [lambda: ours(*case.arguments), lambda: theirs(*case.arguments)]
-        repeats = []
-        for call in calls:
-            call()
-            time_call(call, 20)
-            repeats.append(max(1, round(5e-3 / time_call(call, 20))))
-        seconds: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for side, call in enumerate(calls):
-                seconds[side].append(time_call(call, repeats[side]))
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+        ours_s, theirs_s = median_seconds(calls, rounds, 5e-3)
+    return ours_s, theirs_s
 
 
 def main() -> None:
