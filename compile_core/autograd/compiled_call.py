@@ -98,20 +98,29 @@ class DifferentiableProgram:
         if torch._C._are_functorch_transforms_active():
             return CompiledCall.apply(self, *primals)
         if self.taken is not None:
-            return _apply(self, primals, self.taken.communicator.anchor, *self.taken.pick_others(primals))
+            return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
         return _apply(self, *primals)
 
     def differentiate(
-        self, saved: list[Any], arriving: Sequence[torch.Tensor | None], sizes: Sequence[int]
+        self,
+        saved: list[Any],
+        arriving: Sequence[torch.Tensor | None],
+        sizes: Sequence[int],
+        returns_all: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients as values, where gradients are off. The list of saved values is emptied."""
+        """The gradients as values, where gradients are off. The list of saved values is emptied.
+
+        Args:
+            returns_all: also those that are taken, which are not stored then.
+        """
         specs = self.signature.tangent_specs
         if sizes:
             specs = [resolve_spec(spec, sizes) for spec in specs]
-        if are_batched(arriving):
-            # Only torch's own kernels can take them.
+        is_batched = are_batched(arriving)
+        if is_batched or returns_all:
+            # Only torch's own kernels can take what is batched, and the program would store.
             module = self.backward_module
-            tangents = map(batched_as_specified, arriving, specs)
+            tangents = map(batched_as_specified if is_batched else as_specified, arriving, specs)
             return call_program(lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents])
         saved += map(as_specified, arriving, specs)
         return call_program(self.backward, saved)
@@ -156,28 +165,33 @@ class CompiledCall(torch.autograd.Function):
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
         if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
-        if absent and program.taken is not None:
-            program.taken.communicator.leave_out(program.taken.undefined(absent))
+        taken = program.taken
+        gives_values = taken is not None and taken.communicator.wants_values(taken.names)
+        if absent and taken is not None and not gives_values:
+            taken.communicator.leave_out(taken.undefined(absent))
         if torch.is_grad_enabled():
-            found = _gradients_with_history(ctx, program, arriving)
+            found = _gradients_with_history(ctx, program, arriving, gives_values)
         else:
             # A backward that needs nothing can be run as often as one likes.
             saved = [*ctx.saved_tensors[: program.saved_tensors]] if program.saved_tensors else []
             saved += ctx.numbers
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
             ctx.maybe_clear_saved_tensors()
-            found = program.differentiate(saved, arriving, ctx.sizes)
+            found = program.differentiate(saved, arriving, ctx.sizes, gives_values)
         if absent:
             # What only depends on gradients that did not arrive is undefined, not zero.
             found = [
                 None if sources and absent.issuperset(sources) else gradient
                 for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
             ]
+        if gives_values:
+            assert taken is not None
+            taken.give_values(found)
         return program.pick_gradients((*found, None))
 
 
 def _gradients_with_history(
-    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None]
+    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None], returns_all: bool
 ) -> Sequence[torch.Tensor | None]:
     kept = ctx.saved_tensors
     if program.differentiable_backward is not None:
@@ -185,7 +199,7 @@ def _gradients_with_history(
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]
         return program.differentiable_backward(primals, arriving)
     with torch.no_grad():
-        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes)
+        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes, returns_all)
     sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 

@@ -6,8 +6,10 @@ only where a gradient comes from elsewhere, too; the communicator can ask it whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
@@ -21,15 +23,24 @@ class TakenGradients:
 
     Attributes:
         names: the destinations.
+        positions: by name, that of the gradient among those that the backward computes.
+        anchor: what autograd's graph has in the place of these inputs.
         others: positions of the inputs whose gradients autograd gets.
         sources: for each name, the positions of the arriving gradients that it depends on.
     """
 
     communicator: Communicator
     names: tuple[str, ...]
+    positions: Mapping[str, int]
+    anchor: torch.Tensor
     others: tuple[int, ...]
     pick_others: Pick
     sources: Mapping[str, tuple[int, ...]]
+
+    def give_values(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hands over what the backward has computed instead of storing it."""
+        values = {name: gradients[position] for name, position in self.positions.items()}
+        self.communicator.take_values({name: value for name, value in values.items() if value is not None})
 
     def undefined(self, absent: set[int]) -> list[str]:
         """Those that depend on nothing but gradients that did not arrive."""
@@ -49,4 +60,12 @@ class TakenGradients:
         )
         tangents = graph.signature.gradient_tangents
         sources = {name: tangents[position] for name, position in backward.stored.items()}
-        return TakenGradients(communicator, backward.destinations, others, picker(others), sources)
+        return TakenGradients(
+            communicator,
+            backward.destinations,
+            backward.stored,
+            communicator.anchor(backward.destinations),
+            others,
+            picker(others),
+            sources,
+        )

@@ -13,16 +13,24 @@ class Communicator(Protocol):
 
     When a program that has destinations runs, it asks for each of them and tells which have been written. What is
     started when is not the program's concern: gradients of one collective may come from several programs.
-
-    Attributes:
-        anchor: a tensor that requires a gradient and never gets one. It stands for all the inputs whose gradients are
-            taken: the engine reaches it exactly where it accumulates gradients in leaves at all.
     """
 
-    anchor: torch.Tensor
+    def anchor(self, names: Sequence[str]) -> torch.Tensor:
+        """A tensor that requires a gradient and never gets one. It stands for the inputs of a program whose gradients
+        are taken, those of these destinations: the engine reaches it exactly where it is to accumulate them."""
+        ...
 
     def expect(self, node: Any, names: Sequence[str]) -> None:
         """Called in a forward: when the engine runs ``node`` of autograd's graph, these destinations are written."""
+        ...
+
+    def wants_values(self, names: Sequence[str]) -> bool:
+        """Called first in a backward: whether gradients of these destinations are asked for as values. Then nothing is
+        stored, and ``take_values`` is called behind it."""
+        ...
+
+    def take_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """The gradients of a program that was to give values, but those that are undefined."""
         ...
 
     def leave_out(self, names: Sequence[str]) -> None:

@@ -12,11 +12,13 @@ whoever registers one is given.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+
+from compile_core.errors import CompileError
 
 
 class _Notice(functools.partial[None]):
@@ -67,6 +69,21 @@ class AccumulationNodes:
             if len(hooks) > 1 and not all(isinstance(hook, _Notice) for hook in hooks.values())
         )
         return frozenset(names)
+
+
+def refuse_new_hooks(names: Iterable[str]) -> None:
+    """
+    Args:
+        names: of parameters with hooks whose gradients are those of programs, which were chosen in the forward.
+
+    Raises:
+        CompileError: there are any.
+    """
+    if names := sorted(names):
+        raise CompileError(
+            f"hooks were registered on {', '.join(names)} between the forward and the backward of a "
+            f"compiled DistributedDataParallel module; register them before the forward"
+        )
 
 
 def put_first(handle: Any) -> None:

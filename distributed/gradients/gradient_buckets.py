@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from bucketing.bucket import BucketPlan
@@ -33,7 +32,9 @@ from compile_core.errors import CompileError, InternalError
 from compile_core.ir.tensor_spec import contiguous_strides
 from distributed.collectives.averaging import Averaging, Work
 from distributed.collectives.measure_costs import ReadyTimes
-from distributed.gradients.accumulation_nodes import AccumulationNodes
+from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
+from distributed.gradients.anchors import Anchors
+from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.optimizer_steps.step_in_backward import StepInBackward
@@ -67,6 +68,7 @@ class GradientBuckets:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
         strides: of the places that are not contiguous, as the parameters lay when this was made. Programs are compiled
             for these, so they stay.
+        device: where they are.
         expecting: a forward of the module ran whose backward has not ended yet.
         missing: the parameters that got no gradient in the rounds since the last forward.
         rounds: how many have ended.
@@ -99,11 +101,12 @@ class GradientBuckets:
         self.observer: GradientObserver | None = None
         self.averaging = averaging
         self._stepper = stepper
-        device = next(iter(self.parameters.values())).device
         self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
-        self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self._anchor_node = get_gradient_edge(self.anchor).node
+        self.device = next(iter(self.parameters.values())).device
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
+        self._anchors = Anchors(self.parameters, self._nodes)
+        self.anchor = self._anchors.of_program
+        self.wants_values, self.take_values = self._anchors.wants_values, self._anchors.take_values
         self._buffers: BucketBuffers | None = None
         # Nodes of compiled programs that may still run, and what each will store.
         self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
@@ -182,7 +185,9 @@ class GradientBuckets:
 
     def begin(self) -> None:
         self._absent, self._next_absent = self._next_absent, frozenset()
-        self._storing = _will_run(self._anchor_node)
+        self._storing = self._anchors.programs_store()
+        if unasked := self._anchors.unasked():
+            self._absent = self._absent.union(unasked)
         if self._storing and self._round is None:
             self._open_round()
         if self._storing and self._stepper is not None:
@@ -221,7 +226,7 @@ class GradientBuckets:
 
     def _backward_reaches(self, *_: Any) -> None:
         """Before the engine runs the node of a result of the module, or accumulates a gradient."""
-        if self.expecting and self._round is None and self._buffers is not None:
+        if self.expecting and self._round is None and self._buffers is not None and not returns_values():
             self._open_round()
 
     def _accumulated(self, name: str, *_: Any) -> None:
@@ -252,7 +257,7 @@ class GradientBuckets:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         announced: dict[str, int] = {}
         # Programs store nothing where only gradients of inputs are asked for.
-        for reference, names in self._announced if _will_run(self._anchor_node) else ():
+        for reference, names in self._announced if self._anchors.programs_store() else ():
             node = reference()
             if node is not None and _will_run(node):
                 for name in names:
@@ -260,7 +265,7 @@ class GradientBuckets:
         by_programs = set(announced)
         # Those with hooks come through the engine, and their hooks see them accumulated.
         hooked = self._hooked = self.hooked()
-        self._refuse_new_hooks(hooked & by_programs)
+        refuse_new_hooks(hooked & by_programs)
         by_engine = {name for name, node in self._nodes.by_name.items() if _will_run(node)}
         for name in by_engine:
             announced[name] = announced.get(name, 0) + 1
@@ -371,14 +376,6 @@ class GradientBuckets:
         self._before.clear()
         self._set_aside.clear()
         self._scratch.clear()
-
-    def _refuse_new_hooks(self, names: Iterable[str]) -> None:
-        """Programs that store gradients were chosen in the forward, and go round the hooks of parameters."""
-        if names:
-            raise CompileError(
-                f"hooks were registered on {', '.join(sorted(names))} between the forward and the backward of a "
-                f"compiled DistributedDataParallel module; register them before the forward"
-            )
 
     def _refuse_late(self, name: str) -> None:
         assert self._round is not None

@@ -38,7 +38,7 @@ class PlanSettler:
         if self.chosen is not None or buckets.plan is None:
             return
         if self._times is None and buckets.rounds >= _FIRST_MEASURED:
-            self._times = buckets.ready_times = ReadyTimes(buckets.anchor.device)
+            self._times = buckets.ready_times = ReadyTimes(buckets.device)
         elif buckets.rounds >= _FIRST_MEASURED + _ROUNDS:
             assert self._times is not None
             buckets.ready_times = None
@@ -47,7 +47,7 @@ class PlanSettler:
 
 
 def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, MergePlan]:
-    plan, device = buckets.plan, buckets.anchor.device
+    plan, device = buckets.plan, buckets.device
     assert plan is not None
     # All ranks name them in one order.
     names = list(buckets.parameters)

@@ -29,7 +29,14 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.place = torch.zeros(2)
-        self.anchor = torch.empty(0, requires_grad=True)
+
+    def anchor(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.empty(0, requires_grad=True)
+
+    def wants_values(self, names: Sequence[str]) -> bool:
+        return False
+
+    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append(f"expect {names}")

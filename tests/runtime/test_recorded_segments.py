@@ -28,12 +28,19 @@ class FakeCommunicator:
     """
 
     def __init__(self, **sizes: int) -> None:
-        self.anchor = torch.empty(0, requires_grad=True)
         self.stored = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
         self.reduced: list[tuple[str, list[float]]] = []
         self.adds = False
         self.begun = 0
         self._scratch: dict[str, torch.Tensor] = {}
+
+    def anchor(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.empty(0, requires_grad=True)
+
+    def wants_values(self, names: Sequence[str]) -> bool:
+        return False
+
+    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def expect(self, node: Any, names: Sequence[str]) -> None: ...
 

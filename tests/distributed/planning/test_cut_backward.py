@@ -56,7 +56,14 @@ class FakeCommunicator:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.places = {name: torch.full(tensor.shape, torch.nan) for name, tensor in tensors.items()}
         self.events: list[str] = []
-        self.anchor = torch.empty(0, requires_grad=True)
+
+    def anchor(self, names: Sequence[str]) -> torch.Tensor:
+        return torch.empty(0, requires_grad=True)
+
+    def wants_values(self, names: Sequence[str]) -> bool:
+        return False
+
+    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append("expect")

@@ -1,0 +1,170 @@
+"""Backwards that are asked for the gradients of certain parameters: ``backward(inputs=...)`` and ``autograd.grad``.
+
+The engine looks for a path to what it is asked for, and a compiled program that stores a parameter's gradient has no
+edge to the parameter: it would find nothing and run nothing. With an edge, every other backward would visit every
+parameter. So it is noticed where all backwards pass, in the one method that starts them, which is replaced when a first
+module has gradients in buckets. Where parameters of a bucket are among the inputs, the engine is asked for the anchors
+of the programs that store their gradients, too: that makes it run these programs.
+
+What is to be accumulated is stored and reduced, as by stock DDP's hooks. What ``autograd.grad`` is to return is no
+business of the buckets: the programs give it as values, and it is added to what the engine has found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import ImperativeEngine, Variable
+
+from distributed.gradients.accumulation_nodes import put_first
+
+# torch exports it without declaring it.
+_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class Asked(Protocol):
+    """Has parameters whose gradients programs store."""
+
+    def parameter_of(self, target: torch.Tensor | GradientEdge) -> torch.nn.Parameter | None:
+        """The parameter of its own that the engine is asked for."""
+        ...
+
+    def of_parameters(self, wanted: Collection[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those of the programs that store gradients of these."""
+        ...
+
+
+class AskedGradients:
+    """What one backward is asked for.
+
+    Attributes:
+        as_values: the gradients are to be returned, not to be accumulated.
+        anchors: what else to ask the engine for.
+    """
+
+    def __init__(
+        self, parameters: Mapping[int, torch.nn.Parameter], as_values: bool, anchors: Sequence[torch.Tensor]
+    ) -> None:
+        self._parameters = parameters
+        self._wanted = set(parameters.values())
+        self._values: dict[torch.Tensor, torch.Tensor] = {}
+        self.as_values = as_values
+        self.anchors = anchors
+
+    def include(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._wanted
+
+    def add(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """A program has computed a contribution to the gradient."""
+        before = self._values.get(parameter)
+        self._values[parameter] = value if before is None else before + value
+
+    def complete(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """What the engine has found for each of the inputs, with what programs computed."""
+        results = list(found)
+        for position, parameter in self._parameters.items():
+            value, other = self._values.get(parameter), results[position]
+            if value is not None:
+                results[position] = value if other is None else other + value
+        return tuple(results)
+
+    @contextmanager
+    def noticed_behind(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
+        """While this lasts, ``asked_now`` tells of it in the backward that begins at ``roots``."""
+        nodes = {root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots}
+        numbers: list[int] = []
+
+        def begins(*_: Any) -> None:
+            numbers.append(_backward_number())
+            _under_way[numbers[-1]] = self
+
+        handles = [node.register_prehook(begins) for node in nodes if node is not None]
+        for handle in handles:
+            put_first(handle)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for number in numbers:
+                _under_way.pop(number, None)
+
+
+# By the engine's number of the backward.
+_under_way: dict[int, AskedGradients] = {}
+_listening: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def asked_now() -> AskedGradients | None:
+    """What the backward that runs is asked for; ``None`` if it is for no parameters of buckets in particular."""
+    return _under_way.get(_backward_number()) if _under_way else None
+
+
+def returns_values() -> bool:
+    """Whether the backward that runs is for gradients of parameters of buckets and accumulates none."""
+    asked = asked_now()
+    return asked is not None and asked.as_values
+
+
+def notice_for(listener: Asked) -> None:
+    """From now on backwards are looked at that ask for parameters of this one, as long as it lives."""
+    _listening.add(listener)
+    if not isinstance(Variable._execution_engine, _NoticingEngine):
+        Variable._execution_engine = _NoticingEngine()
+
+
+class _NoticingEngine(ImperativeEngine):
+    """Autograd's engine; only what starts a backward differs."""
+
+    def run_backward(
+        self,
+        tensors: Sequence[torch.Tensor | GradientEdge],
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor | GradientEdge] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        run: Callable[..., Any] = super().run_backward
+        asked = _asked(inputs, as_values=not accumulate_grad) if inputs else None
+        if asked is None:
+            return run(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+        with asked.noticed_behind(tensors):
+            found = run(
+                tensors,
+                grad_tensors,
+                keep_graph,
+                create_graph,
+                (*inputs, *asked.anchors),
+                True,
+                accumulate_grad,
+            )
+        if accumulate_grad:
+            return found
+        results = asked.complete(found[: len(inputs)])
+        if not allow_unreachable and any(result is None for result in results):
+            raise RuntimeError(
+                "One of the tensors whose gradients are asked for appears to not have been used in the graph; pass "
+                "allow_unused=True to get None for it"
+            )
+        return results
+
+
+def _asked(inputs: Sequence[torch.Tensor | GradientEdge], as_values: bool) -> AskedGradients | None:
+    """``None`` if no parameters of buckets are among the inputs."""
+    parameters: dict[int, torch.nn.Parameter] = {}
+    anchors: list[torch.Tensor] = []
+    for listener in list(_listening):
+        mine = {k: listener.parameter_of(target) for k, target in enumerate(inputs)}
+        found = {k: parameter for k, parameter in mine.items() if parameter is not None}
+        parameters |= found
+        anchors += listener.of_parameters(set(found.values()))
+    return AskedGradients(parameters, as_values, anchors) if parameters else None
