@@ -41,17 +41,19 @@ class Running:
     Attributes:
         step: one step; returns its loss, or nothing.
         call: what the step calls, for questions about it; ``None`` where nothing is called.
-        forward: the step without its backward.
+        model: what is trained, if anything is.
+        forward: the step without its backward; there with a model.
     """
 
     step: Callable[[], Tensor | None]
     call: Any = None
+    model: nn.Module | None = None
     forward: Callable[[], Tensor] | None = None
 
 
 Side = Callable[[nn.Module, Inputs], AbstractContextManager[Running]]
-# Another step with what a side has compiled, and with its model.
-Variant = Callable[[Running, nn.Module], Running]
+# Another step with what a side has compiled.
+Variant = Callable[[Running], Running]
 
 
 @contextmanager
@@ -75,16 +77,20 @@ def _training(
             loss.backward()
             return loss.detach()
 
-        yield Running(step, call, forward)
+        yield Running(step, call, model, forward)
 
 
-def _forward_only(running: Running, model: nn.Module) -> Running:
-    assert running.forward is not None
-    return replace(running, step=running.forward)
+def _forward_only(running: Running) -> Running:
+    def step() -> Tensor:
+        assert running.forward is not None
+        return running.forward().detach()
+
+    return replace(running, step=step)
 
 
-def _joined(running: Running, model: nn.Module) -> Running:
-    one = _like_all_gradients(model)[:1].clone()
+def _joined(running: Running) -> Running:
+    assert running.model is not None
+    one = _like_all_gradients(running.model)[:1].clone()
 
     def step() -> Tensor | None:
         loss = running.step()
@@ -94,8 +100,9 @@ def _joined(running: Running, model: nn.Module) -> Running:
     return replace(running, step=step)
 
 
-def _beside(running: Running, model: nn.Module) -> Running:
-    buffers = _like_all_gradients(model).chunk(_FEW)
+def _beside(running: Running) -> Running:
+    assert running.model is not None
+    buffers = _like_all_gradients(running.model).chunk(_FEW)
 
     def step() -> Tensor:
         assert running.forward is not None

@@ -32,7 +32,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 from torch._inductor.utils import clear_caches
 
 import compile_core
@@ -105,7 +104,6 @@ def _measure(
     compile_core.reset()
     found: dict[str, Figures] = {}
     running: dict[str, Running] = {}
-    modules: dict[str, nn.Module] = {}
     with ExitStack() as stack:
         for start in starts:
             folder = "all" if arguments.share_caches else f"{start.model}/{start.side}"
@@ -114,9 +112,9 @@ def _measure(
             def prepare(start: Figures) -> Figures:
                 if start.side in VARIANTS:
                     base, vary = VARIANTS[start.side]
-                    varied = running[start.side] = vary(running[base], modules[base])
+                    varied = running[start.side] = vary(running[base])
                     return dataclasses.replace(start, loss=_first_steps(varied, device))
-                modules[start.side], running[start.side], figures = _prepare(stack, device, start)
+                running[start.side], figures = _prepare(stack, device, start)
                 return figures
 
             found[start.side] = _agreed(ranks, dataclasses.replace(start, cold=cold), prepare)
@@ -132,7 +130,7 @@ def _measure(
     return [*found.values()]
 
 
-def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[nn.Module, Running, Figures]:
+def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Running, Figures]:
     """Sets a side up, with a copy of the model; with this rank's figures of its first steps and its memory."""
     clear_caches()  # which hold paths of the last side's folder
     gc.collect()
@@ -162,7 +160,7 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[nn
         gradient_gib=gradient_bytes / 2**30,
         loss=loss,
     )
-    return module, running, figures
+    return running, figures
 
 
 def _first_steps(running: Running, device: torch.device, steps: int = _SETTLING) -> float:
