@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd.graph import GradientEdge
-from torch.autograd.variable import ImperativeEngine, Variable
+from torch.autograd.variable import Variable
 
 from distributed.gradients.accumulation_nodes import put_first
 
@@ -118,7 +119,7 @@ def notice_for(listener: Asked) -> None:
         Variable._execution_engine = _NoticingEngine()
 
 
-class _NoticingEngine(ImperativeEngine):
+class _NoticingEngine(_ImperativeEngine):
     """Autograd's engine; only what starts a backward differs."""
 
     def run_backward(
