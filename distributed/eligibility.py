@@ -13,7 +13,8 @@ _REDUCING_BACKENDS = ("gloo", "nccl")
 def reason_for_reducer(ddp: DistributedDataParallel) -> str:
     """Why the module's gradients must go through stock DDP's reducer, or "" if they need not."""
     checks = (
-        (ddp.find_unused_parameters, "find_unused_parameters=True"),
+        # Of a static graph stock DDP does not look for them either: those of the first backward stay unused.
+        (ddp.find_unused_parameters and not ddp.static_graph, "find_unused_parameters=True"),
         (ddp.mixed_precision is not None, "DDP's own mixed precision is on"),
         (bool(ddp._delay_all_reduce_params), "some all-reduces are delayed"),
         (ddp._use_python_reducer, "torch's Python reducer is on"),
@@ -43,8 +44,6 @@ def _reason_switched_on(ddp: DistributedDataParallel) -> str:
     """What the program can ask of a module after its first call, too."""
     if ddp._comm_hooks:
         return "a communication hook is registered"
-    if ddp.static_graph:
-        return "static_graph=True"
     if hasattr(ddp, "buffer_hook"):
         return "a buffer hook is registered"
     return ""

@@ -34,6 +34,7 @@ from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_module import process_group, reduced_parameters
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
+from distributed.gradients.static_graph import StaticGraph, shown
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
@@ -111,7 +112,11 @@ class InGraphWay:
             ddp.require_forward_param_sync = False
             return self._local(*args, **kwargs)
         if buckets.missing:
-            raise RuntimeError(_unused(buckets.missing))
+            raise RuntimeError(_unused(buckets.missing, buckets.static_graph is not None))
+        if buckets.plan is not None and ddp.static_graph and buckets.static_graph is None:
+            raise RuntimeError(
+                "_set_static_graph() was called after a step; call it before the first, on all ranks"
+            )
         self.settler.begin_forward()
         args, kwargs = self._prepare(args, kwargs)
         ddp.require_forward_param_sync = True
@@ -123,6 +128,7 @@ class InGraphWay:
             raise
         if buckets.plan is None:
             park_reducer(ddp)
+            buckets.static_graph = StaticGraph() if ddp.static_graph else None
             buckets.adopt(self._agree_on(self._planner.first_plan()))
         buckets.expect_backward(result)
         return result
@@ -138,6 +144,7 @@ class InGraphWay:
 
     def _agree_on(self, plan: BucketPlan) -> BucketPlan:
         lines = tuple(line.strip() for line in f"{plan}\n{self.buckets.averaging}".splitlines())
+        lines += (f"static_graph={self._ddp.static_graph}",)
         statement = Statement("planned other gradient buckets", lines)
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
         return plan
@@ -199,10 +206,15 @@ class InGraphWay:
         return run
 
 
-def _unused(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def _unused(names: Sequence[str], is_static: bool) -> str:
+    if is_static:
+        return (
+            f"the graph of the module has changed: the last backward gave no gradient to {len(names)} parameters that "
+            f"got one in the first: {shown(names)}. static_graph=True says that all backwards are alike; pass "
+            f"find_unused_parameters=True to DistributedDataParallel instead"
+        )
     return (
         f"the last backward gave no gradient to {len(names)} parameters of the module that were not used in producing "
-        f"the loss: {shown}. Pass find_unused_parameters=True to DistributedDataParallel for unused parameters, freeze "
-        f"them, or make sure that all results of the module take part in the loss"
+        f"the loss: {shown(names)}. Pass find_unused_parameters=True to DistributedDataParallel for unused parameters, "
+        f"freeze them, or make sure that all results of the module take part in the loss"
     )

@@ -37,6 +37,7 @@ from distributed.gradients.anchors import Anchors
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
+from distributed.gradients.static_graph import StaticGraph
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
 # torch exports these without declaring them.
@@ -70,7 +71,8 @@ class GradientBuckets:
             for these, so they stay.
         device: where they are.
         expecting: a forward of the module ran whose backward has not ended yet.
-        missing: the parameters that got no gradient in the rounds since the last forward.
+        missing: the parameters that got no gradient in the rounds since the last forward, and should have.
+        static_graph: what is known of all rounds, if the program says that they are alike.
         rounds: how many have ended.
         ready_times: measures rounds, in which everything is reduced last.
         observer: is told of rounds.
@@ -95,6 +97,7 @@ class GradientBuckets:
         self.factor = averaging.factor
         self.expecting = False
         self.missing: tuple[str, ...] = ()
+        self.static_graph: StaticGraph | None = None
         self._awaited: set[str] = set()
         self.rounds = 0
         self.ready_times: ReadyTimes | None = None
@@ -269,9 +272,14 @@ class GradientBuckets:
         by_engine = {name for name, node in self._nodes.by_name.items() if _will_run(node)}
         for name in by_engine:
             announced[name] = announced.get(name, 0) + 1
+        static, unused = self.static_graph, frozenset()
+        if static is not None and static.is_known:
+            announced, unused = static.expected(announced), static.unused
         plan = self._buffers.plan
         self._round = ReductionRound(
-            ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets), announced
+            ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets),
+            announced,
+            unused,
         )
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
@@ -289,10 +297,13 @@ class GradientBuckets:
     def _give(self, name: str) -> None:
         """Sets the parameter's gradient."""
         assert self._buffers is not None and self._round is not None
-        place = self._buffers.places[name]
-        if self._is_users(name):
+        place, static = self._buffers.places[name], self.static_graph
+        if static is not None and name in static.used_by_none:
+            if name in self._set_aside:
+                self.parameters[name].grad = self._set_aside[name]
+        elif self._is_users(name):
             self.parameters[name].grad = self._before[name].copy_(place)
-        elif name in self._before or name in self._round.stored:
+        elif name in self._before or name in self._round.stored or static is not None:
             self.parameters[name].grad = place
 
     def _is_users(self, name: str) -> bool:
@@ -303,11 +314,15 @@ class GradientBuckets:
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
+        if self.static_graph is not None:
+            self.static_graph.check(names)
         self._round.arrived(names)
         if self.observer is not None:
             self.observer.gradients_arrived(names)
         if self.ready_times is not None:
             self.ready_times.gradients_arrived(names)
+            return
+        if self.static_graph is not None and not self.static_graph.is_known:
             return
         for bucket in self._round.take_complete():
             self._start(bucket)
@@ -354,12 +369,17 @@ class GradientBuckets:
         if self.ready_times is not None:
             self.ready_times.all_computed()
         with torch.no_grad():
+            static, stored = self.static_graph, self._round.stored
+            if static is not None and not static.is_known:
+                counts = {
+                    name: self._round.contributions(name) if name in stored else 0 for name in self.parameters
+                }
+                static.learn(counts, self.device, self._add_up)
             for bucket in self._round.take_rest():
                 self._start(bucket)
             for work in self._works:
                 self._wait(work)
-            stored = self._round.stored
-            self._awaited -= stored
+            self._awaited -= stored if static is None else stored | static.unused
             self.missing = tuple(name for name in self.parameters if name in self._awaited)
             for name in self.parameters:
                 self._give(name)
@@ -368,6 +388,9 @@ class GradientBuckets:
         # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
         self._clear(expecting=bool(self.missing))
         self.rounds += 1
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        self._wait(self.group.allreduce([tensor]))
 
     def _clear(self, expecting: bool = False) -> None:
         self._round = None

@@ -6,7 +6,7 @@ when all that belongs to it has come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 class ReductionRound:
@@ -16,18 +16,28 @@ class ReductionRound:
         buckets: the names in each bucket.
         announced: by name, how many contributions are known to come. A gradient of which none is known may still come,
             from a part of autograd's graph that does not exist yet, as under reentrant checkpoints; its bucket waits.
+        unused: those to which nothing will come.
 
     Attributes:
         stored: the gradients to which something has come.
         has_begun: it is known of some gradient that something has come, or that nothing will.
     """
 
-    def __init__(self, buckets: Iterable[Iterable[str]], announced: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        buckets: Iterable[Iterable[str]],
+        announced: Mapping[str, int],
+        unused: Collection[str] = frozenset(),
+    ) -> None:
         members = [tuple(names) for names in buckets]
         self.stored: set[str] = set()
         self._bucket_of = {name: index for index, names in enumerate(members) for name in names}
-        self._left = [len(names) for names in members]
-        self._missing = {name: announced.get(name) or 1 for name in self._bucket_of}
+        self._left = [sum(name not in unused for name in names) for names in members]
+        # Of the unused none is waited for, so none is the last.
+        self._announced = {
+            name: 0 if name in unused else announced.get(name) or 1 for name in self._bucket_of
+        }
+        self._missing = dict(self._announced)
         self._started = 0
         self.has_begun = False
 
@@ -45,6 +55,10 @@ class ReductionRound:
         """One contribution to each of these was announced, and turned out to be undefined."""
         for name in names:
             self._count(name)
+
+    def contributions(self, name: str) -> int:
+        """How many have come to this gradient, those included of which it is known that nothing will."""
+        return self._announced[name] - self._missing[name]
 
     def _count(self, name: str) -> None:
         self.has_begun = True

@@ -37,6 +37,23 @@ def test_the_rest_is_started_in_order():
     assert found.stored == {"a", "c"}
 
 
+def test_nothing_unused_is_waited_for_and_news_of_it_count_for_nothing():
+    found = ReductionRound([("a", "b"), ("c",), ("d",)], {"a": 1, "c": 2, "d": 1}, unused={"b", "c"})
+    found.nothing_comes(["b"])
+    assert list(found.take_complete()) == []
+    found.arrived(["a"])
+    assert list(found.take_complete()) == [0, 1]
+    found.arrived(["d"])
+    assert list(found.take_complete()) == [2]
+
+
+def test_contributions_are_counted():
+    found = ReductionRound([("a", "b"), ("c",)], {"a": 3})
+    found.arrived(["a", "b"])
+    found.arrived(["b"])
+    assert [found.contributions(name) for name in "abc"] == [1, 2, 0]
+
+
 def test_what_turned_out_to_be_undefined_holds_up_nothing():
     found = ReductionRound([("a", "b")], {"a": 2, "b": 1})
     assert not found.has_begun

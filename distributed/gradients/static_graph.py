@@ -1,0 +1,75 @@
+"""What the first backward of a static graph tells of all others: ``DistributedDataParallel(static_graph=True)``.
+
+Whoever passes that says that each backward gives gradients to the same parameters, by as many contributions. So the
+first reduces everything at its end, and is remembered. Where the engine cannot know what is to come, since a reentrant
+checkpoint makes its part of autograd's graph in the backward only, later ones know. Parameters that no rank uses may
+stay without a gradient, and those that another rank uses get the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+
+class StaticGraph:
+    """What is known of the graph of one module; nothing before the first backward.
+
+    Attributes:
+        is_known: the first backward has been.
+        contributions: by name, how many each parameter gets on this rank.
+        used_by_none: the parameters that get none on any rank, whose gradients stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.contributions: Mapping[str, int] = {}
+        self.used_by_none: frozenset[str] = frozenset()
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The parameters that get no gradient on this rank."""
+        return frozenset(name for name, count in self.contributions.items() if count == 0)
+
+    def learn(
+        self, contributions: Mapping[str, int], device: torch.device, add_up: Callable[[torch.Tensor], None]
+    ) -> None:
+        """The first backward has come to its end.
+
+        Args:
+            contributions: what each parameter got, with the names in the same order on all ranks.
+            device: where collectives find tensors.
+            add_up: adds up a tensor over ranks, in place.
+        """
+        uses = torch.tensor(list(contributions.values()), dtype=torch.int64, device=device)
+        add_up(uses)
+        self.contributions = contributions
+        self.used_by_none = frozenset(
+            name for name, count in zip(contributions, uses.tolist(), strict=True) if count == 0
+        )
+        self.is_known = True
+
+    def expected(self, announced: Mapping[str, int]) -> dict[str, int]:
+        """How many contributions will come to each parameter that gets any, where the engine knows of ``announced``."""
+        # It is these where a program is another now, as one without some hook.
+        return {
+            name: max(count, announced.get(name, 0)) for name, count in self.contributions.items() if count
+        }
+
+    def check(self, names: Iterable[str]) -> None:
+        """
+        Raises:
+            RuntimeError: one of these, which have got a gradient, got none in the first backward. Other ranks do not
+                know of it and would not take it for a gradient.
+        """
+        if self.is_known and (new := [name for name in names if not self.contributions[name]]):
+            raise RuntimeError(
+                f"the graph of the module has changed: {shown(new)} got a gradient and got none in the first backward, "
+                f"but static_graph=True says that all are alike; pass find_unused_parameters=True instead"
+            )
+
+
+def shown(names: Sequence[str]) -> str:
+    """Some of the names, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
