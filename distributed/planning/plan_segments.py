@@ -47,11 +47,11 @@ class Machine:
 
 
 # NVLink and sockets. What lies between could use more cuts than are worth their price to these.
-GPU = Machine(GPU_RATES, (LinkModel(15e-6, 1 / 300e9), LinkModel(100e-6, 1 / 5e9)), 80e-6)
+GPU = Machine(GPU_RATES, (LinkModel(40e-6, 1 / 300e9), LinkModel(100e-6, 1 / 5e9)), 30e-6)
 # Processes of one machine, and sockets.
 CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.
-_LEAST_GAIN = 0.005
+_LEAST_GAIN = 0.002
 # Nothing better is sought behind an order that is so much worse.
 _FAR = 0.05
 # Places where a cut could be lie this share of the backward apart.
