@@ -77,7 +77,7 @@ class InGraphWay:
         if options.step_in_backward is not None:
             optimizer = PartialOptimizer(options.step_in_backward, parameters)
             stepper = StepInBackward(optimizer, parameters, averaging.on_streams)
-        self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch.wait, stepper)
+        self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch, stepper)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)

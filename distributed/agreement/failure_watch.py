@@ -2,8 +2,9 @@
 
 A rank that fails posts why. The others look for such a post about once a second when they wait: in the loops in which
 they wait for one another or for a bucket on the CPU, and, for whatever else may block the main thread, in a thread of
-the watch. The error is raised in the main thread where it next calls the compiled module or waits for a bucket. If it
-does neither, it is blocked, or a GPU is: the thread then logs the error and aborts the process group, which frees both.
+the watch. The error is raised in the main thread where it next calls the compiled module, starts or waits for a
+bucket, or ends a backward. If it does neither, it is blocked, or a GPU is: the thread then logs the error and aborts
+the process group, which frees both.
 
 The thread also sees that nobody waits for this rank in vain: another rank that compiles what this one does not has
 said so before it began, and says so when it has done (``Agreement``).

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,18 @@ class GradientObserver(Protocol):
     def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
 
 
+class Watch(Protocol):
+    """Knows of failures of the job."""
+
+    def at_point(self) -> None:
+        """Raises what has become known."""
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Waits for a collective that no stream waits for, and raises if another rank will not take part."""
+        ...
+
+
 class GradientBuckets:
     """The communicator of one ``DistributedDataParallel`` module; see ``compile_core.ir.communicator``.
 
@@ -62,7 +74,7 @@ class GradientBuckets:
         parameters: those whose gradients are reduced, by name.
         group: over which ranks.
         averaging: how buckets are reduced; an attribute, too.
-        wait_on_host: waits for a collective that no stream waits for, and raises if another rank will not take part.
+        watch: over failures of ranks. Where streams wait, a collective that was aborted leaves numbers without meaning.
         stepper: steps an optimizer in the rounds, if one is to be.
 
     Attributes:
@@ -83,7 +95,7 @@ class GradientBuckets:
         parameters: Mapping[str, torch.nn.Parameter],
         group: dist.ProcessGroup,
         averaging: Averaging,
-        wait_on_host: Callable[[Any], None],
+        watch: Watch,
         stepper: StepInBackward | None = None,
     ) -> None:
         self.parameters = dict(parameters)
@@ -104,7 +116,8 @@ class GradientBuckets:
         self.observer: GradientObserver | None = None
         self.averaging = averaging
         self._stepper = stepper
-        self._wait = operator.methodcaller("wait") if averaging.on_streams else wait_on_host
+        self._wait = operator.methodcaller("wait") if averaging.on_streams else watch.wait
+        self._watch = watch
         self.device = next(iter(self.parameters.values())).device
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
         self._anchors = Anchors(self.parameters, self._nodes)
@@ -329,6 +342,7 @@ class GradientBuckets:
 
     def _start(self, bucket: int) -> None:
         assert self._buffers is not None and self._round is not None
+        self._watch.at_point()
         for parameter in self._buffers.plan.buckets[bucket].parameters:
             self._complete(parameter.name)
         flat = self._buffers.flat[bucket]
@@ -366,6 +380,7 @@ class GradientBuckets:
                 self.parameters[name].grad = self._before[name]
             self._clear(expecting=self.expecting)
             return
+        self._watch.at_point()
         if self.ready_times is not None:
             self.ready_times.all_computed()
         with torch.no_grad():

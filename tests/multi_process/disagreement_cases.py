@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
 from distributed import CompiledDDP, DDPOptions
+from distributed.agreement.agreement import agreement_of
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AGREEMENT_TIMEOUT_S = 3.0
@@ -156,6 +158,24 @@ def compilation_is_interrupted() -> None:
     if RANK == 1:
         faults.happens = interrupt
     step(model, rows=2 + RANK)
+
+
+@case
+def failure_is_known_before_the_backward() -> None:
+    """On a GPU the backward would start collectives of a group that was aborted."""
+    model = compiled(make_ddp())
+    step(model)
+    result = model(torch.ones(2, 8))
+    watch = agreement_of(dist.group.WORLD).watch
+    if RANK == 1:
+        watch.announce("rank 1 gave up")
+        raise KeyboardInterrupt
+    while not watch.failure:
+        with suppress(compile_core.CompileError):
+            watch.look()
+    assert model.buckets is not None
+    model.buckets.averaging.start = lambda flat: fail()  # type: ignore[method-assign]
+    result.sum().backward()
 
 
 @case

@@ -29,6 +29,7 @@ FAILURES: dict[str, tuple[str, str]] = {
     ),
     "later_compilation_fails": ("compilation failed on rank 1: InternalError: a fault", "InternalError"),
     "compilation_is_interrupted": ("compilation failed on rank 1: KeyboardInterrupt", "KeyboardInterrupt"),
+    "failure_is_known_before_the_backward": ("rank 1 gave up", "KeyboardInterrupt"),
     "first_call_raises": ("rank 1 did not come to an agreement: RuntimeError", "RuntimeError"),
 }
 # The same for cases in which rank 1 says nothing.
