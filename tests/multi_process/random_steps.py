@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from distributed import inspect_ddp
 from tests.multi_process.ddp_cases.checkpointing import Checkpointed
@@ -107,6 +108,28 @@ def gradient_of_the_input(trained: Trained, seed: int) -> None:
 
 
 @action
+def backward_for_given_parameters(trained: Trained, seed: int) -> None:
+    if not trained.is_reentrant:  # torch refuses it there
+        trained.loss(seed).backward(inputs=list(trained.model.parameters()))
+
+
+@action
+def backwards_for_one_half_and_the_other(trained: Trained, seed: int) -> None:
+    if not trained.is_reentrant:
+        loss, parameters = trained.loss(seed), list(trained.model.parameters())
+        loss.backward(inputs=parameters[::2], retain_graph=True)
+        loss.backward(inputs=parameters[1::2])
+
+
+@action
+def returned_gradients(trained: Trained, seed: int) -> None:
+    if not trained.is_reentrant:
+        loss = trained.loss(seed)
+        (found,) = torch.autograd.grad(loss, trained.weight, retain_graph=True)
+        (loss * found.norm()).backward()
+
+
+@action
 def result_as_input(trained: Trained, seed: int) -> None:
     if not trained.is_reentrant:
         loss_of(trained.model(trained.model(data(seed).requires_grad_())[:, :16])).backward()
@@ -162,6 +185,12 @@ def hook_behind_accumulation(trained: Trained, seed: int) -> None:
 
 
 @action
+def hook_of_a_node(trained: Trained, seed: int) -> None:
+    node = get_gradient_edge(trained.weight).node
+    trained.toggle("node", lambda: node.register_prehook(lambda arriving: (arriving[0] * 1.5,)))
+
+
+@action
 def hook_of_the_module(trained: Trained, seed: int) -> None:
     trained.toggle(
         "module", lambda: trained.model.register_forward_hook(lambda module, args, output: output * 0.5)
@@ -177,15 +206,21 @@ def run_random_steps(seed: int, length: int = 14) -> None:
     """One sequence; raises where the two modules differ, and says after which actions."""
     choices = random.Random(seed)
     make = choices.choice(MODULES)
+    is_static = choices.random() < 0.3
     models = pair(
         make,
         backend="aot_eager",
         broadcast_buffers=choices.random() < 0.7,
         gradient_as_bucket_view=choices.random() < 0.3,
         bucket_cap_mb=choices.choice([0.001, 0.004, 25]),
+        static_graph=is_static,
     )
     both = [Trained(model, is_reentrant=make is MODULES[-1]) for model in models]
     done: list[str] = []
+    if is_static:
+        # The first backward tells of all others. In stock DDP it must be one that is reduced.
+        for trained in both:
+            backward(trained, seed)
     try:
         for _ in range(length):
             chosen, number = choices.choice(ACTIONS), choices.randrange(1000)
