@@ -12,6 +12,7 @@ whoever registers one is given.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from compile_core.errors import CompileError
+
+# The parameter's own.
+_hooks = operator.attrgetter("_backward_hooks")
+_hooks_behind = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class _Notice(functools.partial[None]):
@@ -48,27 +53,28 @@ class AccumulationNodes:
         self.by_name: dict[str, Any] = {
             name: get_gradient_edge(parameter).node for name, parameter in parameters.items()
         }
-        self._hooks: list[tuple[str, Mapping[int, Any]]] = []
+        self._hooks: list[Mapping[int, Any]] = []
         for name, node in self.by_name.items():
             before = node.register_prehook(_Notice(reached))
             behind = node.register_hook(_Notice(accumulated, name))
             put_first(behind)
-            self._hooks += [(name, before.hooks_dict_ref()), (name, behind.hooks_dict_ref())]
+            self._hooks += [before.hooks_dict_ref(), behind.hooks_dict_ref()]
 
     def hooked(self) -> frozenset[str]:
         """The names of parameters that have hooks of the program's."""
-        names = {
+        # Looked at in every step: as a rule there are none, and one of ours in each.
+        tensors = self._parameters.values()
+        is_plain = sum(map(len, self._hooks)) == len(self._hooks)
+        if is_plain and not any(map(_hooks, tensors)) and not any(map(_hooks_behind, tensors)):
+            return frozenset()
+        of_nodes = zip(self._hooks[::2], self._hooks[1::2], strict=True)
+        return frozenset(
             name
-            for name, parameter in self._parameters.items()
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        }
-        # One of ours is in each.
-        names.update(
-            name
-            for name, hooks in self._hooks
-            if len(hooks) > 1 and not all(isinstance(hook, _Notice) for hook in hooks.values())
+            for (name, tensor), both in zip(self._parameters.items(), of_nodes, strict=True)
+            if _hooks(tensor)
+            or _hooks_behind(tensor)
+            or not all(isinstance(hook, _Notice) for hooks in both for hook in hooks.values())
         )
-        return frozenset(names)
 
 
 def refuse_new_hooks(names: Iterable[str]) -> None:
