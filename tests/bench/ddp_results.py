@@ -167,6 +167,10 @@ def _aims(sides: dict[str, Figures]) -> list[str]:
             parts.append(
                 f"{step_ms / floor_ms:.3f} of max(compute, forward + all-reduce) = {floor_ms:.2f} ms"
             )
+        exposed_ms = sides[name].predicted_ms
+        if alone in sides and exposed_ms is not None:
+            predicted_ms = sides[alone].step_ms + exposed_ms
+            parts.append(f"predicted {predicted_ms:.2f} ms, off by {abs(predicted_ms / step_ms - 1):.1%}")
         if alone in sides and sides[alone].peak_gib:
             limit_gib = sides[alone].peak_gib + sides[name].gradient_gib
             parts.append(f"{sides[name].peak_gib - limit_gib:+.2f} GiB over the peak alone and the gradients")

@@ -45,14 +45,15 @@ def test_the_summary_compares_with_the_best_peer_and_the_floors() -> None:
     times_ms = {"ours": 20, "ddp-optimizer": 24, "python-reducer": 28, "ours-forward": 10, "all-reduce": 20}
     found = [Figures("sockets", "gpt2", side, step_ms=ms) for side, ms in times_ms.items()]
     found.append(Figures("sockets", "gpt2", "ours-ddp", failed=True, note="of an earlier call"))
-    found.append(Figures("sockets", "gpt2", "ours-ddp", step_ms=21, ratio=1.049))
+    found.append(Figures("sockets", "gpt2", "ours-ddp", step_ms=21, ratio=1.049, predicted_ms=0.5))
     found.append(Figures("sockets", "gpt2", "ours-joined", step_ms=20.2, ratio=1.01))
     found.append(Figures("sockets", "gpt2", "no-optimization", failed=True, note="no"))
     (line,) = summary(found)
     assert line.startswith(
         "sockets gpt2: ours-ddp: 1.049 of ours (1.010 joined at the end); +12.5% faster than"
     )
-    assert line.endswith("than ddp-optimizer; 0.700 of max(compute, forward + all-reduce) = 30.00 ms")
+    assert "than ddp-optimizer; 0.700 of max(compute, forward + all-reduce) = 30.00 ms" in line
+    assert line.endswith("predicted 20.50 ms, off by 2.4%")
 
 
 def test_what_is_compared_is_measured_together() -> None:
