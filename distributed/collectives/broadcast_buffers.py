@@ -8,7 +8,8 @@ only compared, the message is one piece of memory, and copies are one call for a
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from bucketing.bucket import ALIGNMENT_BYTES
 
 # torch exports it without declaring it.
 _foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
+
+_address_of = torch.Tensor.data_ptr
 
 
 class BufferBroadcast:
@@ -38,7 +41,7 @@ class BufferBroadcast:
         if self._tables.changed():
             self._tables = _Tables(self._ddp.module)
             self._addresses = None
-        if self._addresses is None or self._addresses != [buffer.data_ptr() for buffer in self._buffers]:
+        if self._addresses is None or self._addresses != [*map(_address_of, self._buffers)]:
             self._find_buffers()
         is_root = self._group.rank() == 0
         for message in self._messages:
@@ -51,7 +54,7 @@ class BufferBroadcast:
     def _find_buffers(self) -> None:
         ignored = self._ddp.parameters_to_ignore
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
-        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
+        self._addresses = [*map(_address_of, self._buffers)]
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
         self._messages = [
             _Message([buffer for buffer in self._buffers if buffer.device == device]) for device in devices
@@ -87,19 +90,21 @@ class _Message:
 
 
 class _Tables:
-    """The modules and buffers that a module consists of, to notice when others have taken their places."""
+    """The modules and buffers that a module consists of, to notice when others have taken their places.
+
+    Asked in each step, so the loops are C's.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        tables: list[Mapping[str, Any]] = []
+        self._tables: list[dict[str, Any]] = []
         for part in module.modules():
-            tables += (part._modules, part._buffers)
-        self._empty = [table for table in tables if not table]
-        self._filled = [(table, [*table.values()]) for table in tables if table]
+            self._tables += (part._modules, part._buffers)
+        self._values = [*self._found()]
 
     def changed(self) -> bool:
-        if any(self._empty):
+        if sum(map(len, self._tables)) != len(self._values):
             return True
-        return not all(
-            len(table) == len(values) and all(map(operator.is_, table.values(), values))
-            for table, values in self._filled
-        )
+        return not all(map(operator.is_, self._found(), self._values))
+
+    def _found(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._tables))

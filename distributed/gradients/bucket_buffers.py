@@ -15,6 +15,7 @@ class BucketBuffers:
 
     Attributes:
         plan: what they were made for.
+        names: the parameters of each bucket.
         flat: the buffer of each bucket, one-dimensional.
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
@@ -27,6 +28,7 @@ class BucketBuffers:
         strides: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.plan = plan
+        self.names = [tuple(parameter.name for parameter in bucket.parameters) for bucket in plan.buckets]
         self.flat: list[torch.Tensor] = []
         self.places: dict[str, torch.Tensor] = {}
         self.bucket_of: dict[str, int] = {}

@@ -288,12 +288,7 @@ class GradientBuckets:
         static, unused = self.static_graph, frozenset()
         if static is not None and static.is_known:
             announced, unused = static.expected(announced), static.unused
-        plan = self._buffers.plan
-        self._round = ReductionRound(
-            ([parameter.name for parameter in bucket.parameters] for bucket in plan.buckets),
-            announced,
-            unused,
-        )
+        self._round = ReductionRound(self._buffers.names, announced, unused)
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is not None:
@@ -343,15 +338,17 @@ class GradientBuckets:
     def _start(self, bucket: int) -> None:
         assert self._buffers is not None and self._round is not None
         self._watch.at_point()
-        for parameter in self._buffers.plan.buckets[bucket].parameters:
-            self._complete(parameter.name)
+        names = self._buffers.names[bucket]
+        # As a rule all have come, to where nothing was before.
+        if self._set_aside or not self._round.stored.issuperset(names):
+            for name in names:
+                self._complete(name)
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
         work = self.averaging.start(flat)
         self._works.append(work)
         if self._stepper is not None:
-            names = [parameter.name for parameter in self._buffers.plan.buckets[bucket].parameters]
             for name in names:
                 if not self._is_users(name):
                     self._give(name)
@@ -396,8 +393,12 @@ class GradientBuckets:
                 self._wait(work)
             self._awaited -= stored if static is None else stored | static.unused
             self.missing = tuple(name for name in self.parameters if name in self._awaited)
-            for name in self.parameters:
-                self._give(name)
+            if self._before or static is not None:
+                for name in self.parameters:
+                    self._give(name)
+            else:
+                for name in stored:
+                    self.parameters[name].grad = self._buffers.places[name]
             if self._stepper is not None:
                 self._stepper.end_round(self._buffers.flat)
         # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.

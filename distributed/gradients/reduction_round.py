@@ -6,7 +6,7 @@ when all that belongs to it has come.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 class ReductionRound:
@@ -25,18 +25,15 @@ class ReductionRound:
 
     def __init__(
         self,
-        buckets: Iterable[Iterable[str]],
+        buckets: Sequence[Sequence[str]],
         announced: Mapping[str, int],
-        unused: Collection[str] = frozenset(),
+        unused: set[str] | frozenset[str] = frozenset(),
     ) -> None:
-        members = [tuple(names) for names in buckets]
         self.stored: set[str] = set()
-        self._bucket_of = {name: index for index, names in enumerate(members) for name in names}
-        self._left = [sum(name not in unused for name in names) for names in members]
+        self._bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
+        self._left = [len(names) - len(unused.intersection(names)) for names in buckets]
         # Of the unused none is waited for, so none is the last.
-        self._announced = {
-            name: 0 if name in unused else announced.get(name) or 1 for name in self._bucket_of
-        }
+        self._announced = {**dict.fromkeys(self._bucket_of, 1), **announced, **dict.fromkeys(unused, 0)}
         self._missing = dict(self._announced)
         self._started = 0
         self.has_begun = False
@@ -47,24 +44,22 @@ class ReductionRound:
 
     def arrived(self, names: Iterable[str]) -> None:
         """One contribution to each of these has come."""
-        for name in names:
-            self.stored.add(name)
-            self._count(name)
+        names = tuple(names)
+        self.stored.update(names)
+        self.nothing_comes(names)
 
     def nothing_comes(self, names: Iterable[str]) -> None:
         """One contribution to each of these was announced, and turned out to be undefined."""
+        missing, left, bucket_of = self._missing, self._left, self._bucket_of
         for name in names:
-            self._count(name)
+            self.has_begun = True
+            missing[name] = still = missing[name] - 1
+            if still == 0:
+                left[bucket_of[name]] -= 1
 
     def contributions(self, name: str) -> int:
         """How many have come to this gradient, those included of which it is known that nothing will."""
         return self._announced[name] - self._missing[name]
-
-    def _count(self, name: str) -> None:
-        self.has_begun = True
-        missing = self._missing[name] = self._missing[name] - 1
-        if missing == 0:
-            self._left[self._bucket_of[name]] -= 1
 
     def take_complete(self) -> Iterator[int]:
         """The buckets to start now."""
