@@ -106,20 +106,22 @@ class DifferentiableProgram:
         saved: list[Any],
         arriving: Sequence[torch.Tensor | None],
         sizes: Sequence[int],
-        returns_all: bool,
+        wanted: frozenset[str] = frozenset(),
     ) -> Sequence[torch.Tensor | None]:
         """The gradients as values, where gradients are off. The list of saved values is emptied.
 
         Args:
-            returns_all: also those that are taken, which are not stored then.
+            wanted: if there are any, gradients to be returned that are taken otherwise; then nothing is stored.
         """
         specs = self.signature.tangent_specs
         if sizes:
             specs = [resolve_spec(spec, sizes) for spec in specs]
         is_batched = are_batched(arriving)
-        if is_batched or returns_all:
+        if is_batched or wanted:
             # Only torch's own kernels can take what is batched, and the program would store.
             module = self.backward_module
+            if self.taken is not None and wanted:
+                module = self.taken.only_wanted(module, wanted)
             tangents = map(batched_as_specified if is_batched else as_specified, arriving, specs)
             return call_program(lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents])
         saved += map(as_specified, arriving, specs)
@@ -166,32 +168,31 @@ class CompiledCall(torch.autograd.Function):
         if len(absent) == len(arriving):
             return (None,) * len(ctx.needs_input_grad)
         taken = program.taken
-        gives_values = taken is not None and taken.communicator.wants_values(taken.names)
-        if absent and taken is not None and not gives_values:
+        wanted = frozenset() if taken is None else taken.communicator.wanted_values(taken.names)
+        if absent and taken is not None and not wanted:
             taken.communicator.leave_out(taken.undefined(absent))
         if torch.is_grad_enabled():
-            found = _gradients_with_history(ctx, program, arriving, gives_values)
+            found = _gradients_with_history(ctx, program, arriving, wanted)
         else:
             # A backward that needs nothing can be run as often as one likes.
             saved = [*ctx.saved_tensors[: program.saved_tensors]] if program.saved_tensors else []
             saved += ctx.numbers
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
             ctx.maybe_clear_saved_tensors()
-            found = program.differentiate(saved, arriving, ctx.sizes, gives_values)
+            found = program.differentiate(saved, arriving, ctx.sizes, wanted)
         if absent:
             # What only depends on gradients that did not arrive is undefined, not zero.
             found = [
                 None if sources and absent.issuperset(sources) else gradient
                 for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
             ]
-        if gives_values:
-            assert taken is not None
-            taken.give_values(found)
+        if taken is not None and wanted:
+            taken.give_values(found, wanted)
         return program.pick_gradients((*found, None))
 
 
 def _gradients_with_history(
-    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None], returns_all: bool
+    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None], wanted: frozenset[str]
 ) -> Sequence[torch.Tensor | None]:
     kept = ctx.saved_tensors
     if program.differentiable_backward is not None:
@@ -199,7 +200,7 @@ def _gradients_with_history(
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]
         return program.differentiable_backward(primals, arriving)
     with torch.no_grad():
-        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes, returns_all)
+        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes, wanted)
     sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 

@@ -7,7 +7,8 @@ only where a gradient comes from elsewhere, too; the communicator can ask it whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class TakenGradients:
         positions: by name, that of the gradient among those that the backward computes.
         anchor: what autograd's graph has in the place of these inputs.
         others: positions of the inputs whose gradients autograd gets.
+        others_computed: positions of their gradients among those that the backward computes.
         sources: for each name, the positions of the arriving gradients that it depends on.
     """
 
@@ -35,11 +37,24 @@ class TakenGradients:
     anchor: torch.Tensor
     others: tuple[int, ...]
     pick_others: Pick
+    others_computed: tuple[int, ...]
     sources: Mapping[str, tuple[int, ...]]
+    _without_unwanted: dict[frozenset[str], torch.fx.GraphModule] = field(default_factory=dict, repr=False)
 
-    def give_values(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def only_wanted(self, backward: torch.fx.GraphModule, wanted: frozenset[str]) -> torch.fx.GraphModule:
+        """The backward without what only computes gradients that are taken and not among these."""
+        if wanted not in self._without_unwanted:
+            graph = torch.fx.Graph()
+            kept = {*self.others_computed, *(self.positions[name] for name in wanted)}
+            results: Any = graph.graph_copy(backward.graph, {})
+            graph.output([result if k in kept else None for k, result in enumerate(results)])
+            graph.eliminate_dead_code()
+            self._without_unwanted[wanted] = torch.fx.GraphModule(backward, graph)
+        return self._without_unwanted[wanted]
+
+    def give_values(self, gradients: Sequence[torch.Tensor | None], wanted: frozenset[str]) -> None:
         """Hands over what the backward has computed instead of storing it."""
-        values = {name: gradients[position] for name, position in self.positions.items()}
+        values = {name: gradients[self.positions[name]] for name in wanted}
         self.communicator.take_values({name: value for name, value in values.items() if value is not None})
 
     def undefined(self, absent: set[int]) -> list[str]:
@@ -53,11 +68,8 @@ class TakenGradients:
         """Those of a scheduled backward of ``graph``; ``None`` if it has no destinations."""
         if communicator is None or not backward.destinations:
             return None
-        others = tuple(
-            position
-            for position, output in zip(graph.signature.gradient_inputs, backward.outputs, strict=True)
-            if output is not None
-        )
+        computed = tuple(k for k, output in enumerate(backward.outputs) if output is not None)
+        others = tuple(graph.signature.gradient_inputs[k] for k in computed)
         tangents = graph.signature.gradient_tangents
         sources = {name: tangents[position] for name, position in backward.stored.items()}
         return TakenGradients(
@@ -67,5 +79,6 @@ class TakenGradients:
             communicator.anchor(backward.destinations),
             others,
             picker(others),
+            computed,
             sources,
         )

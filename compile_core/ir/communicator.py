@@ -24,13 +24,13 @@ class Communicator(Protocol):
         """Called in a forward: when the engine runs ``node`` of autograd's graph, these destinations are written."""
         ...
 
-    def wants_values(self, names: Sequence[str]) -> bool:
-        """Called first in a backward: whether gradients of these destinations are asked for as values. Then nothing is
-        stored, and ``take_values`` is called behind it."""
+    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
+        """Called first in a backward: those of these destinations whose gradients are asked for as values. If there are
+        any, nothing is stored, and ``take_values`` is called behind it."""
         ...
 
     def take_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """The gradients of a program that was to give values, but those that are undefined."""
+        """The values that were wanted of a program, but those that are undefined."""
         ...
 
     def leave_out(self, names: Sequence[str]) -> None:

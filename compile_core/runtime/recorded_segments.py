@@ -86,7 +86,7 @@ class _NotedNews:
     def __init__(self, communicator: Communicator, steps: list[Callable[[], None]]) -> None:
         self.anchor = communicator.anchor
         self.expect = communicator.expect
-        self.wants_values = communicator.wants_values
+        self.wanted_values = communicator.wanted_values
         self.take_values = communicator.take_values
         self.leave_out = communicator.leave_out
         self.begin = communicator.begin

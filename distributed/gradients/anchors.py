@@ -69,18 +69,17 @@ class Anchors:
             return ()
         return [name for name, parameter in self._parameters.items() if not asked.include(parameter)]
 
-    def wants_values(self, names: Sequence[str]) -> bool:
-        """Whether any of these gradients is to be returned by the backward that runs."""
+    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
+        """Those of these parameters whose gradients the backward that runs is to return."""
         asked = asked_now()
         if asked is None or not asked.as_values:
-            return False
-        return any(asked.include(self._parameters[name]) for name in names)
+            return frozenset()
+        return frozenset(name for name in names if asked.include(self._parameters[name]))
 
     def take_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """A program that contributes to gradients which are to be returned has computed these."""
         asked = asked_now()
         assert asked is not None
-        wanted = {name: value for name, value in values.items() if asked.include(self._parameters[name])}
-        refuse_new_hooks(self._nodes.hooked().intersection(wanted))
-        for name, value in wanted.items():
+        refuse_new_hooks(self._nodes.hooked().intersection(values))
+        for name, value in values.items():
             asked.add(self._parameters[name], value)

@@ -122,7 +122,7 @@ class GradientBuckets:
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
         self._anchors = Anchors(self.parameters, self._nodes)
         self.anchor = self._anchors.of_program
-        self.wants_values, self.take_values = self._anchors.wants_values, self._anchors.take_values
+        self.wanted_values, self.take_values = self._anchors.wanted_values, self._anchors.take_values
         self._buffers: BucketBuffers | None = None
         # Nodes of compiled programs that may still run, and what each will store.
         self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []

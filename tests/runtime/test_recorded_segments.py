@@ -37,8 +37,8 @@ class FakeCommunicator:
     def anchor(self, names: Sequence[str]) -> torch.Tensor:
         return torch.empty(0, requires_grad=True)
 
-    def wants_values(self, names: Sequence[str]) -> bool:
-        return False
+    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
+        return frozenset()
 
     def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
