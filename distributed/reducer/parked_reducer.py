@@ -72,6 +72,8 @@ def _make(ddp: DistributedDataParallel) -> None:
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     if ddp.static_graph:
+        # What the module has done once for a reducer before this one.
+        ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         assert ddp.logger is not None
         ddp.logger._set_static_graph()

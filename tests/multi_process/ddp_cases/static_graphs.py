@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import compile_core
@@ -17,6 +18,7 @@ from tests.multi_process.ddp_harness import (
     case,
     check_gradients,
     check_in_graph,
+    check_reducer,
     check_steps,
     data,
     loss_of,
@@ -182,3 +184,18 @@ def graphs_declared_static_later() -> None:
         assert "before the first" in str(error), error
     else:
         raise AssertionError("stock DDP refuses that")
+
+
+@case()
+def reducers_made_again_for_a_static_graph() -> None:
+    """A new one learns the graph, whatever its module has learnt with the one before."""
+    stock, ddp = stock_ddp(static_graph=True), stock_ddp(static_graph=True)
+    for model in (stock, ddp):
+        plain_step(model, 0)
+    compiled = compile_core.compile(ddp, backend="aot_eager")
+    check_steps(stock, compiled, steps=1)
+    check_in_graph(compiled)
+    for model in (stock, compiled):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    check_steps(stock, compiled)
+    check_reducer(compiled, "communication hook")
