@@ -53,12 +53,12 @@ def find_target(fn: Any) -> Target:
         function = fn.__func__
         if isinstance(function, types.FunctionType) and function.__code__.co_argcount:
             return Target(function, fn.__self__, False)
-        # A decorated method takes its object as one of *args.
+        # A decorated method takes its object as one of *args; so may ``forward``.
         return Target(call_object, fn, False)
     if isinstance(fn, torch.nn.Module):
         forward = inspect.getattr_static(type(fn), "forward")
         plain = type(fn).__call__ is torch.nn.Module.__call__ and "forward" not in fn.__dict__
-        if plain and isinstance(forward, types.FunctionType):
+        if plain and isinstance(forward, types.FunctionType) and forward.__code__.co_argcount:
             return Target(forward, fn, True)
         return Target(call_object, fn, False)
     call = inspect.getattr_static(type(fn), "__call__", None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +32,28 @@ def test_function_module_and_decorator(backend: str) -> None:
         return scaled(x) + 1
 
     assert torch.allclose(decorated(x), scaled(x) + 1)
+
+
+def doubling(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def double(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * forward(*args, **kwargs)
+
+    return double
+
+
+@pytest.mark.parametrize("decorate", [doubling, compile_core.disable])
+def test_a_decorated_forward_takes_the_module_as_one_of_its_arguments(decorate: Callable[..., Any]) -> None:
+    class Decorated(torch.nn.Linear):
+        @decorate
+        def forward(self, input: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+            return super().forward(input) * factor
+
+    model, x = Decorated(4, 4), torch.randn(3, 4)
+    compiled = compile_core.compile(model, backend="aot_eager")
+    assert torch.equal(compiled(x, factor=3.0), model(x, factor=3.0))
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(compiled(x), model(x))
 
 
 def test_a_callable_backend_gets_graph_and_examples() -> None:
