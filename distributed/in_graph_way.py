@@ -34,7 +34,7 @@ from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_module import process_group, reduced_parameters
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
-from distributed.gradients.static_graph import StaticGraph, shown
+from distributed.gradients.static_graph import StaticGraph, changed, shown
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
@@ -208,10 +208,8 @@ class InGraphWay:
 
 def _unused(names: Sequence[str], is_static: bool) -> str:
     if is_static:
-        return (
-            f"the graph of the module has changed: the last backward gave no gradient to {len(names)} parameters that "
-            f"got one in the first: {shown(names)}. static_graph=True says that all backwards are alike; pass "
-            f"find_unused_parameters=True to DistributedDataParallel instead"
+        return changed(
+            f"the last backward gave no gradient to {len(names)} parameters that got one in the first: {shown(names)}"
         )
     return (
         f"the last backward gave no gradient to {len(names)} parameters of the module that were not used in producing "

@@ -37,7 +37,7 @@ from distributed.gradients.anchors import Anchors
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
-from distributed.gradients.static_graph import StaticGraph
+from distributed.gradients.static_graph import StaticGraph, changed
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
 # torch exports these without declaring them.
@@ -418,8 +418,11 @@ class GradientBuckets:
 
     def _refuse_late(self, name: str) -> None:
         assert self._round is not None
-        if self._round.is_started(name):
-            raise CompileError(
-                f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
-                f"with use_reentrant=True; pass use_reentrant=False"
-            )
+        if not self._round.is_started(name):
+            return
+        if self.static_graph is not None:
+            raise RuntimeError(changed(f"{name} got more than in the first backward"))
+        raise CompileError(
+            f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
+            f"with use_reentrant=True; pass use_reentrant=False, or static_graph=True to DistributedDataParallel"
+        )

@@ -64,10 +64,15 @@ class StaticGraph:
                 know of it and would not take it for a gradient.
         """
         if self.is_known and (new := [name for name in names if not self.contributions[name]]):
-            raise RuntimeError(
-                f"the graph of the module has changed: {shown(new)} got a gradient and got none in the first backward, "
-                f"but static_graph=True says that all are alike; pass find_unused_parameters=True instead"
-            )
+            raise RuntimeError(changed(f"{shown(new)} got a gradient and got none in the first backward"))
+
+
+def changed(what: str) -> str:
+    """The error of a graph that is not static, for what is new about it."""
+    return (
+        f"the graph of the module has changed: {what}. static_graph=True says that all backwards are alike; pass "
+        f"find_unused_parameters=True to DistributedDataParallel instead"
+    )
 
 
 def shown(names: Sequence[str]) -> str:

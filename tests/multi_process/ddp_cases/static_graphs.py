@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -151,8 +152,13 @@ def static_graphs_that_change() -> None:
             x = self.second(torch.tanh(self.norm(self.first(x))))
             return self.third(x) if self.uses_third else x
 
-    for at_first in (True, False):
-        for model in pair(Switched, backend="aot_eager", static_graph=True):
+    class SwitchedBetweenGraphs(Switched):
+        @compile_core.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    for at_first, make in itertools.product((True, False), (Switched, SwitchedBetweenGraphs)):
+        for model in pair(make, backend="aot_eager", static_graph=True):
             model.module.uses_third = at_first
             plain_step(model, 0)
             model.module.uses_third = not at_first
