@@ -54,6 +54,7 @@ class AskedGradients:
         self._parameters = parameters
         self._wanted = set(parameters.values())
         self._values: dict[torch.Tensor, torch.Tensor] = {}
+        self._streams: set[torch.cuda.Stream] = set()
         self.as_values = as_values
         self.anchors = anchors
 
@@ -62,15 +63,22 @@ class AskedGradients:
 
     def add(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """A program has computed a contribution to the gradient."""
+        if value.is_cuda:
+            self._streams.add(torch.cuda.current_stream(value.device))
         before = self._values.get(parameter)
         self._values[parameter] = value if before is None else before + value
 
     def complete(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """What the engine has found for each of the inputs, with what programs computed."""
+        # Backwards run on the streams of their forwards. The engine does as much for what it has found.
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         results = list(found)
         for position, parameter in self._parameters.items():
             value, other = self._values.get(parameter), results[position]
             if value is not None:
+                if value.is_cuda:
+                    value.record_stream(torch.cuda.current_stream(value.device))
                 results[position] = value if other is None else other + value
         return tuple(results)
 
