@@ -31,6 +31,7 @@ from distributed.agreement.agreement import Statement, agreement_of, describe_er
 from distributed.agreement.graph_fingerprint import graph_fingerprint
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
+from distributed.collectives.bucket_group import bucket_group
 from distributed.ddp_module import process_group, reduced_parameters
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
@@ -129,9 +130,19 @@ class InGraphWay:
         if buckets.plan is None:
             park_reducer(ddp)
             buckets.static_graph = StaticGraph() if ddp.static_graph else None
-            buckets.adopt(self._agree_on(self._planner.first_plan()))
+            plan = self._agree_on(self._planner.first_plan())
+            self._open_communicator()
+            buckets.adopt(plan)
         buckets.expect_backward(result)
         return result
+
+    def _open_communicator(self) -> None:
+        buckets = self.buckets
+        if len({parameter.device for parameter in buckets.parameters.values()}) > 1:
+            return
+        buckets.averaging.group = bucket_group(buckets.group, buckets.device)
+        if buckets.averaging.group is not buckets.group:
+            self._agreement.groups.add(buckets.averaging.group)
 
     def _tell_others(self, error: BaseException) -> None:
         """A call raised. What a compilation raised, the others have been told already."""

@@ -62,6 +62,7 @@ class Agreement:
 
     Attributes:
         watch: tells and hears of failures.
+        groups: others for the same ranks, whose collectives end with the group's when the job has failed.
     """
 
     def __init__(
@@ -83,8 +84,20 @@ class Agreement:
         self._alone_seen = 0
         self._alone: dict[int, float] = {}
         look_further = weakref.WeakMethod(self._look_for_others)
+        groups = self.groups = weakref.WeakSet[dist.ProcessGroup]()
+
+        def abort_all() -> None:
+            abort()
+            for other in list(groups):
+                other.abort()
+
         self.watch = FailureWatch(
-            bulletin, len(ranks), abort, lambda ended: (look_further() or _nothing)(ended), is_over, on_device
+            bulletin,
+            len(ranks),
+            abort_all,
+            lambda ended: (look_further() or _nothing)(ended),
+            is_over,
+            on_device,
         )
 
     def settle(

@@ -42,6 +42,7 @@ class Averaging:
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
 
     Attributes:
+        group: the one whose communicator reduces.
         on_streams: collectives are ordered by streams, not waited for by the host.
         factor: what a gradient must be multiplied with when it is stored, so that the reduced bucket is the mean over
             ranks. 1 where the collective itself averages.
@@ -50,7 +51,7 @@ class Averaging:
     def __init__(self, group: dist.ProcessGroup, compression: str | None = None) -> None:
         self.on_streams = dist.get_backend(group) == "nccl"
         self.factor = 1.0 if self.on_streams else 1.0 / group.size()
-        self._group = group
+        self.group = group
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
@@ -69,7 +70,7 @@ class Averaging:
     def start(self, flat: torch.Tensor) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already."""
         if not self._compresses(flat):
-            return self._group.allreduce([flat], self._options)
+            return self.group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
 
     def _compresses(self, flat: torch.Tensor) -> bool:
@@ -77,7 +78,7 @@ class Averaging:
 
     def _start_on_host(self, flat: torch.Tensor) -> Work:
         wire = flat.to(self._wire_type)
-        return _HostWork(self._group.allreduce([wire], self._sum_options), wire, flat)
+        return _HostWork(self.group.allreduce([wire], self._sum_options), wire, flat)
 
     def _start_on_streams(self, flat: torch.Tensor) -> Work:
         if self._streams is None:
@@ -87,8 +88,8 @@ class Averaging:
         to_wire.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(to_wire):
             # NCCL would take 1/world in 16 bits.
-            torch.mul(flat, 1.0 / self._group.size(), out=wire)
-            work = self._group.allreduce([wire], self._sum_options)
+            torch.mul(flat, 1.0 / self.group.size(), out=wire)
+            work = self.group.allreduce([wire], self._sum_options)
         with torch.cuda.stream(from_wire):
             work.wait()
             flat.copy_(wire)

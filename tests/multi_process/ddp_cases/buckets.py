@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +184,45 @@ def gradient_of_the_input() -> None:
         model(x).square().mean().backward()
     check_gradients(stock, compiled)
     check_close(inputs[1].grad, inputs[0].grad)
+
+
+@case()
+def buckets_travel_apart_from_the_programs_collectives() -> None:
+    """On GPUs with clusters; the modules over one group share the communicator."""
+    groups = []
+    for _ in range(2):
+        stock, compiled = pair()
+        train((stock, compiled), steps=2)
+        buckets = inspect_ddp(compiled).buckets
+        assert buckets is not None
+        groups.append(buckets.averaging.group)
+        has_clusters = buckets.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
+        assert (groups[-1] is buckets.group) != has_clusters
+    assert groups[0] is groups[1]
+
+
+@case()
+def buckets_travel_while_the_program_reduces() -> None:
+    """The program's own collectives in the backward are of another communicator, on the same GPUs."""
+
+    class Reducing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient.clone()
+            dist.all_reduce(total)
+            return total
+
+    class Blocks(Net):
+        @compile_core.disable
+        def reduced(self, x: torch.Tensor) -> torch.Tensor:
+            return Reducing.apply(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.third(self.reduced(torch.tanh(self.second(self.reduced(self.norm(self.first(x)))))))
+
+    for stock, compiled in [pair(Blocks) for _ in range(2)]:
+        train((stock, compiled), steps=8)
