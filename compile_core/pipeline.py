@@ -193,7 +193,7 @@ def compile_stages(
         """Stages 4 to 8."""
         # A backward that is differentiated runs the graph again, on the values of before.
         updated = updated_inputs(graph) if again is None else {}
-        schedule = whole_schedule("forward", graph.forward, updated)
+        schedule = whole_schedule("forward", graph.forward, updated, graph.num_outputs)
         finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:

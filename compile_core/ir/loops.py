@@ -309,6 +309,7 @@ class LoopProgram:
             use; that is the linker's work.
         outputs: what the caller receives, in order: views of buffers, or ``None``.
         overwritten: inputs that hold a new value in the end, which is the output.
+        kept: positions of outputs that may share memory with one another; see ``Compute.kept``.
     """
 
     name: str
@@ -319,3 +320,4 @@ class LoopProgram:
     steps: tuple[Step, ...]
     outputs: tuple[View | None, ...]
     overwritten: tuple[str, ...] = ()
+    kept: frozenset[int] = frozenset()

@@ -78,11 +78,14 @@ def build_region(
     )
 
 
-def whole_schedule(name: str, module: GraphModule, replaced: Mapping[int, int] | None = None) -> Schedule:
+def whole_schedule(
+    name: str, module: GraphModule, replaced: Mapping[int, int] | None = None, num_visible: int | None = None
+) -> Schedule:
     """The schedule of one process: the whole graph is one region.
 
     Args:
         replaced: see ``Compute.replaced``, by position of the result -> position of the input.
+        num_visible: how many of the first results somebody may see, if not all; see ``Compute.kept``.
     """
     results = graph_results(module)
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
@@ -96,9 +99,11 @@ def whole_schedule(name: str, module: GraphModule, replaced: Mapping[int, int] |
         and results.count(node) == 1
         and inputs[given] in region.inputs
     }
+    visible = set(results[:num_visible])
+    kept = frozenset(node.name for node in computed if node not in visible)
     return Schedule(
         name=name,
         inputs=inputs,
-        computes=(replace(region, replaced=updates),),
+        computes=(replace(region, replaced=updates, kept=kept),),
         outputs=tuple(None if node is None else node.name for node in results),
     )

@@ -29,6 +29,8 @@ class Compute:
         strides: of those buffers that are not contiguous, by result name.
         replaced: results that are new values of inputs, which nothing else needs, by result name -> input name. The
             region may store such a result in the input's memory, and then returns the input as the result.
+        kept: results that nobody sees but another program. Several of them may share memory, which is free when none is
+            needed any more.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Compute:
     destinations: Mapping[str, str] = field(default_factory=dict)
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
     def strides_of(self, result: str, shape: Sequence[int]) -> tuple[int, ...]:
         """How the destination of a result of this shape lies."""

@@ -113,6 +113,7 @@ class _Lowering:
             builder.constants,
             tuple(builder.steps),
             outputs,
+            kept=frozenset(k for k, name in enumerate(self.compute.outputs) if name in self.compute.kept),
         )
 
     # -- the region's borders

@@ -281,6 +281,8 @@ class _Encoder:
         for view in self._program.outputs:
             if view is None:
                 operands.append(~self._constant(None))
+            elif view.buffer in self._instructions.places:
+                operands.append(self._view(self._instructions.in_owner(view)))
             elif is_whole(view, self._program):
                 operands.append(self._registers[view.buffer])
             elif in_buffer[view.buffer] == 1 and view.buffer in self._instructions.allocated:

@@ -7,7 +7,7 @@ the same (``write_program``), one line an instruction.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,14 @@ class Instructions:
             found.append(Place(place.buffer, place.offset_bytes + base_bytes))
         return found
 
+    def in_owner(self, view: View) -> View:
+        """The same window as one of the buffer in whose memory its buffer lies, which has the same dtype."""
+        place = self.places.get(view.buffer)
+        if place is None:
+            return view
+        itemsize = self.program.buffers[view.buffer].dtype.itemsize
+        return replace(view, buffer=place.buffer, offset=view.offset + place.offset_bytes // itemsize)
+
 
 def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instructions:
     """A temporary is allocated before the first step that touches it and freed after the last one.
@@ -103,13 +111,10 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
         steps.extend(Allocate(name) for name in dict.fromkeys(names) if name not in known)
         known.update(names)
 
-    all_touched = [
-        {places[name].buffer if name in places else name for name in reads(step) | writes(step)}
-        for step in program.steps
-    ]
+    all_touched = [{_owner(name, places) for name in reads(step) | writes(step)} for step in program.steps]
     overwritten = set(program.overwritten)
-    returned = [view.buffer for view in program.outputs if view is not None]
-    freed_after = _freed_after(program, all_touched)
+    returned = [_owner(view.buffer, places) for view in program.outputs if view is not None]
+    freed_after = _freed_after(program, all_touched, returned)
     for position, (step, touched) in enumerate(zip(program.steps, all_touched, strict=True)):
         # What is read and was not written has no elements.
         if isinstance(step, ExternCall):
@@ -130,10 +135,16 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
     return Instructions(program, given, tuple(steps), {**buffers, **placement.buffers}, places, allocated)
 
 
-def _freed_after(program: LoopProgram, all_touched: Sequence[set[str]]) -> list[list[str]]:
+def _owner(name: str, places: Mapping[str, Place]) -> str:
+    """The buffer in whose memory a buffer lies."""
+    return places[name].buffer if name in places else name
+
+
+def _freed_after(
+    program: LoopProgram, all_touched: Sequence[set[str]], returned: Sequence[str]
+) -> list[list[str]]:
     """For each step, the inputs and temporaries that nothing touches after it, given what each step touches."""
-    kept = set(program.constants)
-    kept |= {view.buffer for view in program.outputs if view is not None}
+    kept = {*program.constants, *returned}
     last: dict[str, int] = {}
     for position, touched in enumerate(all_touched):
         last.update(dict.fromkeys(sorted(touched), position))
@@ -146,7 +157,9 @@ def _freed_after(program: LoopProgram, all_touched: Sequence[set[str]]) -> list[
 
 def is_whole(view: View, program: LoopProgram) -> bool:
     """Whether a view is its buffer as it is."""
-    spec = program.buffers[view.buffer]
+    spec = program.buffers.get(view.buffer)
+    if spec is None:  # others lie in it
+        return False
     return view.offset == 0 and (tuple(view.shape), tuple(view.stride)) == (spec.shape, spec.stride)
 
 

@@ -4,11 +4,15 @@ An allocation takes as long as a launch, and half of a network's temporaries are
 channels, parts of sums. Those that only kernels touch need no tensor of their own. Kernels run in order, so two that
 are not in use at the same time share a place. The buffer is held from the first use of one to the last; it is no more
 than a few times what is the limit for each.
+
+Results that a forward keeps for its backward lie in one buffer, too, each in a place of its own; what is returned are
+views of it. It is held until the last of them is used, so only those are in it that are smaller still.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +23,7 @@ from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 
 _LARGEST_BYTES = 1 << 17
+_LARGEST_RESULT_BYTES = 1 << 14
 _ALIGNED_BYTES = 128
 
 
@@ -42,26 +47,42 @@ class Placement:
 
 
 def place_buffers(program: LoopProgram) -> Placement:
-    """Places for the small temporaries that only kernels touch."""
-    used = _positions_in_use(program)
-    devices = {program.buffers[name].device for name in used}
+    """Places for what is small and only kernels touch: temporaries, and results that are kept for another program."""
+    touched = _positions_in_use(program)
+    results = _kept_results(program)
+    visible = {view.buffer for view in program.outputs if view is not None} - results
+    groups: dict[tuple[str, torch.device, torch.dtype], dict[str, tuple[int, int]]] = {}
+    for name, (first, last) in touched.items():
+        spec = program.buffers[name]
+        if name in results:
+            # To the end, and of the buffer's own dtype, since views of it are returned.
+            if _bytes_of(spec) <= _LARGEST_RESULT_BYTES:
+                group = ("small_results", spec.device, spec.dtype)
+                groups.setdefault(group, {})[name] = (first, len(program.steps))
+        elif name not in visible:
+            groups.setdefault(("small_buffers", spec.device, torch.uint8), {})[name] = (first, last)
     places: dict[str, Place] = {}
     buffers: dict[str, TensorSpec] = {}
-    for device in sorted(devices, key=str):
-        here = {name: positions for name, positions in used.items() if program.buffers[name].device == device}
-        if len(here) < 2:
+    for (kind, device, dtype), used in sorted(groups.items(), key=str):
+        if len(used) < 2:
             continue
-        name = f"small_buffers_{len(buffers)}"
-        offsets, size = _offsets(here, {name: _bytes_of(program.buffers[name]) for name in here})
-        buffers[name] = TensorSpec.contiguous((size,), torch.uint8, device)
-        places |= {small: Place(name, offset) for small, offset in offsets.items()}
+        whole = f"{kind}_{len(buffers)}"
+        offsets, size = _offsets(used, {name: _bytes_of(program.buffers[name]) for name in used})
+        buffers[whole] = TensorSpec.contiguous((size // dtype.itemsize,), dtype, device)
+        places |= {name: Place(whole, offset) for name, offset in offsets.items()}
     return Placement(places, buffers)
 
 
+def _kept_results(program: LoopProgram) -> set[str]:
+    """The results that may share memory: nobody sees them, and each is one tensor only."""
+    returned = Counter(view.buffer for view in program.outputs if view is not None)
+    kept = {view.buffer for k, view in enumerate(program.outputs) if view is not None and k in program.kept}
+    return {name for name in kept if returned[name] == 1}
+
+
 def _positions_in_use(program: LoopProgram) -> dict[str, tuple[int, int]]:
-    """The first and the last step that touch each such buffer."""
+    """The first and the last step that touch each small buffer that only kernels touch."""
     excluded = {*program.inputs, *program.destinations, *program.constants}
-    excluded |= {view.buffer for view in program.outputs if view is not None}
     used: dict[str, tuple[int, int]] = {}
     for position, step in enumerate(program.steps):
         touched = reads(step) | writes(step)

@@ -173,6 +173,7 @@ class _Writer:
         return name
 
     def _view(self, view: View) -> str:
+        view = self.instructions.in_owner(view)
         variable = self.variables[view.buffer]
         if is_whole(view, self.program):
             return variable
