@@ -70,17 +70,24 @@ class AskedGradients:
 
     def complete(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """What the engine has found for each of the inputs, with what programs computed."""
-        # Backwards run on the streams of their forwards. The engine does as much for what it has found.
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._await_other_streams()
         results = list(found)
         for position, parameter in self._parameters.items():
             value, other = self._values.get(parameter), results[position]
             if value is not None:
-                if value.is_cuda:
-                    value.record_stream(torch.cuda.current_stream(value.device))
                 results[position] = value if other is None else other + value
         return tuple(results)
+
+    def _await_other_streams(self) -> None:
+        """Backwards run on the streams of their forwards. The engine does as much for what it has found."""
+        for stream in self._streams:
+            here = torch.cuda.current_stream(stream.device)
+            if stream == here:
+                continue
+            here.wait_stream(stream)
+            for value in self._values.values():
+                if value.device == stream.device:
+                    value.record_stream(here)
 
     @contextmanager
     def noticed_behind(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
