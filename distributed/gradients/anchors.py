@@ -62,12 +62,12 @@ class Anchors:
         """Whether programs store gradients in the backward that runs: not where it is for gradients of inputs only."""
         return not returns_values() and any(_will_run(node) for _, node in self._anchors.values())
 
-    def unasked(self) -> Sequence[str]:
+    def unasked(self) -> frozenset[str]:
         """The parameters for which the backward that runs is not."""
         asked = asked_now()
         if asked is None:
-            return ()
-        return [name for name, parameter in self._parameters.items() if not asked.include(parameter)]
+            return frozenset()
+        return frozenset(name for name, parameter in self._parameters.items() if not asked.include(parameter))
 
     def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
         """Those of these parameters whose gradients the backward that runs is to return."""

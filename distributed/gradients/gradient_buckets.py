@@ -127,8 +127,9 @@ class GradientBuckets:
         # Nodes of compiled programs that may still run, and what each will store.
         self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
         self._round: ReductionRound | None = None
-        # Of the round, those with hooks.
+        # Of the round, those with hooks, and those for which it is not.
         self._hooked: frozenset[str] = frozenset()
+        self._unasked: frozenset[str] = frozenset()
         # During a round, what ``param.grad`` was before it.
         self._before: dict[str, torch.Tensor] = {}
         # Of those that a program stores, the value of before.
@@ -202,8 +203,7 @@ class GradientBuckets:
     def begin(self) -> None:
         self._absent, self._next_absent = self._next_absent, frozenset()
         self._storing = self._anchors.programs_store()
-        if unasked := self._anchors.unasked():
-            self._absent = self._absent.union(unasked)
+        self._absent |= self._anchors.unasked()
         if self._storing and self._round is None:
             self._open_round()
         if self._storing and self._stepper is not None:
@@ -281,6 +281,7 @@ class GradientBuckets:
         by_programs = set(announced)
         # Those with hooks come through the engine, and their hooks see them accumulated.
         hooked = self._hooked = self.hooked()
+        self._unasked = self._anchors.unasked()
         refuse_new_hooks(hooked & by_programs)
         by_engine = {name for name, node in self._nodes.by_name.items() if _will_run(node)}
         for name in by_engine:
@@ -306,12 +307,13 @@ class GradientBuckets:
         """Sets the parameter's gradient."""
         assert self._buffers is not None and self._round is not None
         place, static = self._buffers.places[name], self.static_graph
-        if static is not None and name in static.used_by_none:
+        is_stored = name in self._round.stored
+        if not is_stored and (name in self._unasked or (static is not None and name in static.used_by_none)):
             if name in self._set_aside:
                 self.parameters[name].grad = self._set_aside[name]
         elif self._is_users(name):
             self.parameters[name].grad = self._before[name].copy_(place)
-        elif name in self._before or name in self._round.stored or static is not None:
+        elif is_stored or name in self._before or static is not None:
             self.parameters[name].grad = place
 
     def _is_users(self, name: str) -> bool:
