@@ -53,9 +53,9 @@ class Net(torch.nn.Module):
         return self.second(self.first(x).relu())
 
 
-def make_ddp() -> DistributedDataParallel:
+def make_ddp(**ddp_options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    return DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **ddp_options)
 
 
 class Faults:
@@ -110,6 +110,11 @@ def another_dtype() -> None:
 @case
 def other_dynamic_dims() -> None:
     step(compiled(make_ddp(), dynamic=RANK == 1))
+
+
+@case
+def another_promise_about_the_graph() -> None:
+    step(compiled(make_ddp(static_graph=RANK == 1)))
 
 
 @case
