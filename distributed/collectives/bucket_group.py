@@ -1,10 +1,10 @@
 """The communicator that reduces buckets on GPUs: one that leaves room for the backward.
 
 NCCL launches its kernels in clusters of thread blocks, of four by default, wherever multiprocessors are free, so every
-group of multiprocessors (a GPC) of an H100 or H200 loses a few to them. The products of a backward are launched in
+group of multiprocessors (a GPC) of an H100 or H200 may lose a few to them. The products of a backward are launched in
 clusters, too, of up to eight blocks, each of which must lie in one GPC: with 12 of 16 multiprocessors left one fits
-where two did, and the product takes up to half as long again. In clusters of eight NCCL's kernels take few GPCs and
-leave the others whole.
+where two did. That is how we explain that products take up to a third longer beside an all-reduce, and less with
+clusters of eight, which leave more GPCs whole.
 
 The size is a property of a communicator, and that of the module's process group is shared with the program; so buckets
 have one of their own, for the same ranks.
