@@ -113,3 +113,20 @@ def momentum_in_place(*sizes: tuple[int, ...]) -> LoopProgram:
     program = batch_nests(overwrite_inputs(program, compute))
     verify_program(program)
     return program
+
+
+def averages_in_place(*lengths: int) -> LoopProgram:
+    """Averages of columns go into running ones, as if on a GPU. Inputs: matrices of four rows, running averages; the
+    latter are given their new values, which are sums, by copies."""
+
+    def step(matrices: list[Tensor], averages: list[Tensor]) -> list[Tensor]:
+        return [0.9 * a + 0.1 * m.mean(0) for a, m in zip(averages, matrices, strict=True)]
+
+    matrices, averages = _list(*((4, n) for n in lengths)), _list(*((n,) for n in lengths))
+    compute = compute_of(trace(step, matrices, averages))
+    count = len(lengths)
+    compute = replace(compute, replaced=dict(zip(compute.outputs, compute.inputs[count:], strict=True)))
+    program = fuse(on(torch.device("cuda", 0), lower(compute)))
+    program = batch_nests(overwrite_inputs(program, compute))
+    verify_program(program)
+    return program

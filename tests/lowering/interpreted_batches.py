@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import ExternCall
 from compile_core.lowering.build import generate
-from tests.lowering.batch_programs import PROGRAMS, batch_program, momentum_in_place
+from tests.lowering.batch_programs import (
+    PROGRAMS,
+    averages_in_place,
+    batch_program,
+    batches,
+    momentum_in_place,
+)
 from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.lowering_harness import compare
 
@@ -40,4 +46,18 @@ def test_new_values_are_stored_where_the_old_ones_are(tmp_path: Path) -> None:
     results = run([*parameters, *gradients, *momenta])
     for result, given in zip(results, [*parameters, *momenta], strict=True):
         assert result is given
+    compare(results, expected)
+
+
+def test_new_values_that_are_sums_are_copied(tmp_path: Path) -> None:
+    lengths = (64, 7, 1, 96, 300)
+    program = averages_in_place(*lengths)
+    copies = [batch for batch in batches(program) if batch.name.startswith("copy_to_")]
+    assert sum(len(batch.members) for batch in copies) >= 4
+    sources = [generate(step, program.buffers) for step in program.steps if not isinstance(step, ExternCall)]
+    run = link_interpreted(program, sources, tmp_path)
+    matrices, averages = [torch.randn(4, n) for n in lengths], [torch.randn(n) for n in lengths]
+    expected = [0.9 * a + 0.1 * m.mean(0) for a, m in zip(averages, matrices, strict=True)]
+    results = run([*matrices, *averages])
+    assert all(result is given for result, given in zip(results, averages, strict=True))
     compare(results, expected)
