@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,12 +54,8 @@ def unused_parameter_is_stock_ddps_error() -> None:
 
     _, compiled = pair(Partial)
     compiled(data(0)).sum().backward()
-    try:
+    with pytest.raises(RuntimeError, match=r"unused parameters|did not receive grad"):
         compiled(data(1))
-    except RuntimeError as error:
-        assert "unused parameters" in str(error) or "did not receive grad" in str(error), error
-    else:
-        raise AssertionError("stock DDP reports unused parameters at the second forward")
 
 
 @case()
@@ -140,12 +137,8 @@ def parameters_frozen_between_steps() -> None:
         model.module.second.weight.requires_grad_(False)
         model.zero_grad()
         loss_of(model(data(1))).backward()
-        try:
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
             loss_of(model(data(2))).backward()
-        except RuntimeError as error:
-            assert "find_unused_parameters=True" in str(error), error
-        else:
-            raise AssertionError("a parameter of a bucket got no gradient")
 
 
 @case()
