@@ -11,6 +11,7 @@ import torch
 from compile_core.errors import InternalError
 from compile_core.ir.schedule import Compute, Schedule
 from compile_core.runtime.executable import link
+from tests.runtime.silent_communicator import SilentCommunicator
 
 EMPTY = torch.fx.GraphModule({}, torch.fx.Graph())
 
@@ -23,20 +24,12 @@ def schedule(inputs: str, outputs: tuple[str | None, ...], *computes: Compute) -
     return Schedule("test", tuple(inputs.split()), computes, outputs)
 
 
-class Recorder:
+class Recorder(SilentCommunicator):
     """Communicator and observer in one."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.place = torch.zeros(2)
-
-    def anchor(self, names: Sequence[str]) -> torch.Tensor:
-        return torch.empty(0, requires_grad=True)
-
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        return frozenset()
-
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append(f"expect {names}")

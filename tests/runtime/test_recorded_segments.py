@@ -17,9 +17,10 @@ from compile_core.runtime.executable import Executable, link
 from compile_core.runtime.graphed_program import GraphedProgram
 from compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
+from tests.runtime.silent_communicator import SilentCommunicator
 
 
-class FakeCommunicator:
+class FakeCommunicator(SilentCommunicator):
     """Places of one process; a bucket's all-reduce is that its values at the arrival are written down.
 
     Attributes:
@@ -33,18 +34,6 @@ class FakeCommunicator:
         self.adds = False
         self.begun = 0
         self._scratch: dict[str, torch.Tensor] = {}
-
-    def anchor(self, names: Sequence[str]) -> torch.Tensor:
-        return torch.empty(0, requires_grad=True)
-
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        return frozenset()
-
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
-
-    def expect(self, node: Any, names: Sequence[str]) -> None: ...
-
-    def leave_out(self, names: Sequence[str]) -> None: ...
 
     def begin(self) -> None:
         self.begun += 1

@@ -16,6 +16,7 @@ from compile_core.ir.regions import graph_results
 from compile_core.ir.schedule import Schedule
 from distributed.planning.cut_backward import Segment, cut_backward
 from tests.autograd.compare_with_eager import backward, compile_program, partitioned_graph
+from tests.runtime.silent_communicator import SilentCommunicator
 
 NAMES = ["w1", "b1", "w2", "b2"]
 
@@ -50,20 +51,12 @@ def cut_behind(
     return segments
 
 
-class FakeCommunicator:
+class FakeCommunicator(SilentCommunicator):
     """Places of one process; notes what happens in which order."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.places = {name: torch.full(tensor.shape, torch.nan) for name, tensor in tensors.items()}
         self.events: list[str] = []
-
-    def anchor(self, names: Sequence[str]) -> torch.Tensor:
-        return torch.empty(0, requires_grad=True)
-
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        return frozenset()
-
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append("expect")
