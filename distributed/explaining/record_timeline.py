@@ -152,8 +152,8 @@ def record_timeline(compiled: Any) -> Iterator[Recorder]:
         raise CompileError(
             f"nothing to record: {runner.reason_for_reducer or 'the module was not called yet'}"
         )
-    device = next(iter(buckets.parameters.values())).device
-    recorder: Recorder = DeviceRecorder(device) if device.type == "cuda" else HostRecorder()
+    on_gpu = buckets.device.type == "cuda"
+    recorder: Recorder = DeviceRecorder(buckets.device) if on_gpu else HostRecorder()
     backwards = labelled_backwards(runner)
     buckets.observer = recorder
     for label, backward in backwards.items():
