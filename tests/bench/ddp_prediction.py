@@ -30,14 +30,14 @@ from distributed.gradients.gradient_buckets import GradientBuckets
 from tests.bench.ddp_sides import MEBIBYTE, SIDES, Running
 from tests.bench.ddp_steps import (
     Ranks,
-    Row,
     exposed_ms,
     link_of,
     load_model,
-    rows_in_turn,
     run_together,
+    slowest_rows,
     start_process_group,
 )
+from tests.bench.rows import Row
 
 # In which the module chooses its plan.
 _SETTLING = 10
@@ -105,7 +105,7 @@ def _predictions(
         runs = {label: partial(_run_plan, running, buckets, plan, device) for label, plan in plans.items()}
         found_ms = {
             label: statistics.median(row.step_ms for row in found)
-            for label, found in rows_in_turn(ranks, runs, warm_up_s, rows).items()
+            for label, found in slowest_rows(ranks, runs, warm_up_s, rows).items()
         }
         rest_ms = found_ms[_ONE_BUCKET] - 1e3 * simulate(plans[_ONE_BUCKET], costs).end_s
         for label, plan in plans.items():

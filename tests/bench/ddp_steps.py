@@ -1,12 +1,10 @@
-"""What programs that measure data-parallel steps share: ranks, models, and a clock."""
+"""What programs that measure data-parallel steps share: ranks, models, and rows that all ranks begin together."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -18,6 +16,7 @@ from torch import nn
 import distributed
 from tests.bench.ddp_sides import Inputs, Running
 from tests.bench.gpu_training import MODELS
+from tests.bench.rows import Row, rows_in_turn, run_row, synchronise
 from tests.bench.training_models import TRAININGS
 
 # In which the exposure of a plan is measured.
@@ -76,62 +75,17 @@ def link_of(device: torch.device) -> str:
     return "sockets" if all(os.environ.get(name) == "1" for name in direct) else "direct"
 
 
-@dataclass(frozen=True)
-class Row:
-    """Some steps in a row, as one rank saw them.
-
-    Attributes:
-        step_ms: of one of them; by CUDA events, where there are any.
-        sm_mhz: the GPU's clock in the middle of them; 0 without a GPU.
-        watts: the GPU's power, of which the driver gives the mean over about the last second.
-    """
-
-    step_ms: float
-    sm_mhz: float = 0.0
-    watts: float = 0.0
-
-
 def run_together(step: Callable[[], object], device: torch.device, length: int) -> Row:
     """A row that all ranks begin together."""
     begin_together(device)
     return run_row(step, device, length)
 
 
-def run_row(step: Callable[[], object], device: torch.device, length: int) -> Row:
-    """In training the host runs ahead of the GPU. A single step begins with an idle GPU and a host that was asleep, and
-    shows how fast that wakes up."""
-    synchronise(device)
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for _ in range(length):
-            step()
-        return Row(1e3 * (time.perf_counter() - begin) / length)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(length):
-        step()
-    end.record()
-    sm_mhz, watts = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
-    torch.cuda.synchronize()
-    return Row(start.elapsed_time(end) / length, sm_mhz, watts)
-
-
-def rows_in_turn(
+def slowest_rows(
     ranks: Ranks, runs: Mapping[str, Callable[[], Row]], warm_up_s: float, rows: int
 ) -> dict[str, list[Row]]:
-    """Rows of things that are compared take turns, so that all see the same machine.
-
-    A GPU that begins to work is cool and fast; after about a second it is at its power limit and stays there. So the
-    first seconds do not count. A row's time is the slowest rank's, as are its clock and its power the least and most.
-    """
-    begin = time.monotonic()
-    while ranks.as_first(time.monotonic() - begin < warm_up_s):
-        for run in runs.values():
-            run()
-    found: dict[str, list[Row]] = {name: [] for name in runs}
-    for _ in range(rows):
-        for name, run in runs.items():
-            found[name].append(run())
+    """Rows in turn. A row's time is the slowest rank's, as are its clock and its power the least and most."""
+    found = rows_in_turn(runs, warm_up_s, rows, agree=ranks.as_first)
     return {
         name: [_slowest(row) for row in zip(*ranks.gather(mine), strict=True)] for name, mine in found.items()
     }
@@ -157,8 +111,3 @@ def _slowest(rows: Sequence[Row]) -> Row:
 def begin_together(device: torch.device) -> None:
     dist.barrier()
     synchronise(device)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

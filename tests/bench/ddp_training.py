@@ -41,16 +41,15 @@ from tests.bench.ddp_results import Figures, append_figures, read_figures, summa
 from tests.bench.ddp_sides import COMPARED_WITH, SIDES, VARIANTS, Running, in_groups
 from tests.bench.ddp_steps import (
     Ranks,
-    Row,
     begin_together,
     exposed_ms,
     link_of,
     load_model,
-    rows_in_turn,
     run_together,
+    slowest_rows,
     start_process_group,
-    synchronise,
 )
+from tests.bench.rows import Row, synchronise
 
 _IN_A_ROW = 5
 # Steps of a side before its memory is looked at: plans settle in them, libraries choose, graphs are recorded.
@@ -122,7 +121,7 @@ def _measure(
         runs = {
             side: partial(run_together, side_runs.step, device, _IN_A_ROW) for side, side_runs in good.items()
         }
-        rows = rows_in_turn(ranks, runs, arguments.warm_up_s, arguments.rows)
+        rows = slowest_rows(ranks, runs, arguments.warm_up_s, arguments.rows)
         for side, side_runs in good.items():
             compared = rows.get(COMPARED_WITH.get(side, ""))
             figures = _with_rows(found[side], rows[side], compared)

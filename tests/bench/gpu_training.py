@@ -1,11 +1,12 @@
 """Training steps of four known models on a GPU: ours, TorchInductor, and its kernels under our schedule, in one table.
 
-    python -m tests.bench.gpu_training [--models densenet121,bert,gpt2,resnet50] [--sides ...] [--steps 30]
+    python -m tests.bench.gpu_training [--models densenet121,bert,gpt2,resnet50] [--sides ...] [--rows 6]
 
-A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. Figures:
-milliseconds by CUDA events (median after warm-up), seconds of the first step with empty caches, and the peak of
-allocated memory over the measured steps. The sides of a model take turns in one process, each with a copy of the same
-weights; the loss of the first step tells that they compute the same (dropout is off).
+A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. The sides
+of a model live in one process, each with a copy of the same weights, and take turns in rows of steps (``rows.py``).
+Figures: milliseconds by CUDA events (median of the rows), seconds of the first step with empty caches, and the peak of
+allocated memory over some steps, without what other sides hold; the loss of the first step tells that sides compute
+the same (dropout is off).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +31,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import compile_core
+from tests.bench.rows import Row, rows_in_turn, run_row
 from tests.bench.training_models import Loss
 
 Inputs = dict[str, Tensor]
-_WARM_UP = 8
+# Steps of a side before its memory is looked at: libraries choose, graphs are recorded.
+_SETTLING = 8
+_STEPS_OF_PEAK = 3
+_WARM_UP_S = 1.5
+_IN_A_ROW = 5
 
 
 class Classified(nn.Module):
@@ -96,18 +103,25 @@ SIDES: Mapping[str, Callable[[nn.Module], Any]] = {
 
 @dataclass(frozen=True)
 class Figures:
+    """Of one side; ``step_ms`` is not known when it is set up."""
+
     first_s: float
-    step_ms: float
     peak_gib: float
     loss: float
+    step_ms: float = 0.0
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return f"{self.step_ms:.2f}", f"{self.first_s:.1f}", f"{self.peak_gib:.2f}", f"{self.loss:.4f}"
 
 
-def measure(model: nn.Module, inputs: Inputs, wrap: Callable[[nn.Module], Any], steps: int) -> Figures:
-    """One side of one model; ``model`` stays as it is."""
-    torch._dynamo.reset()
-    compile_core.reset()
+def set_up(
+    model: nn.Module, inputs: Inputs, wrap: Callable[[nn.Module], Any]
+) -> tuple[Callable[[], Tensor], Figures]:
+    """A step of one side, which gives its loss, and what its first steps tell; ``model`` stays as it is."""
     gc.collect()
     torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated()
     module = copy.deepcopy(model).cuda()
     call = wrap(module)
 
@@ -122,19 +136,33 @@ def measure(model: nn.Module, inputs: Inputs, wrap: Callable[[nn.Module], Any], 
     begin = time.perf_counter()
     loss = step().item()
     first_s = time.perf_counter() - begin
-    for _ in range(_WARM_UP):
+    for _ in range(_SETTLING):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times_ms = []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(_STEPS_OF_PEAK):
         step()
-        end.record()
-        torch.cuda.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    return Figures(first_s, statistics.median(times_ms), torch.cuda.max_memory_allocated() / 2**30, loss)
+    torch.cuda.synchronize()
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+    return step, Figures(first_s, peak_bytes / 2**30, loss)
+
+
+def measure(name: str, sides: Sequence[str], caches: str, rows: int) -> dict[str, Figures]:
+    """The sides of one model."""
+    torch._dynamo.reset()
+    compile_core.reset()
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    inputs = {key: value.cuda() for key, value in inputs.items()}
+    found: dict[str, Figures] = {}
+    runs: dict[str, Callable[[], Row]] = {}
+    for side in sides:
+        os.environ["GRADSPLIT_CACHE"] = f"{caches}/{name} {side}"
+        step, found[side] = set_up(model, inputs, SIDES[side])
+        runs[side] = partial(run_row, step, torch.device("cuda"), _IN_A_ROW)
+    for side, mine in rows_in_turn(runs, _WARM_UP_S, rows).items():
+        found[side] = replace(found[side], step_ms=statistics.median(row.step_ms for row in mine))
+    return found
 
 
 def main() -> None:
@@ -143,24 +171,18 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=6, help=f"measured ones, of {_IN_A_ROW} steps")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
+    inductor_config.force_disable_caches = True
     table = Table("model", "side", "step ms", "first s", "peak GiB", "loss")
     measured: dict[tuple[str, str], Figures] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        inductor_config.force_disable_caches = True
+    with tempfile.TemporaryDirectory() as caches:
         for name in arguments.models.split(","):
-            torch.manual_seed(0)
-            model, inputs = MODELS[name]()
-            inputs = {key: value.cuda() for key, value in inputs.items()}
-            for side in arguments.sides.split(","):
-                os.environ["GRADSPLIT_CACHE"] = f"{folder}/{name} {side}"
-                figures = measure(model, inputs, SIDES[side], arguments.steps)
+            for side, figures in measure(name, arguments.sides.split(","), caches, arguments.rows).items():
                 measured[name, side] = figures
-                row = (f"{figures.step_ms:.2f}", f"{figures.first_s:.1f}", f"{figures.peak_gib:.2f}")
-                table.add_row(name, side, *row, f"{figures.loss:.4f}")
-                print(name, side, *row, f"{figures.loss:.4f}", flush=True)
+                table.add_row(name, side, *figures.cells)
+                print(name, side, *figures.cells, flush=True)
     Console(width=100).print(table)
     for line in summary(measured):
         print(line)

@@ -33,7 +33,8 @@ from compile_core.pipeline import compile_graph
 from compile_core.runtime.executable import Executable, link
 from distributed.planning.cut_backward import cut_backward
 from distributed.planning.plan_segments import GPU, plan_segments
-from tests.bench.ddp_steps import load_model, run_row
+from tests.bench.ddp_steps import load_model
+from tests.bench.rows import rows_in_turn, run_row
 
 # By name what a cut is said to cost: from one region to many.
 _CUTS_S = {"one": 1.0, "80 us": 80e-6, "20 us": 20e-6}
@@ -173,16 +174,13 @@ def measure(name: str, rows: int) -> None:
 def backward_ms(
     executables: Mapping[str, Executable], saved: Sequence[Tensor], device: torch.device, rows: int
 ) -> dict[str, list[float]]:
-    """Of each variant its rows, which take turns."""
-    found: dict[str, list[float]] = {label: [] for label in executables}
-    warm_at = time.monotonic() + _WARM_UP_S
-    while len(found["whole"]) < rows:
-        is_warm = time.monotonic() >= warm_at
-        for label, executable in executables.items():
-            row = run_row(lambda executable=executable: executable([*saved]), device, _IN_A_ROW)
-            if is_warm:
-                found[label].append(row.step_ms)
-    return found
+    """Of each variant its rows."""
+    runs = {
+        label: partial(run_row, lambda executable=executable: executable([*saved]), device, _IN_A_ROW)
+        for label, executable in executables.items()
+    }
+    found = rows_in_turn(runs, _WARM_UP_S, rows)
+    return {label: [row.step_ms for row in mine] for label, mine in found.items()}
 
 
 def main() -> None:

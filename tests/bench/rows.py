@@ -1,0 +1,69 @@
+"""Times of steps in rows, for things that are compared: they take turns, so that all see the same machine.
+
+In training the host runs ahead of the GPU, as it does in a row; a single step begins with an idle GPU and a host that
+was asleep, and shows how fast that wakes up. A GPU that begins to work is cool and fast; after about a second it is at
+its power limit and stays there, so the first seconds do not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some steps in a row, as one rank saw them.
+
+    Attributes:
+        step_ms: of one of them; by CUDA events, where there are any.
+        sm_mhz: the GPU's clock in the middle of them; 0 without a GPU.
+        watts: the GPU's power, of which the driver gives the mean over about the last second.
+    """
+
+    step_ms: float
+    sm_mhz: float = 0.0
+    watts: float = 0.0
+
+
+def run_row(step: Callable[[], object], device: torch.device, length: int) -> Row:
+    synchronise(device)
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(length):
+            step()
+        return Row(1e3 * (time.perf_counter() - begin) / length)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(length):
+        step()
+    end.record()
+    sm_mhz, watts = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
+    torch.cuda.synchronize()
+    return Row(start.elapsed_time(end) / length, sm_mhz, watts)
+
+
+def rows_in_turn(
+    runs: Mapping[str, Callable[[], Row]],
+    warm_up_s: float,
+    rows: int,
+    agree: Callable[[bool], bool] = lambda mine: mine,
+) -> dict[str, list[Row]]:
+    """By name, rows of each. ``agree`` makes one answer of all ranks' where runs are collective."""
+    begin = time.monotonic()
+    while agree(time.monotonic() - begin < warm_up_s):
+        for run in runs.values():
+            run()
+    found: dict[str, list[Row]] = {name: [] for name in runs}
+    for _ in range(rows):
+        for name, run in runs.items():
+            found[name].append(run())
+    return found
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
