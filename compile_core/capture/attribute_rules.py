@@ -5,13 +5,13 @@ from __future__ import annotations
 import types
 
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.classes import ClassValue, new_instance
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue, sequence_fields
 from compile_core.capture.content import CONTENT_BASES, content_base
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
 
 def _name(state: CaptureState, value: Value) -> str:

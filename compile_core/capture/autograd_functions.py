@@ -17,12 +17,12 @@ from torch.autograd.function import FunctionCtx
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.bodies import BodyGraph, body_graph, real_object
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import BuiltinMethod, ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.modes import set_grad_mode
 from compile_core.capture.objects import InstanceValue, find_class_entry
-from compile_core.capture.references import call_rule
 from compile_core.capture.tensors import TensorValue
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order

@@ -11,12 +11,12 @@ from typing import Any
 
 from compile_core.capture import comparisons, operators
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CallRule, call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue
 from compile_core.capture.content import CONTENT_BASES, overrides
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CallRule, call_rule
 from compile_core.capture.sets import SetValue
 
 Method = Callable[..., Value]

@@ -12,16 +12,17 @@ from typing import Any
 
 from compile_core.capture import operators, texts
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
+from compile_core.capture.existing_objects import CallableReferenceValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.numpy_arrays import operate
 from compile_core.capture.objects import InstanceValue, find_class_entry
 from compile_core.capture.partials import PartialValue
-from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.sets import SetValue, as_set, new_set
 from compile_core.capture.symbolic_numbers import call_with_numbers
 from compile_core.capture.tensors import METHOD_RULES, TensorValue

@@ -8,7 +8,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
 from compile_core.capture.bodies import call_with_bodies, capture_body, real_object
-from compile_core.capture.references import call_rule
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir import higher_order
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CallRule, find_call_rule
 from compile_core.capture.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.content import content_base, make_content
 from compile_core.capture.enums import enum_call, enum_contains, enum_item, enum_iterator, is_enumeration
 from compile_core.capture.exceptions import make_exception
+from compile_core.capture.existing_objects import CallableReferenceValue
 from compile_core.capture.functions import BoundMethodValue
 from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.libraries import is_library_object
@@ -28,7 +30,7 @@ from compile_core.capture.objects import (
     is_plain_layout,
     wrap_class_entry,
 )
-from compile_core.capture.references import CallableReferenceValue, CallRule, ReferenceValue, find_call_rule
+from compile_core.capture.references import ReferenceValue
 from compile_core.capture.type_forms import subscript
 from compile_core.ir.sources import AttributeSource
 

@@ -19,9 +19,9 @@ from compile_core.capture.bodies import (
     capture_body,
     tensors_of,
 )
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.references import call_rule
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir import control_flow as nodes
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.content import overrides
@@ -16,7 +17,7 @@ from compile_core.capture.instance_dict import InstanceDict
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.modules import ModuleValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import ReferenceValue, call_rule
+from compile_core.capture.references import ReferenceValue
 from compile_core.capture.sets import SetValue, as_set
 
 # A class that defines one of these says itself how it is copied.

@@ -6,9 +6,9 @@ import collections
 from typing import Any, ClassVar
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue, SequenceIterator, fold
 from compile_core.capture.containers import Item, ListValue
-from compile_core.capture.references import call_rule
 from compile_core.errors import InternalError
 
 _ITERATOR = type(iter(collections.deque()))

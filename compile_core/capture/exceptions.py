@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from compile_core.capture.base import CaptureState, NotConstant, SymbolicRaise, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.instance_dict import MISSING
 from compile_core.capture.objects import InstanceValue, bind_class_entry, find_class_entry
-from compile_core.capture.references import ReferenceValue, call_rule
+from compile_core.capture.references import ReferenceValue
 
 
 class TracebackValue(Value):

@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from compile_core.capture.base import CaptureState, PlainCall, Value
 from compile_core.capture.bodies import body_argument, body_graph
+from compile_core.capture.call_rules import CallRule, call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.graph_objects import GraphObjectValue
 from compile_core.capture.mappings import DictValue
-from compile_core.capture.references import CallRule, call_rule
 from compile_core.capture.tensors import TensorValue
 from compile_core.ir import function_transforms as nodes
 

@@ -9,11 +9,11 @@ import torch
 from torch.nn.utils import stateless
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.mappings import DictValue
 from compile_core.capture.modules import ModuleValue
-from compile_core.capture.references import call_rule
 from compile_core.capture.tensors import TensorValue
 
 

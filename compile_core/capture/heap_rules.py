@@ -7,9 +7,9 @@ import heapq
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import ListValue, SequenceValue, SortKey
-from compile_core.capture.references import CALL_RULES, CallRule
 
 
 def _heap_rule(function: Any) -> CallRule:

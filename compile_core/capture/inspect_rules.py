@@ -8,11 +8,12 @@ import typing
 from typing import Any
 
 from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue
+from compile_core.capture.existing_objects import CallableReferenceValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, ReadOnlyView
-from compile_core.capture.references import CallableReferenceValue, call_rule
 
 
 @call_rule(types.MappingProxyType)

@@ -7,13 +7,13 @@ from typing import Any
 
 from compile_core.capture import comparisons, operators
 from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue, SequenceIterator, fold
 from compile_core.capture.containers import ListValue, SequenceValue, sorted_values
 from compile_core.capture.generators import stop_iteration
 from compile_core.capture.iterators import IteratorValue
 from compile_core.capture.mappings import DictValue, DictView
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.sets import SetValue
 from compile_core.capture.special_methods import special_call
 from compile_core.capture.symbolic_numbers import SymbolicInt

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.references import call_rule
 
 
 class IteratorValue(Value):

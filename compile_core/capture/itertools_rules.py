@@ -12,10 +12,10 @@ from typing import Any
 
 from compile_core.capture import operators
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.iterators import IteratorValue, SliceIterator
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
 
 class RealIterator(IteratorValue):

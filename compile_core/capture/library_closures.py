@@ -8,9 +8,9 @@ import reprlib
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.functions import FunctionValue
-from compile_core.capture.references import call_rule
 
 
 def recursive_repr(

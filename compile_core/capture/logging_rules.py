@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 
 
 def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:

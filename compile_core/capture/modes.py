@@ -10,10 +10,11 @@ import torch
 from torch.amp import autocast_mode
 
 from compile_core.capture.base import CaptureState, SymbolicRaise, Value, constants_of
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import BuiltinMethod, ConstantValue, fold
+from compile_core.capture.existing_objects import CallableReferenceValue
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.global_state import autocast_state
-from compile_core.capture.references import CALL_RULES, CallableReferenceValue, CallRule, call_rule
 from compile_core.capture.source_writer import SourceWriter
 from compile_core.ir.torch_switches import SWITCHES
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.modules import ModuleValue
-from compile_core.capture.references import call_rule
 
 
 @call_rule(torch.nn.Module.__getattr__)

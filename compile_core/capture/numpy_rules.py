@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.numpy_arrays import ArrayValue, as_array, call_numpy, constant_dtype, list_of
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.tensors import TensorValue, method_rule
 from compile_core.ir.numpy_calls import DTYPES, torch_numpy
 

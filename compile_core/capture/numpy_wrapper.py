@@ -12,9 +12,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.numpy_arrays import ArrayValue, as_array
-from compile_core.capture.references import call_rule
 from compile_core.capture.structures import map_parts
 from compile_core.capture.tensors import TensorValue
 

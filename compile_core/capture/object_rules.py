@@ -9,12 +9,12 @@ from typing import Any
 
 from compile_core.capture import builtin_rules, operator_rules
 from compile_core.capture.base import CaptureState, NotConstant, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import ListValue
 from compile_core.capture.hash_keys import ComputedKey, IdentityValue
 from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.special_methods import special_call
 from compile_core.capture.symbolic_numbers import call_with_numbers
 from compile_core.capture.tensors import TensorValue

@@ -8,9 +8,9 @@ from typing import Any
 
 from compile_core.capture import comparisons, operators
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.containers import SequenceValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.symbolic_numbers import call_with_numbers
 
 

@@ -18,12 +18,12 @@ import torch.optim.optimizer as library
 from torch._compile import _disable_dynamo
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule, decorator_rule
 from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
 from compile_core.capture.frame import calling_module
 from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.modes import set_grad_mode
-from compile_core.capture.references import call_rule, decorator_rule
 
 _SCOPE = "torch.optim."
 _GLOBAL_HOOKS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.mappings import DictValue, new_dict
-from compile_core.capture.references import call_rule
 from compile_core.ir.sources import Source
 
 

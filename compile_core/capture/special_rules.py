@@ -21,9 +21,9 @@ from compile_core.capture import (
     tensor_rules,
 )
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.frame import Frame
-from compile_core.capture.references import call_rule
 
 
 @call_rule(super)

@@ -13,9 +13,9 @@ from torch.autograd import grad_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compile_core.capture.base import CaptureState, Value, constants_of
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.modes import ModeValue
-from compile_core.capture.references import CALL_RULES, CallRule, call_rule
 from compile_core.capture.source_writer import SourceWriter
 from compile_core.ir.torch_switches import SWITCHES, Switch
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule
 from compile_core.capture.constants import ConstantValue
-from compile_core.capture.references import CALL_RULES, CallRule
 from compile_core.capture.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
 
 _METADATA_CHANGES = (

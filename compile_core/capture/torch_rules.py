@@ -13,9 +13,10 @@ from torch import _jit_internal
 from torch.nn import functional
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.constants import ConstantValue, fold
 from compile_core.capture.global_state import attention_kernels
-from compile_core.capture.references import CALL_RULES, CallRule, ReferenceValue, call_rule
+from compile_core.capture.references import ReferenceValue
 from compile_core.capture.tensors import TensorValue
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.

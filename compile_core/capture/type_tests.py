@@ -9,12 +9,13 @@ import typing
 import torch
 
 from compile_core.capture.base import CaptureState, Value
+from compile_core.capture.call_rules import call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import ConstantValue
 from compile_core.capture.containers import SequenceValue
 from compile_core.capture.libraries import is_library_object
 from compile_core.capture.objects import bind_class_entry, find_class_entry
-from compile_core.capture.references import ReferenceValue, call_rule
+from compile_core.capture.references import ReferenceValue
 from compile_core.capture.tensors import TensorValue, type_name
 
 

@@ -15,6 +15,7 @@ import torch
 from compile_core.capture.base import CaptureState, LazyValue, Value
 from compile_core.capture.builtin_methods import method_of_builtin_type
 from compile_core.capture.cached_functions import CachedFunctionValue
+from compile_core.capture.call_rules import find_call_rule
 from compile_core.capture.classes import ClassValue
 from compile_core.capture.constants import FOLDED_TYPES, ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
@@ -22,6 +23,12 @@ from compile_core.capture.content import content_base
 from compile_core.capture.deques import DequeValue
 from compile_core.capture.directive_rules import directive_rule
 from compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
+from compile_core.capture.existing_objects import (
+    CallableReferenceValue,
+    PropertyValue,
+    PythonModuleValue,
+    WeakReferenceValue,
+)
 from compile_core.capture.function_transforms import transformed_function_rule
 from compile_core.capture.functions import (
     BoundMethodValue,
@@ -38,14 +45,7 @@ from compile_core.capture.objects import InstanceValue, is_plain_layout
 from compile_core.capture.opaque import wrap_opaque
 from compile_core.capture.operator_rules import GETTERS, existing_getter
 from compile_core.capture.partials import PartialValue
-from compile_core.capture.references import (
-    CallableReferenceValue,
-    PropertyValue,
-    PythonModuleValue,
-    ReferenceValue,
-    WeakReferenceValue,
-    find_call_rule,
-)
+from compile_core.capture.references import ReferenceValue
 from compile_core.capture.sets import SetValue
 from compile_core.capture.symbolic_numbers import FloatInput, SymbolicInt
 from compile_core.capture.tensors import TensorValue
