@@ -184,6 +184,7 @@ class FrameLike(Protocol):
     handled: list[Value]
 
     def location(self) -> CodeLocation: ...
+    def module_name(self) -> str: ...
 
 
 class CaptureState:
@@ -229,6 +230,10 @@ class CaptureState:
 
     def location(self) -> CodeLocation | None:
         return self.frames[-1].location() if self.frames else None
+
+    def calling_module(self) -> str:
+        """The name of the Python module whose code runs now."""
+        return self.frames[-1].module_name()
 
     def unsupported(self, reason_id: str, explanation: str, hint: str = "") -> Unsupported:
         """An Unsupported that points at the user's line."""

@@ -29,12 +29,6 @@ def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
     return register
 
 
-def calling_module(state: CaptureState) -> str:
-    """The name of the Python module whose code runs now."""
-    frame = state.frames[-1]
-    return str(frame.function.scope.get("__name__")) if isinstance(frame, Frame) else ""
-
-
 class BreakRequested(Exception):
     """The frame came to the step at which an earlier attempt found that the capture must end."""
 
@@ -74,6 +68,9 @@ class Frame:
         line = self.code.instructions[self.current].line
         text = linecache.getline(code.co_filename, line).strip()
         return CodeLocation(code.co_filename, line, code.co_name, text)
+
+    def module_name(self) -> str:
+        return str(self.function.scope.get("__name__"))
 
     def push(self, value: Value) -> None:
         self.stack.append(value)

@@ -21,7 +21,6 @@ from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.call_rules import call_rule, decorator_rule
 from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.containers import ListValue, SequenceValue
-from compile_core.capture.frame import calling_module
 from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.modes import set_grad_mode
 
@@ -40,7 +39,7 @@ def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType
 
 @call_rule(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)
 def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(not calling_module(state).startswith(_SCOPE))
+    return ConstantValue(not state.calling_module().startswith(_SCOPE))
 
 
 @decorator_rule(_disable_dynamo(lambda: None))

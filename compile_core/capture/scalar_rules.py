@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from compile_core.capture.base import CaptureState, Value
-from compile_core.capture.frame import calling_module
 from compile_core.capture.scalars import compute_scalar, read_scalar
 from compile_core.capture.tensors import TensorValue, method_rule
 
@@ -19,7 +18,7 @@ _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
 
 def reads_scalars(state: CaptureState) -> bool:
     """Whether the code that runs is known to compute with what it reads."""
-    return calling_module(state).startswith(_MODULES)
+    return state.calling_module().startswith(_MODULES)
 
 
 @method_rule("item")
