@@ -13,11 +13,12 @@ from typing import Any
 from compile_core.capture import operators, texts
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.classes import ClassValue
+from compile_core.capture.classes import ClassValue, SuperValue
 from compile_core.capture.constants import ConstantValue, fold, is_none
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue
 from compile_core.capture.exceptions import ExceptionValue
 from compile_core.capture.existing_objects import CallableReferenceValue
+from compile_core.capture.frame import Frame
 from compile_core.capture.functions import BoundMethodValue, FunctionValue
 from compile_core.capture.mappings import DictValue, new_dict
 from compile_core.capture.numpy_arrays import operate
@@ -115,6 +116,25 @@ def _format(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
 def _type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (value,) = args
     return state.wrap(value.python_type(), None)
+
+
+@call_rule(super)
+def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args:
+        cls, owner = args
+    else:
+        frame = state.frames[-1]
+        assert isinstance(frame, Frame)
+        cell = frame.cells.get("__class__")
+        if cell is None or cell.content is None:
+            raise state.unsupported("super", "super() outside of a method")
+        cls = state.realize(cell.content)
+        first = frame.code.code.co_varnames[0]
+        content = frame.cells[first].content if first in frame.cells else frame.locals[first]
+        owner = None if content is None else state.realize(content)
+    if not isinstance(cls, ClassValue) or owner is None:
+        raise state.unsupported("super", "super() of something else than a class")
+    return SuperValue(cls.real, owner)
 
 
 @call_rule(callable)

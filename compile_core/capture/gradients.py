@@ -11,7 +11,6 @@ import torch
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.constants import ConstantValue, is_none
 from compile_core.capture.tensors import (
-    ATTRIBUTE_READS,
     ATTRIBUTE_STORES,
     TensorValue,
     attribute_read,
@@ -95,7 +94,3 @@ def _requires_grad(
         return True if requires_grad is None else requires_grad.truth(state)
 
     return tensor if tensor.fake.requires_grad == bind(*args, **kwargs) else None
-
-
-# Named by the state, so that importing it registers these attributes.
-GRADIENT_ATTRIBUTES = ATTRIBUTE_READS

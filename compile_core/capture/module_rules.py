@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from compile_core.capture.base import CaptureState, Value
@@ -24,7 +22,3 @@ def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -
 @call_rule(torch._C._log_api_usage_once)
 def _log_api_usage(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return ConstantValue(None)
-
-
-# Named by the state, so that importing it registers these rules.
-MODULE_RULES: tuple[Any, ...] = (_getattr, _log_api_usage)

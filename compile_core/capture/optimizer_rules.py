@@ -10,7 +10,6 @@ a float32 step count instead of Python's floats), and a captured step must give 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,8 +133,3 @@ def _group_tensors(state: CaptureState, args: list[Value], kwargs: dict[str, Val
         return new_dict(pairs, state)
 
     return bind(*args, **kwargs)
-
-
-OptimizerRule = Callable[..., Any]
-# Named by the state, so that importing it registers these rules.
-OPTIMIZER_RULES: tuple[OptimizerRule, ...] = (_disable_compiler, _use_grad, _profile_hook_step)

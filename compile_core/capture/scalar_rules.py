@@ -7,8 +7,6 @@ the moving averages of a normalisation.
 
 from __future__ import annotations
 
-from typing import Any
-
 from compile_core.capture.base import CaptureState, Value
 from compile_core.capture.scalars import compute_scalar, read_scalar
 from compile_core.capture.tensors import TensorValue, method_rule
@@ -33,7 +31,3 @@ def _float(
     state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
 ) -> Value | None:
     return compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state) else None
-
-
-# Named by the state, so that importing it registers these rules.
-SCALAR_RULES: tuple[Any, ...] = (_item, _float)

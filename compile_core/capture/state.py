@@ -13,39 +13,26 @@ import torch
 from torch import fx
 from torch.utils._device import _device_constructors
 
-from compile_core.capture import (
-    comparisons,
-    enums,
-    opcodes_build,
-    opcodes_control,
-    opcodes_data,
-    opcodes_match,
-    texts,
-)
+from compile_core.capture import comparisons, enums, texts
 from compile_core.capture.base import CaptureState, NotConstant, SymbolicRaise, Value
 from compile_core.capture.binding import bind_arguments
 from compile_core.capture.constants import FOLDED_TYPES, ConstantValue, is_literal
 from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
 from compile_core.capture.exceptions import ExceptionValue, raised_during
-from compile_core.capture.frame import OPCODES, Frame
+from compile_core.capture.frame import Frame
 from compile_core.capture.function_transforms import PullBackValue
 from compile_core.capture.functions import FunctionValue
 from compile_core.capture.generators import GeneratorValue
-from compile_core.capture.gradients import GRADIENT_ATTRIBUTES
-from compile_core.capture.language_rules import LANGUAGE_RULES
 from compile_core.capture.library_closures import CLOSURE_RULES
 from compile_core.capture.mappings import DictValue
-from compile_core.capture.module_rules import MODULE_RULES
 from compile_core.capture.objects import bind_class_entry, find_class_entry
 from compile_core.capture.opaque import wrap_opaque
-from compile_core.capture.optimizer_rules import OPTIMIZER_RULES
 from compile_core.capture.output_graph import OutputGraph, is_fake
-from compile_core.capture.scalar_rules import SCALAR_RULES
+from compile_core.capture.rule_files import RULE_FILES
 from compile_core.capture.sets import SetValue
 from compile_core.capture.side_effects import SideEffects
 from compile_core.capture.size_history import SizeHistory
 from compile_core.capture.special_methods import special_call
-from compile_core.capture.special_rules import SPECIAL_RULES
 from compile_core.capture.symbolic_numbers import SymbolicInt
 from compile_core.capture.symbolic_sizes import SymbolicSizes
 from compile_core.capture.tensors import TensorValue
@@ -55,10 +42,8 @@ from compile_core.errors import InternalError, Unsupported
 from compile_core.ir.captured import Guard
 from compile_core.ir.sources import Source
 
-# Naming the families makes sure that their handlers are registered.
-FAMILIES = (opcodes_build, opcodes_control, opcodes_data, opcodes_match)
-RULES = (SPECIAL_RULES, LANGUAGE_RULES, GRADIENT_ATTRIBUTES, OPTIMIZER_RULES, MODULE_RULES, SCALAR_RULES)
-assert OPCODES
+# Named, so that whoever has a state has the rules.
+RULES = RULE_FILES
 
 _DEPTH_LIMIT = 120
 
