@@ -10,8 +10,8 @@ from compile_core.capture.directives import (
     graph_break,
     is_compiling,
 )
-from compile_core.capture.numpy_wrapper import wrap_numpy
-from compile_core.capture.size_marks import mark_dynamic, mark_static, maybe_mark_dynamic
+from compile_core.capture.numpy_arrays.numpy_wrapper import wrap_numpy
+from compile_core.capture.open_numbers.size_marks import mark_dynamic, mark_static, maybe_mark_dynamic
 from compile_core.compiled_function import reset
 from compile_core.disable import disable
 from compile_core.errors import CompileError, InternalError, Unsupported

@@ -11,7 +11,7 @@ import torch
 
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from compile_core.capture.directives import compiled_by_torch, leave_alone
-from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
+from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.ir.captured import CapturedGraph

@@ -12,7 +12,7 @@ import torch
 
 from compile_core.capture import argument_names
 from compile_core.capture.directives import is_disabled
-from compile_core.capture.libraries import is_library_name
+from compile_core.capture.object_model.libraries import is_library_name
 from compile_core.ir.sources import identifier_of, variable_of
 
 # The owner of a function that is bound to no object.

@@ -43,8 +43,8 @@ from compile_core.capture import (
     run_to_end,
     run_with_cells,
 )
+from compile_core.capture.code_objects.plain_frames import PlainFrames
 from compile_core.capture.directives import disabled_frame, leave_alone
-from compile_core.capture.plain_frames import PlainFrames
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.hooked_modules import HookedCalls, has_hooks

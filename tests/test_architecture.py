@@ -86,7 +86,101 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "distributed": ("compile_ddp", "ddp_options", "explaining"),
 }
 
-LAYERS = {"compile_core": COMPILE_CORE_EDGES, "distributed": DISTRIBUTED_EDGES}
+# The same of `compile_core.capture`.
+CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
+    "directives": (),
+    "run_only": (),
+    "guards": (),
+    "code_objects": (),
+    "values": ("guards",),
+    "open_numbers": ("guards", "values"),
+    "graph": ("open_numbers", "values"),
+    "object_model": ("directives", "values"),
+    "numpy_arrays": ("guards", "values"),
+    "operations": ("numpy_arrays", "object_model", "open_numbers", "values"),
+    "frames": ("code_objects", "object_model", "operations", "values"),
+    "torch_rules": ("guards", "object_model", "open_numbers", "run_only", "values"),
+    "higher_order_calls": ("graph", "object_model", "open_numbers", "torch_rules", "values"),
+    "python_rules": ("frames", "numpy_arrays", "object_model", "open_numbers", "operations", "values"),
+    "directive_rules": ("directives", "higher_order_calls", "object_model", "torch_rules", "values"),
+    "rule_files": (
+        "frames",
+        "higher_order_calls",
+        "numpy_arrays",
+        "operations",
+        "python_rules",
+        "torch_rules",
+    ),
+    "wrap": (
+        "directive_rules",
+        "directives",
+        "higher_order_calls",
+        "numpy_arrays",
+        "object_model",
+        "open_numbers",
+        "operations",
+        "python_rules",
+        "torch_rules",
+        "values",
+    ),
+    "state": (
+        "frames",
+        "graph",
+        "higher_order_calls",
+        "object_model",
+        "open_numbers",
+        "operations",
+        "python_rules",
+        "rule_files",
+        "values",
+        "wrap",
+    ),
+    "rebuild_iterators": ("python_rules", "values"),
+    "reconstruct": (
+        "graph",
+        "guards",
+        "numpy_arrays",
+        "object_model",
+        "open_numbers",
+        "operations",
+        "rebuild_iterators",
+        "torch_rules",
+        "values",
+    ),
+    "graph_breaks": ("code_objects", "directives", "frames", "object_model", "reconstruct", "values"),
+    "capture_frame": (
+        "code_objects",
+        "frames",
+        "graph",
+        "graph_breaks",
+        "guards",
+        "object_model",
+        "open_numbers",
+        "reconstruct",
+        "state",
+        "torch_rules",
+        "values",
+        "wrap",
+    ),
+    "capture": (
+        "capture_frame",
+        "graph_breaks",
+        "guards",
+        "object_model",
+        "open_numbers",
+        "run_only",
+        "torch_rules",
+        "values",
+    ),
+}
+
+LAYERS = {
+    "compile_core": COMPILE_CORE_EDGES,
+    "compile_core.capture": CAPTURE_EDGES,
+    "distributed": DISTRIBUTED_EDGES,
+}
+# Those whose arrows are exact: each that is listed is used.
+EXACT_LAYERS = ("compile_core.capture", "distributed")
 
 # The compilers inside torch, which this project does without, and the one file that may use them.
 FOREIGN_COMPILERS = (
@@ -171,10 +265,21 @@ def read_modules(root: Path) -> list[Module]:
     return modules
 
 
-def layer_of(module_name: str) -> str:
-    """`ir` of `compile_core.ir.schedule`; `compile_core` of the package itself."""
-    parts = module_name.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+def layer_of(module_name: str, package: str) -> str:
+    """`ir` of `compile_core.ir.schedule` in `compile_core`; `compile_core` of the package itself."""
+    below = module_name.removeprefix(package).split(".")
+    return below[1] if len(below) > 1 else package.rpartition(".")[2]
+
+
+def layer_arrows(modules: list[Module], package: str) -> Iterator[tuple[Module, Import, str, str]]:
+    """The imports between the layers of a package, each with the layer that imports and the one that is imported."""
+    for module in modules:
+        if not within(module.name, package):
+            continue
+        layer = layer_of(module.name, package)
+        for item in module.imports:
+            if within(item.target, package) and layer_of(item.target, package) != layer:
+                yield module, item, layer, layer_of(item.target, package)
 
 
 def check_package_directions(modules: list[Module]) -> list[str]:
@@ -196,19 +301,14 @@ def check_package_directions(modules: list[Module]) -> list[str]:
 
 def check_layers(modules: list[Module]) -> list[str]:
     broken = []
-    for module in modules:
-        package = module.name.split(".")[0]
-        if package not in LAYERS:
-            continue
-        edges, layer = LAYERS[package], layer_of(module.name)
-        if layer not in edges:
-            broken.append(f"{module.path}:1: {package}.{layer} is not declared in {package.upper()}_EDGES")
-            continue
-        for item in module.imports:
-            if not within(item.target, package):
-                continue
-            other = layer_of(item.target)
-            if other != layer and other not in edges[layer]:
+    for package, edges in LAYERS.items():
+        table = f"{package.rpartition('.')[2].upper()}_EDGES"
+        for module in modules:
+            if within(module.name, package) and layer_of(module.name, package) not in edges:
+                layer = layer_of(module.name, package)
+                broken.append(f"{module.path}:1: {package}.{layer} is not declared in {table}")
+        for module, item, layer, other in layer_arrows(modules, package):
+            if layer in edges and other not in edges[layer]:
                 may = ", ".join(edges[layer]) or "no sibling"
                 broken.append(
                     f"{module.path}:{item.line}: imports {item.target}, but {layer} may import {may}"
@@ -320,6 +420,13 @@ def test_source_keeps_the_rule(check):
     assert not broken, "\n" + "\n".join(broken)
 
 
+@pytest.mark.parametrize("package", EXACT_LAYERS)
+def test_every_arrow_is_used(package):
+    used = {(layer, other) for _, _, layer, other in layer_arrows(read_modules(ROOT), package)}
+    listed = {(layer, other) for layer, others in LAYERS[package].items() for other in others}
+    assert listed - used == set()
+
+
 # Each rule can fail: a small tree that breaks exactly it, and the place that the message must name.
 BROKEN_TREES = [
     (check_package_directions, {"launch/a.py": "import bucketing\n"}, "launch/a.py:1:"),
@@ -346,6 +453,15 @@ BROKEN_TREES = [
         "distributed/reducer/a.py:1:",
     ),
     (check_layers, {"distributed/novelty.py": ""}, "distributed/novelty.py:1:"),
+    (
+        check_layers,
+        {
+            "compile_core/capture/values/a.py": "from compile_core.capture.frames import b\n",
+            "compile_core/capture/frames/b.py": "",
+        },
+        "compile_core/capture/values/a.py:1:",
+    ),
+    (check_layers, {"compile_core/capture/novelty.py": ""}, "compile_core/capture/novelty.py:1:"),
     (
         check_no_imports_inside_functions,
         {"distributed/a.py": "def f():\n    import bucketing\n"},

@@ -14,28 +14,28 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
-from compile_core.capture.constants import ConstantValue
-from compile_core.capture.fake_inputs import has_layout
-from compile_core.capture.frame import BreakRequested, Frame
-from compile_core.capture.functions import FunctionValue
-from compile_core.capture.global_state import (
+from compile_core.capture.code_objects.resume import origin_of
+from compile_core.capture.frames.frame import BreakRequested, Frame
+from compile_core.capture.graph.fake_inputs import has_layout
+from compile_core.capture.graph.output_graph import InputRecord
+from compile_core.capture.graph_breaks import BreakWriter
+from compile_core.capture.guards.guards import compile_check
+from compile_core.capture.object_model.functions import FunctionValue
+from compile_core.capture.object_model.modules import ModuleValue
+from compile_core.capture.open_numbers.size_history import SizeHistory
+from compile_core.capture.reconstruct import RunnerWriter
+from compile_core.capture.state import Capture
+from compile_core.capture.torch_rules.global_state import (
     attention_kernels,
     autocast_state,
     default_device,
     global_state,
     normal_tensors,
 )
-from compile_core.capture.graph_breaks import BreakWriter
-from compile_core.capture.guards import compile_check
-from compile_core.capture.modes import restore_modes
-from compile_core.capture.modules import ModuleValue
-from compile_core.capture.output_graph import InputRecord
-from compile_core.capture.reconstruct import RunnerWriter
-from compile_core.capture.resume import origin_of
-from compile_core.capture.size_history import SizeHistory
-from compile_core.capture.state import Capture
-from compile_core.capture.tensor_rules import DIFFERENTIATED_AGAIN
+from compile_core.capture.torch_rules.modes import restore_modes
+from compile_core.capture.torch_rules.tensor_rules import DIFFERENTIATED_AGAIN
+from compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
+from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph

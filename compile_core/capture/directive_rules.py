@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from compile_core.capture import directives
-from compile_core.capture.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
-from compile_core.capture.call_rules import CallRule, call_rule
-from compile_core.capture.constants import ConstantValue
-from compile_core.capture.existing_objects import CallableReferenceValue
-from compile_core.capture.function_transforms import TransformedValue
-from compile_core.capture.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.libraries import is_library_object
-from compile_core.capture.objects import InstanceValue
-from compile_core.capture.references import ReferenceValue
-from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import is_tensor_function, tensor_function_rule
+from compile_core.capture.higher_order_calls.function_transforms import TransformedValue
+from compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.object_model.libraries import is_library_object
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.torch_rules.torch_functions import is_tensor_function, tensor_function_rule
+from compile_core.capture.values.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
+from compile_core.capture.values.call_rules import CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.capture.values.tensors import TensorValue
 
 
 def directive_rule(function: Any) -> CallRule | None:

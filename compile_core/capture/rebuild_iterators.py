@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture.base import Value
-from compile_core.capture.constants import SequenceIterator
-from compile_core.capture.iterators import (
+from compile_core.capture.python_rules.itertools_rules import RealIterator
+from compile_core.capture.values.base import Value
+from compile_core.capture.values.constants import SequenceIterator
+from compile_core.capture.values.iterators import (
     ChainIterator,
     CountIterator,
     EnumerateIterator,
@@ -15,8 +16,7 @@ from compile_core.capture.iterators import (
     SliceIterator,
     ZipIterator,
 )
-from compile_core.capture.itertools_rules import RealIterator
-from compile_core.capture.mappings import DictIterator
+from compile_core.capture.values.mappings import DictIterator
 
 
 def build_iterator(writer: Any, value: Value) -> str:

@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
-from compile_core.capture.containers import ContainerValue, ListValue, SequenceValue, SliceValue
-from compile_core.capture.deques import DequeValue
-from compile_core.capture.exceptions import ExceptionValue
-from compile_core.capture.functions import BoundMethodValue, CellValue, FunctionValue
-from compile_core.capture.growing_lists import GrowingList
-from compile_core.capture.instance_dict import MISSING, InstanceDict
-from compile_core.capture.iterators import IteratorValue
-from compile_core.capture.mappings import DictValue, ReadOnlyView
-from compile_core.capture.modes import ModeValue
-from compile_core.capture.numpy_arrays import ArrayValue
-from compile_core.capture.objects import InstanceValue
-from compile_core.capture.operator_rules import GetterValue
-from compile_core.capture.partials import PartialValue
+from compile_core.capture.graph.side_effects import SideEffects
+from compile_core.capture.guards.source_writer import SourceWriter
+from compile_core.capture.numpy_arrays.arrays import ArrayValue
+from compile_core.capture.object_model.exceptions import ExceptionValue
+from compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
+from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.object_model.partials import PartialValue
+from compile_core.capture.open_numbers.growing_lists import GrowingList
+from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
+from compile_core.capture.operations.operator_rules import GetterValue
 from compile_core.capture.rebuild_iterators import build_iterator
-from compile_core.capture.references import ReferenceValue
-from compile_core.capture.sets import SetValue
-from compile_core.capture.side_effects import SideEffects
-from compile_core.capture.source_writer import SourceWriter
-from compile_core.capture.symbolic_numbers import SymbolicNumber
-from compile_core.capture.tensors import TensorValue
+from compile_core.capture.torch_rules.modes import ModeValue
+from compile_core.capture.values.base import CaptureState, LazyValue, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
+from compile_core.capture.values.containers import ContainerValue, ListValue, SequenceValue, SliceValue
+from compile_core.capture.values.deques import DequeValue
+from compile_core.capture.values.iterators import IteratorValue
+from compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.capture.values.sets import SetValue
+from compile_core.capture.values.tensors import TensorValue
 from compile_core.ir.captured import RunnerCode
 from compile_core.ir.sources import variable_of
 from compile_core.ir.torch_switches import preserved_switches

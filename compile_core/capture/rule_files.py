@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from compile_core.capture import (
-    attribute_rules,
+from compile_core.capture.frames import opcodes_build, opcodes_control, opcodes_data, opcodes_match
+from compile_core.capture.higher_order_calls import (
     autograd_functions,
-    builtin_rules,
     checkpoints,
     control_flow,
-    copy_rules,
     function_transforms,
     functional_calls,
-    gradients,
+)
+from compile_core.capture.numpy_arrays import numpy_rules, numpy_wrapper
+from compile_core.capture.operations import operator_rules, type_tests
+from compile_core.capture.python_rules import (
+    attribute_rules,
+    builtin_rules,
+    copy_rules,
     heap_rules,
     inspect_rules,
     iteration_rules,
     itertools_rules,
     library_closures,
     logging_rules,
+    object_rules,
+)
+from compile_core.capture.torch_rules import (
+    gradients,
     modes,
     module_rules,
-    numpy_rules,
-    numpy_wrapper,
-    object_rules,
-    opcodes_build,
-    opcodes_control,
-    opcodes_data,
-    opcodes_match,
-    operator_rules,
     optimizer_rules,
     scalar_rules,
     switches,
     tensor_rules,
-    type_tests,
 )
 
 RULE_FILES: tuple[ModuleType, ...] = (

@@ -12,45 +12,45 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_core.capture.base import CaptureState, LazyValue, Value
-from compile_core.capture.builtin_methods import method_of_builtin_type
-from compile_core.capture.cached_functions import CachedFunctionValue
-from compile_core.capture.call_rules import find_call_rule
-from compile_core.capture.classes import ClassValue
-from compile_core.capture.constants import FOLDED_TYPES, ConstantValue, is_literal
-from compile_core.capture.containers import ListValue, SequenceValue, SliceValue, sequence_fields
-from compile_core.capture.content import content_base
-from compile_core.capture.deques import DequeValue
 from compile_core.capture.directive_rules import directive_rule
 from compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
-from compile_core.capture.existing_objects import (
+from compile_core.capture.higher_order_calls.function_transforms import transformed_function_rule
+from compile_core.capture.numpy_arrays.arrays import NUMPY_FUNCTIONS, wrap_array
+from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
+from compile_core.capture.object_model.classes import ClassValue
+from compile_core.capture.object_model.content import content_base
+from compile_core.capture.object_model.existing_objects import (
     CallableReferenceValue,
     PropertyValue,
     PythonModuleValue,
     WeakReferenceValue,
 )
-from compile_core.capture.function_transforms import transformed_function_rule
-from compile_core.capture.functions import (
+from compile_core.capture.object_model.functions import (
     BoundMethodValue,
     CellValue,
     FunctionValue,
 )
-from compile_core.capture.growing_lists import GrowingList
-from compile_core.capture.libraries import is_library_name
-from compile_core.capture.mappings import DictValue, ReadOnlyView
-from compile_core.capture.modules import ModuleValue
-from compile_core.capture.numpy_arrays import NUMPY_FUNCTIONS, wrap_array
-from compile_core.capture.numpy_wrapper import form_of_torchs_wrapper
-from compile_core.capture.objects import InstanceValue, is_plain_layout
-from compile_core.capture.opaque import wrap_opaque
-from compile_core.capture.operator_rules import GETTERS, existing_getter
-from compile_core.capture.partials import PartialValue
-from compile_core.capture.references import ReferenceValue
-from compile_core.capture.sets import SetValue
-from compile_core.capture.symbolic_numbers import FloatInput, SymbolicInt
-from compile_core.capture.tensors import TensorValue
-from compile_core.capture.torch_rules import find_torch_rule, tensor_function_rule
-from compile_core.capture.type_forms import TYPE_FORMS, TypeFormValue
+from compile_core.capture.object_model.libraries import is_library_name
+from compile_core.capture.object_model.modules import ModuleValue
+from compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
+from compile_core.capture.object_model.opaque import wrap_opaque
+from compile_core.capture.object_model.partials import PartialValue
+from compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
+from compile_core.capture.open_numbers.growing_lists import GrowingList
+from compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
+from compile_core.capture.operations.operator_rules import GETTERS, existing_getter
+from compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
+from compile_core.capture.python_rules.cached_functions import CachedFunctionValue
+from compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
+from compile_core.capture.values.base import CaptureState, LazyValue, Value
+from compile_core.capture.values.call_rules import find_call_rule
+from compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
+from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue, sequence_fields
+from compile_core.capture.values.deques import DequeValue
+from compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.capture.values.sets import SetValue
+from compile_core.capture.values.tensors import TensorValue
 from compile_core.ir.captured import InputKind
 from compile_core.ir.sources import (
     AttributeSource,

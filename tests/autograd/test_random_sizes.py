@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.capture.fake_inputs import make_fake
-from compile_core.capture.size_history import SizeHistory
-from compile_core.capture.symbolic_sizes import SymbolicSizes
+from compile_core.capture.graph.fake_inputs import make_fake
+from compile_core.capture.open_numbers.size_history import SizeHistory
+from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
 from compile_core.errors import Unsupported
 from compile_core.ir.sources import LocalSource
 from compile_core.options import CompileOptions

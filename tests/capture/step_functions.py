@@ -22,8 +22,8 @@ def load_without_torch(repository):
 if __name__ == "__main__":
     load_without_torch(sys.argv[1])
 
-from compile_core.capture import resume  # noqa: E402
-from compile_core.capture.instructions import decode  # noqa: E402
+from compile_core.capture.code_objects import resume  # noqa: E402
+from compile_core.capture.code_objects.instructions import decode  # noqa: E402
 
 NULL = object()
 

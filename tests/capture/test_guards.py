@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import compile_core
-from compile_core.capture import guards
+from compile_core.capture.guards import guards
 from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 

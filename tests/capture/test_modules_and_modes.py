@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_core.capture.frame import OPCODES
+from compile_core.capture.frames.frame import OPCODES
 from compile_core.compiled_function import CompiledFunction
 from compile_core.errors import Unsupported
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compile_core
-from compile_core.capture.plain_frames import PlainFrames
+from compile_core.capture.code_objects.plain_frames import PlainFrames
 from compile_core.testing import CompileCounter, CompileCounterWithBackend
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compile_core.capture.frame import OPCODES
+from compile_core.capture.frames.frame import OPCODES
 
 HERE = Path(__file__).parent
 CORPUS = [*sorted(HERE.glob("test_*.py")), HERE / "models.py"]

@@ -1,0 +1,132 @@
+"""A symbolic frame: the locals, cells and stack of one Python call, and the loop that interprets its code."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+
+from compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
+from compile_core.capture.object_model.functions import CellValue, FunctionValue
+from compile_core.capture.values.base import CaptureState, LastInstruction, SymbolicRaise, Value
+from compile_core.errors import CodeLocation, InternalError
+
+OpcodeHandler = Callable[["Frame", Instruction], None]
+
+# Filled in by the files of opcode families.
+OPCODES: dict[str, OpcodeHandler] = {}
+
+
+def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
+    """Register the handler of these opcodes."""
+
+    def register(function: OpcodeHandler) -> OpcodeHandler:
+        for name in names:
+            if name in OPCODES:
+                raise InternalError(f"two handlers for {name}")
+            OPCODES[name] = function
+        return function
+
+    return register
+
+
+class BreakRequested(Exception):
+    """The frame came to the step at which an earlier attempt found that the capture must end."""
+
+
+class Frame:
+    """``run`` interprets until the code returns or yields; ``result`` or ``yielded`` then hold the value.
+
+    Variables that are shared with inner functions live in ``cells``, all others in ``locals``.
+    """
+
+    def __init__(self, state: CaptureState, function: FunctionValue, arguments: dict[str, Value]) -> None:
+        self.state = state
+        self.function = function
+        self.code: Code = decode(function.code)
+        self.locals: dict[str, Value] = {}
+        self.cells: dict[str, CellValue] = {}
+        self.stack: list[Value] = []
+        self.index = 0
+        self.current = 0
+        self.keyword_names: tuple[str, ...] = ()
+        self.handled: list[Value] = []
+        self.result: Value | None = None
+        self.yielded: Value | None = None
+        self.steps = 0
+        self.stop_at_step: int | None = None
+        self.before_step: Callable[[], None] | None = None
+        for name in function.code.co_cellvars:
+            self.cells[name] = CellValue(arguments.get(name))
+        for name, cell in zip(function.code.co_freevars, function.closure, strict=True):
+            self.cells[name] = cell
+        for name, value in arguments.items():
+            if name not in self.cells:
+                self.locals[name] = value
+
+    def location(self) -> CodeLocation:
+        code = self.code.code
+        line = self.code.instructions[self.current].line
+        text = linecache.getline(code.co_filename, line).strip()
+        return CodeLocation(code.co_filename, line, code.co_name, text)
+
+    def module_name(self) -> str:
+        return str(self.function.scope.get("__name__"))
+
+    def push(self, value: Value) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Value:
+        return self.stack.pop()
+
+    def pop_many(self, count: int) -> list[Value]:
+        if count == 0:
+            return []
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def jump(self, instruction: Instruction) -> None:
+        self.index = instruction.target
+
+    def run(self, raised: SymbolicRaise | None = None) -> None:
+        """Interpret until return, yield, or an exception that this frame does not handle.
+
+        ``raised`` is an exception that is thrown into the frame where it stands.
+        """
+        self.state.frames.append(self)
+        self.yielded = None
+        try:
+            if raised is not None:
+                self.unwind(raised)
+            while self.result is None and self.yielded is None:
+                self.step()
+        finally:
+            self.state.frames.pop()
+
+    def step(self) -> None:
+        instruction = self.code.instructions[self.index]
+        self.current = self.index
+        if self.steps == self.stop_at_step:
+            raise BreakRequested
+        if self.before_step is not None:
+            self.before_step()
+        self.steps += 1
+        self.index += 1
+        handler = OPCODES.get(instruction.name)
+        if handler is None:
+            raise self.state.unsupported("opcode", f"no rule for the instruction {instruction.name}")
+        try:
+            handler(self, instruction)
+        except SymbolicRaise as raised:
+            self.unwind(raised)
+
+    def unwind(self, raised: SymbolicRaise) -> None:
+        """Go on at the exception handler, or leave the frame with the exception."""
+        handler: Handler | None = self.code.handler_at(self.current)
+        if handler is None:
+            raise raised
+        del self.stack[handler.depth :]
+        if handler.pushes_lasti:
+            self.push(LastInstruction(self.current))
+        self.push(raised.value)
+        self.index = handler.target

@@ -1,0 +1,220 @@
+"""Generators: frames that run on at each item, with what is sent and thrown into them."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import types
+from typing import ClassVar
+
+from compile_core.capture.code_objects.python_versions import INTRINSICS_1, SEND_POPS_ITERATOR
+from compile_core.capture.frames.frame import Frame
+from compile_core.capture.object_model.exceptions import ExceptionValue, exception_to_raise
+from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from compile_core.capture.values.iterators import IteratorValue
+
+
+class GeneratorValue(IteratorValue):
+    """A generator that the captured program made."""
+
+    cls = types.GeneratorType
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.started = False
+        self.running = False
+        self.finished = False
+        self._returned: Value | None = None
+
+    def resume(
+        self, state: CaptureState, sent: Value | None = None, raised: SymbolicRaise | None = None
+    ) -> Value | None:
+        """Run to the next ``yield``; None where the generator returned."""
+        if self.running:
+            raise state.raise_exception(ValueError, "generator already executing")
+        if self.finished or (raised is not None and not self.started):
+            self.finished = True
+            if raised is not None:
+                raise raised
+            return None
+        if sent is not None and self.started:
+            self.frame.stack[-1] = sent
+        self.started = self.running = True
+        try:
+            self.frame.run(raised)
+        except SymbolicRaise as left:
+            self.finished = True
+            raise self._leaving(state, left) from None
+        finally:
+            self.running = False
+        if self.frame.yielded is None:
+            self.finished = True
+            self._returned = self.frame.result
+        return self.frame.yielded
+
+    def _leaving(self, state: CaptureState, left: SymbolicRaise) -> SymbolicRaise:
+        """StopIteration must not look like the generator's own end."""
+        if not issubclass(left.value.python_type(), StopIteration):
+            return left
+        error = state.raise_exception(RuntimeError, "generator raised StopIteration")
+        assert isinstance(error.value, ExceptionValue)
+        error.value.cause = error.value.context = left.value
+        error.value.suppresses_context = True
+        return error
+
+    @property
+    def has_unfinished_blocks(self) -> bool:
+        """Whether Python would run code of the generator when it is dropped: it stands in a try or with block."""
+        if not self.started or self.finished:
+            return False
+        return _runs_code_at_exit(self.frame, self.frame.current)
+
+    def advance(self, state: CaptureState) -> Value | None:
+        return self.resume(state)
+
+    def returned(self) -> Value | None:
+        value, self._returned = self._returned, None
+        return value
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in self.methods:
+            return BuiltinMethod(self, name)
+        if not hasattr(types.GeneratorType, name):
+            raise state.raise_exception(AttributeError, f"'generator' object has no attribute {name!r}")
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        method = self.methods.get(name)
+        if method is None:
+            return super().call_method(state, name, args, kwargs)
+        return method(self, state, *args)
+
+    def send(self, state: CaptureState, value: Value | None = None) -> Value:
+        nothing = value is None or is_none(value)
+        if not nothing and not self.started and not self.finished:
+            raise state.raise_exception(TypeError, "can't send non-None value to a just-started generator")
+        return self._item_or_stop(state, self.resume(state, value))
+
+    def throw(self, state: CaptureState, error: Value, *more: Value) -> Value:
+        if more and not is_none(more[0]):
+            error = more[0]  # the old form: class, exception, traceback
+            if not isinstance(error, ExceptionValue):
+                raise state.unsupported("generator", "throw() of a class with arguments")
+        return self._item_or_stop(state, self.pass_exception(state, exception_to_raise(state, error)))
+
+    def pass_exception(self, state: CaptureState, raised: SymbolicRaise) -> Value | None:
+        """Throw into the innermost generator that this one has delegated to with ``yield from``."""
+        inner = self._delegate()
+        if inner is None:
+            return self.resume(state, raised=raised)
+        if issubclass(raised.value.python_type(), GeneratorExit):
+            self.running = True
+            try:
+                inner.close(state)
+            finally:
+                self.running = False
+            return self.resume(state, raised=raised)
+        self.running = True
+        try:
+            item = inner.pass_exception(state, raised)
+        except SymbolicRaise as left:
+            self.running = False
+            return self.resume(state, raised=left)
+        finally:
+            self.running = False
+        if item is not None:
+            return item
+        self._leave_delegate(inner.returned() or ConstantValue(None))
+        return self.resume(state)
+
+    def _delegate(self) -> GeneratorValue | None:
+        """The generator that this one stands in a ``yield from`` of."""
+        frame = self.frame
+        if not self.started or self.finished or self.running:
+            return None
+        following = [entry.name for entry in frame.code.instructions[frame.index : frame.index + 2]]
+        if following != ["RESUME", "JUMP_BACKWARD_NO_INTERRUPT"]:
+            return None
+        inner = frame.stack[-2]
+        return inner if isinstance(inner, GeneratorValue) else None
+
+    def _leave_delegate(self, value: Value) -> None:
+        """Go on behind the ``yield from`` with the value that the inner generator returned."""
+        frame = self.frame
+        send = frame.code.instructions[frame.code.instructions[frame.index + 1].target]
+        frame.pop()
+        if SEND_POPS_ITERATOR:
+            frame.pop()
+        frame.push(value)
+        frame.jump(send)
+
+    def close(self, state: CaptureState) -> Value:
+        if not self.finished:
+            stop = SymbolicRaise(ExceptionValue(GeneratorExit, []))
+            try:
+                item = self.pass_exception(state, stop)
+            except SymbolicRaise as raised:
+                if not issubclass(raised.value.python_type(), (GeneratorExit, StopIteration)):
+                    raise
+            else:
+                if item is not None:
+                    raise state.raise_exception(RuntimeError, "generator ignored GeneratorExit")
+        return ConstantValue(None)
+
+    def _item_or_stop(self, state: CaptureState, item: Value | None) -> Value:
+        if item is not None:
+            return item
+        raise stop_iteration(state, self)
+
+    methods: ClassVar = {
+        "send": send,
+        "throw": throw,
+        "close": close,
+        "__next__": send,
+    }
+
+
+def _runs_code_at_exit(frame: Frame, index: int) -> bool:
+    """Whether GeneratorExit at an instruction reaches code of the program, on its way out through the handlers."""
+    instructions = frame.code.instructions
+    handler = frame.code.handler_at(index)
+    if handler is None:
+        return False
+    at = handler.target
+    # Since 3.12 the whole body has a handler that only turns StopIteration into RuntimeError.
+    if instructions[at].name == "CALL_INTRINSIC_1":
+        return INTRINSICS_1.get(instructions[at].arg) != "stopiteration_error"
+    if [entry.name for entry in instructions[at : at + 3]] == ["COPY", "POP_EXCEPT", "RERAISE"]:
+        return _runs_code_at_exit(frame, at + 2)
+    if instructions[at].name != "PUSH_EXC_INFO":
+        return True
+    at += 1
+    while instructions[at].name == "LOAD_GLOBAL" and _is_common_exception(frame, instructions[at].value):
+        jump = instructions[at + 2]
+        if instructions[at + 1].name != "CHECK_EXC_MATCH" or "IF_FALSE" not in jump.name:
+            return True
+        at = jump.target
+    return instructions[at].name != "RERAISE" or _runs_code_at_exit(frame, at)
+
+
+def _is_common_exception(frame: Frame, name: str) -> bool:
+    """Whether a global name is a built-in exception that GeneratorExit is none of."""
+    found = None if name in frame.function.scope else getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def stop_iteration(state: CaptureState, iterator: Value) -> SymbolicRaise:
+    """The StopIteration at the end of an iterator, with what a generator returned."""
+    raised = state.raise_exception(StopIteration)
+    value = iterator.returned()
+    assert isinstance(raised.value, ExceptionValue)
+    if value is not None and not is_none(value):
+        raised.value.args = [value]
+    return raised
+
+
+def is_generator_code(code: types.CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_GENERATOR)

@@ -1,0 +1,197 @@
+"""Opcodes that build containers and strings, and take containers apart."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from compile_core.capture.code_objects.instructions import Instruction
+from compile_core.capture.code_objects.python_versions import INTRINSICS_1
+from compile_core.capture.frames.frame import Frame, opcode
+from compile_core.capture.operations import operators, texts
+from compile_core.capture.values.base import Value
+from compile_core.capture.values.constants import ConstantValue, fold
+from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
+from compile_core.capture.values.sets import SetValue, new_set
+
+
+@opcode("BUILD_SLICE")
+def _build_slice(frame: Frame, instruction: Instruction) -> None:
+    parts = frame.pop_many(instruction.arg)
+    frame.push(SliceValue([*parts, ConstantValue(None)][:3]))
+
+
+@opcode("BUILD_TUPLE")
+def _build_tuple(frame: Frame, instruction: Instruction) -> None:
+    frame.push(SequenceValue(list(frame.pop_many(instruction.arg)), tuple))
+
+
+@opcode("BUILD_LIST")
+def _build_list(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ListValue(list(frame.pop_many(instruction.arg))))
+
+
+@opcode("BUILD_SET")
+def _build_set(frame: Frame, instruction: Instruction) -> None:
+    frame.push(new_set(frame.state, frame.pop_many(instruction.arg)))
+
+
+@opcode("BUILD_MAP")
+def _build_map(frame: Frame, instruction: Instruction) -> None:
+    items = frame.pop_many(2 * instruction.arg)
+    frame.push(new_dict(list(zip(items[::2], items[1::2], strict=True)), frame.state))
+
+
+@opcode("BUILD_CONST_KEY_MAP")
+def _build_const_key_map(frame: Frame, instruction: Instruction) -> None:
+    keys = frame.pop()
+    items = frame.pop_many(instruction.arg)
+    pairs = list(zip(frame.state.items_of(keys), items, strict=True))
+    frame.push(new_dict(pairs, frame.state))
+
+
+@opcode("BUILD_STRING")
+def _build_string(frame: Frame, instruction: Instruction) -> None:
+    frame.push(fold(frame.state, lambda *parts: "".join(parts), frame.pop_many(instruction.arg), {}))
+
+
+_CONVERSIONS: dict[Any, Any] = {str: str, repr: repr, ascii: ascii, 1: str, 2: repr, 3: ascii}
+_NO_SPEC = ConstantValue("")
+
+
+def _format(frame: Frame, value: Value, conversion: Any, spec: Value) -> None:
+    shown = texts.converted(frame.state, value, conversion)
+    frame.push(texts.formatted(frame.state, shown, spec))
+
+
+@opcode("FORMAT_VALUE")
+def _format_value(frame: Frame, instruction: Instruction) -> None:
+    spec = frame.pop() if instruction.arg & 4 else _NO_SPEC
+    _format(frame, frame.pop(), _CONVERSIONS.get(instruction.arg & 3), spec)
+
+
+@opcode("FORMAT_SIMPLE")
+def _format_simple(frame: Frame, instruction: Instruction) -> None:
+    _format(frame, frame.pop(), None, _NO_SPEC)
+
+
+@opcode("FORMAT_WITH_SPEC")
+def _format_with_spec(frame: Frame, instruction: Instruction) -> None:
+    value, spec = frame.pop_many(2)
+    _format(frame, value, None, spec)
+
+
+@opcode("CONVERT_VALUE")
+def _convert_value(frame: Frame, instruction: Instruction) -> None:
+    frame.push(texts.converted(frame.state, frame.pop(), _CONVERSIONS[instruction.arg]))
+
+
+@opcode("LIST_APPEND")
+def _list_append(frame: Frame, instruction: Instruction) -> None:
+    item = frame.pop()
+    target = frame.stack[-instruction.arg]
+    assert isinstance(target, ListValue)
+    target.append(frame.state, item)
+
+
+@opcode("LIST_EXTEND")
+def _list_extend(frame: Frame, instruction: Instruction) -> None:
+    items = frame.pop()
+    target = frame.stack[-instruction.arg]
+    assert isinstance(target, ListValue)
+    target.extend(frame.state, items)
+
+
+@opcode("SET_ADD")
+def _set_add(frame: Frame, instruction: Instruction) -> None:
+    item = frame.pop()
+    target = frame.stack[-instruction.arg]
+    assert isinstance(target, SetValue)
+    target.add(frame.state, item)
+
+
+@opcode("SET_UPDATE")
+def _set_update(frame: Frame, instruction: Instruction) -> None:
+    items = frame.pop()
+    target = frame.stack[-instruction.arg]
+    assert isinstance(target, SetValue)
+    target.call_method(frame.state, "update", [items], {})
+
+
+@opcode("MAP_ADD")
+def _map_add(frame: Frame, instruction: Instruction) -> None:
+    key, value = frame.pop_many(2)
+    frame.stack[-instruction.arg].set_item(frame.state, key, value)
+
+
+@opcode("DICT_UPDATE", "DICT_MERGE")
+def _dict_update(frame: Frame, instruction: Instruction) -> None:
+    source = frame.pop()
+    target = frame.stack[-instruction.arg]
+    pairs = mapping_pairs(frame.state, source)
+    if pairs is None:
+        raise frame.state.raise_exception(
+            TypeError, f"{source.python_type().__name__!r} object is not a mapping"
+        )
+    assert isinstance(target, DictValue)
+    for key, item in pairs:
+        if instruction.name == "DICT_MERGE" and key.hash_key(frame.state) in target.entries:
+            shown = f"multiple values for keyword argument {key.hash_key(frame.state)!r}"
+            raise frame.state.raise_exception(TypeError, shown)
+        target.set_item(frame.state, key, item)
+
+
+@opcode("LIST_TO_TUPLE")
+def _list_to_tuple(frame: Frame, instruction: Instruction) -> None:
+    frame.push(SequenceValue(list(frame.state.items_of(frame.pop())), tuple))
+
+
+@opcode("CALL_INTRINSIC_1")
+def _call_intrinsic(frame: Frame, instruction: Instruction) -> None:
+    name = INTRINSICS_1.get(instruction.arg)
+    if name == "list_to_tuple":
+        _list_to_tuple(frame, instruction)
+    elif name == "unary_positive":
+        frame.push(operators.unary(frame.state, "+", frame.pop()))
+    elif name != "stopiteration_error":
+        raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
+
+
+@opcode("UNPACK_SEQUENCE")
+def _unpack_sequence(frame: Frame, instruction: Instruction) -> None:
+    items = _items_to_unpack(frame)
+    if len(items) != instruction.arg:
+        wanted = instruction.arg
+        few = f"not enough values to unpack (expected {wanted}, got {len(items)})"
+        many = f"too many values to unpack (expected {wanted})"
+        raise frame.state.raise_exception(ValueError, few if len(items) < wanted else many)
+    frame.stack.extend(reversed(items))
+
+
+@opcode("UNPACK_EX")
+def _unpack_ex(frame: Frame, instruction: Instruction) -> None:
+    before, after = instruction.arg & 0xFF, instruction.arg >> 8
+    items = _items_to_unpack(frame)
+    if len(items) < before + after:
+        wanted = f"at least {before + after}" if after else f"at least {before}"
+        message = f"not enough values to unpack (expected {wanted}, got {len(items)})"
+        raise frame.state.raise_exception(ValueError, message)
+    middle = items[before : len(items) - after]
+    parts: list[Value] = [*items[:before], ListValue(list(middle)), *items[len(items) - after :]]
+    frame.stack.extend(reversed(parts))
+
+
+def _items_to_unpack(frame: Frame) -> list[Value]:
+    value = frame.pop()
+    if isinstance(value, DictValue) and value.cls is collections.defaultdict:
+        value.guard_keys(frame.state)
+    if not is_iterable(value):
+        message = f"cannot unpack non-iterable {value.python_type().__name__} object"
+        raise frame.state.raise_exception(TypeError, message)
+    return frame.state.items_of(value)
+
+
+def is_iterable(value: Value) -> bool:
+    cls = value.python_type()
+    return hasattr(cls, "__iter__") or hasattr(cls, "__getitem__")

@@ -1,0 +1,370 @@
+"""Opcodes of control: jumps, loops, calls, functions, exceptions, with blocks, generators."""
+
+from __future__ import annotations
+
+import builtins
+import types
+
+from compile_core.capture.code_objects.instructions import Instruction
+from compile_core.capture.code_objects.python_versions import (
+    END_FOR_POPS,
+    FOR_ITER_POPS_ITERATOR,
+    INTRINSICS_2,
+    SEND_POPS_ITERATOR,
+)
+from compile_core.capture.frames.frame import Frame, opcode
+from compile_core.capture.frames.generators import GeneratorValue
+from compile_core.capture.frames.opcodes_data import push_callable
+from compile_core.capture.object_model.classes import ClassValue, SuperValue
+from compile_core.capture.object_model.exceptions import (
+    ExceptionValue,
+    TracebackValue,
+    exception_to_raise,
+    make_exception,
+    reraise_rest,
+    split_group,
+)
+from compile_core.capture.object_model.functions import CellValue, FunctionValue
+from compile_core.capture.values.base import HANDLED_BEFORE, NULL, SymbolicRaise, Value
+from compile_core.capture.values.constants import ConstantValue, is_none
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
+
+
+@opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+def _jump(frame: Frame, instruction: Instruction) -> None:
+    frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE")
+def _jump_if_true(frame: Frame, instruction: Instruction) -> None:
+    if frame.pop().truth(frame.state):
+        frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE")
+def _jump_if_false(frame: Frame, instruction: Instruction) -> None:
+    if not frame.pop().truth(frame.state):
+        frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_NONE", "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NONE")
+def _jump_if_none(frame: Frame, instruction: Instruction) -> None:
+    if is_none(frame.pop()):
+        frame.jump(instruction)
+
+
+@opcode("POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE")
+def _jump_if_not_none(frame: Frame, instruction: Instruction) -> None:
+    if not is_none(frame.pop()):
+        frame.jump(instruction)
+
+
+@opcode("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")
+def _jump_or_pop(frame: Frame, instruction: Instruction) -> None:
+    if frame.stack[-1].truth(frame.state) == (instruction.name == "JUMP_IF_TRUE_OR_POP"):
+        frame.jump(instruction)
+    else:
+        frame.pop()
+
+
+@opcode("GET_ITER")
+def _get_iter(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.pop().iterate(frame.state))
+
+
+@opcode("FOR_ITER")
+def _for_iter(frame: Frame, instruction: Instruction) -> None:
+    item = frame.stack[-1].advance(frame.state)
+    if item is not None:
+        frame.push(item)
+        return
+    if FOR_ITER_POPS_ITERATOR:
+        frame.pop()
+    else:
+        frame.push(NULL)
+    frame.jump(instruction)
+
+
+@opcode("END_FOR")
+def _end_for(frame: Frame, instruction: Instruction) -> None:
+    frame.pop_many(END_FOR_POPS)
+
+
+@opcode("RETURN_VALUE")
+def _return_value(frame: Frame, instruction: Instruction) -> None:
+    frame.result = frame.pop()
+
+
+@opcode("RETURN_CONST")
+def _return_const(frame: Frame, instruction: Instruction) -> None:
+    frame.result = frame.state.from_constant(instruction.value)
+
+
+@opcode("RETURN_GENERATOR")
+def _return_generator(frame: Frame, instruction: Instruction) -> None:
+    # The generator's first resumption finds this value on the stack and pops it.
+    frame.push(ConstantValue(None))
+
+
+@opcode("YIELD_VALUE")
+def _yield_value(frame: Frame, instruction: Instruction) -> None:
+    frame.yielded = frame.pop()
+    # What the expression ``yield`` gives, unless something is sent.
+    frame.push(ConstantValue(None))
+
+
+@opcode("GET_YIELD_FROM_ITER")
+def _get_yield_from_iter(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.pop().iterate(frame.state))
+
+
+@opcode("SEND")
+def _send(frame: Frame, instruction: Instruction) -> None:
+    sent = frame.pop()
+    iterator = frame.stack[-1]
+    if isinstance(iterator, GeneratorValue):
+        item = iterator.resume(frame.state, None if is_none(sent) else sent)
+    elif is_none(sent):
+        item = iterator.advance(frame.state)
+    else:
+        item = iterator.call_method(frame.state, "send", [sent], {})
+    if item is not None:
+        frame.push(item)
+        return
+    if SEND_POPS_ITERATOR:
+        frame.pop()
+    frame.push(iterator.returned() or ConstantValue(None))
+    frame.jump(instruction)
+
+
+@opcode("END_SEND")
+def _end_send(frame: Frame, instruction: Instruction) -> None:
+    del frame.stack[-2]
+
+
+@opcode("CLEANUP_THROW")
+def _cleanup_throw(frame: Frame, instruction: Instruction) -> None:
+    # Comes when something was thrown into a ``yield from``; what the inner iterator returned arrives elsewhere.
+    raise SymbolicRaise(frame.pop())
+
+
+@opcode("KW_NAMES")
+def _kw_names(frame: Frame, instruction: Instruction) -> None:
+    frame.keyword_names = instruction.value
+
+
+def _call(frame: Frame, args: list[Value], names: tuple[str, ...]) -> None:
+    first, second = frame.pop_many(2)
+    if second is NULL:
+        function = first
+    elif first is NULL:
+        function = second
+    else:
+        function = first
+        args = [second, *args]
+    positional = args[: len(args) - len(names)]
+    named = dict(zip(names, args[len(positional) :], strict=True))
+    frame.push(function.call(frame.state, positional, named))
+
+
+@opcode("CALL")
+def _call_positional(frame: Frame, instruction: Instruction) -> None:
+    names, frame.keyword_names = frame.keyword_names, ()
+    _call(frame, frame.pop_many(instruction.arg), names)
+
+
+@opcode("CALL_KW")
+def _call_with_names(frame: Frame, instruction: Instruction) -> None:
+    names = frame.pop().as_constant()
+    _call(frame, frame.pop_many(instruction.arg), names)
+
+
+@opcode("CALL_FUNCTION_EX")
+def _call_function_ex(frame: Frame, instruction: Instruction) -> None:
+    named: dict[str, Value] = {}
+    if instruction.arg & 1:
+        pairs = mapping_pairs(frame.state, frame.pop())
+        assert pairs is not None  # the instruction before it made a dictionary
+        named = {key.hash_key(frame.state): item for key, item in pairs}
+    args = frame.state.items_of(frame.pop())
+    first, second = frame.pop_many(2)
+    function = first if second is NULL else second
+    frame.push(function.call(frame.state, args, named))
+
+
+@opcode("MAKE_FUNCTION")
+def _make_function(frame: Frame, instruction: Instruction) -> None:
+    code = frame.pop().as_constant()
+    assert isinstance(code, types.CodeType)
+    made = FunctionValue(code, frame.function.scope, (), [], {})
+    # Up to 3.12 the parts lie on the stack; 3.13 sets each by SET_FUNCTION_ATTRIBUTE and has no argument
+    # here.
+    for flag in (8, 4, 2, 1):
+        if instruction.arg & flag:
+            _set_function_part(frame, made, flag, frame.pop())
+    frame.push(made)
+
+
+@opcode("SET_FUNCTION_ATTRIBUTE")
+def _set_function_attribute(frame: Frame, instruction: Instruction) -> None:
+    part, made = frame.pop_many(2)
+    assert isinstance(made, FunctionValue)
+    _set_function_part(frame, made, instruction.arg, part)
+    frame.push(made)
+
+
+def _set_function_part(frame: Frame, made: FunctionValue, flag: int, part: Value) -> None:
+    if flag == 1:
+        made.defaults = frame.state.items_of(part)
+    elif flag == 2:
+        assert isinstance(part, DictValue)
+        made.keyword_defaults = {key: part.get(frame.state, key) for key in part.entries}
+    elif flag == 8:
+        cells = frame.state.items_of(part)
+        made.closure = tuple(cell for cell in cells if isinstance(cell, CellValue))
+    else:
+        made.annotations = part  # names and types in turn, or a dictionary where they were stored as one
+        if isinstance(part, SequenceValue):
+            items = part.all(frame.state)
+            made.annotations = new_dict(list(zip(items[::2], items[1::2], strict=True)), frame.state)
+
+
+@opcode("LOAD_SUPER_ATTR")
+def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
+    maker, cls, owner = frame.pop_many(3)
+    if not isinstance(maker, ClassValue) or maker.real is not super or not isinstance(cls, ClassValue):
+        raise frame.state.unsupported("super", "a call of a name super that is not Python's")
+    value = SuperValue(cls.real, owner).get_attribute(frame.state, instruction.value)
+    if instruction.arg & 1:
+        push_callable(frame, value)
+    else:
+        frame.push(value)
+
+
+@opcode("LOAD_BUILD_CLASS")
+def _load_build_class(frame: Frame, instruction: Instruction) -> None:
+    # Its call has no rule: a class that is made at each call is made by Python, behind a graph break.
+    frame.push(frame.state.wrap(builtins.__build_class__, None))
+
+
+@opcode("LOAD_ASSERTION_ERROR")
+def _load_assertion_error(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.state.wrap(AssertionError, None))
+
+
+@opcode("RAISE_VARARGS")
+def _raise(frame: Frame, instruction: Instruction) -> None:
+    state = frame.state
+    if instruction.arg == 0:
+        handled = state.handled_exception()
+        if handled is None:
+            raise state.raise_exception(RuntimeError, "No active exception to reraise")
+        raise SymbolicRaise(handled)
+    cause = frame.pop() if instruction.arg == 2 else None
+    raised = exception_to_raise(state, frame.pop())
+    if cause is not None and isinstance(raised.value, ExceptionValue):
+        if isinstance(cause, ClassValue):
+            cause = cause.call(state, [], {})
+        if not is_none(cause) and not isinstance(cause, ExceptionValue):
+            raise state.raise_exception(TypeError, "exception causes must derive from BaseException")
+        raised.value.cause, raised.value.suppresses_context = cause, True
+    raise raised
+
+
+@opcode("PUSH_EXC_INFO")
+def _push_exc_info(frame: Frame, instruction: Instruction) -> None:
+    value = frame.pop()
+    frame.handled.append(value)
+    frame.push(HANDLED_BEFORE)
+    frame.push(value)
+
+
+@opcode("POP_EXCEPT")
+def _pop_except(frame: Frame, instruction: Instruction) -> None:
+    frame.pop()
+    frame.handled.pop()
+
+
+@opcode("CHECK_EXC_MATCH")
+def _check_exc_match(frame: Frame, instruction: Instruction) -> None:
+    wanted = _exception_classes(frame, frame.pop())
+    frame.push(ConstantValue(issubclass(frame.stack[-1].python_type(), wanted)))
+
+
+def _exception_classes(frame: Frame, wanted: Value) -> tuple[type, ...]:
+    """The classes of an except clause; the tuple may not be nested."""
+    classes = frame.state.items_of(wanted) if isinstance(wanted, SequenceValue) else [wanted]
+    found = []
+    for entry in classes:
+        if not isinstance(entry, ClassValue) or not issubclass(entry.real, BaseException):
+            message = "catching classes that do not inherit from BaseException is not allowed"
+            raise frame.state.raise_exception(TypeError, message)
+        found.append(entry.real)
+    return tuple(found)
+
+
+@opcode("CHECK_EG_MATCH")
+def _check_group_match(frame: Frame, instruction: Instruction) -> None:
+    state = frame.state
+    wanted = _exception_classes(frame, frame.pop())
+    value = frame.pop()
+    matched, rest = split_group(state, value, lambda cls: issubclass(cls, wanted))
+    if matched is value and not issubclass(value.python_type(), BaseExceptionGroup):
+        parts: list[Value] = [ConstantValue(""), SequenceValue([value], tuple)]
+        matched = make_exception(state, BaseExceptionGroup, parts, {})
+    frame.push(rest or ConstantValue(None))
+    frame.push(matched or ConstantValue(None))
+    if matched is not None:
+        frame.handled[-1] = matched
+
+
+@opcode("PREP_RERAISE_STAR")
+def prepare_reraise(frame: Frame, instruction: Instruction) -> None:
+    original, parts = frame.pop_many(2)
+    frame.push(reraise_rest(frame.state, original, frame.state.items_of(parts)))
+
+
+@opcode("CALL_INTRINSIC_2")
+def _call_intrinsic_2(frame: Frame, instruction: Instruction) -> None:
+    if INTRINSICS_2.get(instruction.arg) != "prepare_reraise_star":
+        raise frame.state.unsupported("opcode", f"no rule for the intrinsic {instruction.text}")
+    prepare_reraise(frame, instruction)
+
+
+@opcode("RERAISE")
+def _reraise(frame: Frame, instruction: Instruction) -> None:
+    raise SymbolicRaise(frame.pop())
+
+
+@opcode("BEFORE_WITH")
+def _before_with(frame: Frame, instruction: Instruction) -> None:
+    manager = frame.pop()
+    frame.push(manager.get_attribute(frame.state, "__exit__"))
+    frame.push(manager.get_attribute(frame.state, "__enter__").call(frame.state, [], {}))
+
+
+@opcode("WITH_EXCEPT_START")
+def _with_except_start(frame: Frame, instruction: Instruction) -> None:
+    leave, value = frame.stack[-4], frame.stack[-1]
+    cls = frame.state.wrap(value.python_type(), None)
+    frame.push(leave.call(frame.state, [cls, value, TracebackValue()], {}))
+
+
+@opcode("IMPORT_NAME")
+def _import_name(frame: Frame, instruction: Instruction) -> None:
+    level, names = (value.as_constant() for value in frame.pop_many(2))
+    module = frame.state.loaded_module(instruction.value)
+    if level != 0 or module is None:
+        raise frame.state.unsupported("import", f"an import of {instruction.value}", "import at module level")
+    frame.push(module if names else frame.state.loaded_module(instruction.value.split(".")[0]) or module)
+
+
+@opcode("IMPORT_FROM")
+def _import_from(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.stack[-1].get_attribute(frame.state, instruction.value))
+
+
+@opcode("GET_LEN")
+def _get_len(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(frame.stack[-1].length(frame.state)))

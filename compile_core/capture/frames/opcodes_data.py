@@ -1,0 +1,320 @@
+"""Opcodes that move data, and of attributes, subscripts and operators."""
+
+from __future__ import annotations
+
+import builtins as builtins_module
+
+from compile_core.capture.code_objects.instructions import Instruction
+from compile_core.capture.code_objects.python_versions import (
+    LOAD_ATTR_HAS_METHOD_BIT,
+    NO_EFFECT,
+    NULL_IS_ABOVE_CALLABLE,
+)
+from compile_core.capture.frames.frame import Frame, opcode
+from compile_core.capture.object_model.functions import CellValue
+from compile_core.capture.object_model.instance_dict import MISSING
+from compile_core.capture.object_model.libraries import is_library_name, is_library_state
+from compile_core.capture.operations import comparisons, operators
+from compile_core.capture.values.base import NULL, SymbolicRaise, Value
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import SequenceValue, SliceValue
+from compile_core.capture.values.tensors import TensorValue
+from compile_core.ir.sources import GlobalSource
+
+
+@opcode(*sorted(NO_EFFECT))
+def _nothing(frame: Frame, instruction: Instruction) -> None:
+    pass
+
+
+@opcode("POP_TOP")
+def _pop_top(frame: Frame, instruction: Instruction) -> None:
+    frame.pop()
+
+
+@opcode("PUSH_NULL")
+def _push_null(frame: Frame, instruction: Instruction) -> None:
+    frame.push(NULL)
+
+
+@opcode("COPY")
+def _copy(frame: Frame, instruction: Instruction) -> None:
+    frame.push(frame.stack[-instruction.arg])
+
+
+@opcode("SWAP")
+def _swap(frame: Frame, instruction: Instruction) -> None:
+    stack, depth = frame.stack, instruction.arg
+    stack[-1], stack[-depth] = stack[-depth], stack[-1]
+
+
+@opcode("LOAD_CONST")
+def _load_const(frame: Frame, instruction: Instruction) -> None:
+    value = frame.state.from_constant(instruction.value)
+    if isinstance(value, SequenceValue):
+        value.is_literal = True
+    frame.push(value)
+
+
+def load_local(frame: Frame, name: str) -> Value:
+    if name in frame.cells:
+        # LOAD_FAST of a cell variable occurs in comprehensions that were inlined, for the cell itself.
+        return frame.cells[name]
+    value = frame.locals.get(name)
+    if value is None or value is NULL:
+        message = f"cannot access local variable {name!r} where it is not associated with a value"
+        raise frame.state.raise_exception(UnboundLocalError, message)
+    realized = frame.locals[name] = frame.state.realize(value)
+    return realized
+
+
+def store_local(frame: Frame, name: str, value: Value) -> None:
+    if isinstance(value, CellValue):
+        # An inlined comprehension ends: its variable is the function's cell again.
+        frame.cells[name] = value
+        frame.locals.pop(name, None)
+        return
+    frame.locals[name] = value
+    if isinstance(value, TensorValue):
+        frame.state.graph.name_after(value.node, name)
+
+
+@opcode("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_CLOSURE")
+def _load_fast(frame: Frame, instruction: Instruction) -> None:
+    frame.push(load_local(frame, instruction.value))
+
+
+@opcode("LOAD_FAST_LOAD_FAST")
+def _load_fast_load_fast(frame: Frame, instruction: Instruction) -> None:
+    for name in instruction.value:
+        frame.push(load_local(frame, name))
+
+
+@opcode("LOAD_FAST_AND_CLEAR")
+def _load_fast_and_clear(frame: Frame, instruction: Instruction) -> None:
+    name = instruction.value
+    if name in frame.cells:
+        # Until the comprehension ends the place is a plain variable, or a cell that MAKE_CELL puts there.
+        frame.push(frame.cells.pop(name))
+    else:
+        frame.push(frame.locals.pop(name, NULL))
+
+
+@opcode("MAKE_CELL")
+def _make_cell(frame: Frame, instruction: Instruction) -> None:
+    # At the start of a function the frame made the cells already; an inlined comprehension makes fresh ones.
+    if frame.steps > len(frame.code.code.co_cellvars) + 1:
+        frame.cells[instruction.value] = CellValue(None)
+
+
+@opcode("STORE_FAST", "STORE_FAST_MAYBE_NULL")
+def _store_fast(frame: Frame, instruction: Instruction) -> None:
+    store_local(frame, instruction.value, frame.pop())
+
+
+@opcode("STORE_FAST_LOAD_FAST")
+def _store_fast_load_fast(frame: Frame, instruction: Instruction) -> None:
+    stored, loaded = instruction.value
+    store_local(frame, stored, frame.pop())
+    frame.push(load_local(frame, loaded))
+
+
+@opcode("STORE_FAST_STORE_FAST")
+def _store_fast_store_fast(frame: Frame, instruction: Instruction) -> None:
+    for name in instruction.value:
+        store_local(frame, name, frame.pop())
+
+
+@opcode("DELETE_FAST")
+def _delete_fast(frame: Frame, instruction: Instruction) -> None:
+    load_local(frame, instruction.value)
+    del frame.locals[instruction.value]
+
+
+@opcode("LOAD_DEREF")
+def _load_deref(frame: Frame, instruction: Instruction) -> None:
+    cell = frame.cells[instruction.value]
+    if cell.content is None:
+        raise _unset_cell(frame, instruction.value)
+    cell.content = frame.state.realize(cell.content)
+    frame.push(cell.content)
+
+
+@opcode("STORE_DEREF")
+def _store_deref(frame: Frame, instruction: Instruction) -> None:
+    frame.cells[instruction.value].store(frame.state, frame.pop())
+
+
+@opcode("DELETE_DEREF")
+def _delete_deref(frame: Frame, instruction: Instruction) -> None:
+    if frame.cells[instruction.value].content is None:
+        raise _unset_cell(frame, instruction.value)
+    frame.cells[instruction.value].store(frame.state, None)
+
+
+def _unset_cell(frame: Frame, name: str) -> SymbolicRaise:
+    if name in frame.code.code.co_cellvars:
+        message = f"cannot access local variable {name!r} where it is not associated with a value"
+        return frame.state.raise_exception(UnboundLocalError, message)
+    message = (
+        f"cannot access free variable {name!r} where it is not associated with a value in enclosing scope"
+    )
+    return frame.state.raise_exception(NameError, message)
+
+
+def load_global(frame: Frame, name: str) -> Value:
+    state, scope = frame.state, frame.function.scope
+    library = is_library_name(scope.get("__name__"))
+    stored = state.effects.stored_global(scope, name)
+    if stored is not None and stored is not MISSING:
+        return stored
+    if name in scope and stored is not MISSING:
+        if library and not is_library_state(str(scope.get("__name__")), name, scope[name]):
+            return state.wrap(scope[name], None)
+        return state.wrap(scope[name], GlobalSource(state.reference("globals", scope), name))
+    builtins = scope.get("__builtins__", vars(builtins_module))
+    names = builtins if isinstance(builtins, dict) else vars(builtins)
+    if name not in names:
+        raise state.raise_exception(NameError, f"name {name!r} is not defined")
+    if not library and name not in scope:
+        state.guards.absent(state.reference_source("globals", scope), name)
+    return state.wrap(names[name], None)
+
+
+@opcode("LOAD_GLOBAL")
+def _load_global(frame: Frame, instruction: Instruction) -> None:
+    value = load_global(frame, instruction.value)
+    if instruction.arg & 1 and not NULL_IS_ABOVE_CALLABLE:
+        frame.push(NULL)
+    frame.push(value)
+    if instruction.arg & 1 and NULL_IS_ABOVE_CALLABLE:
+        frame.push(NULL)
+
+
+@opcode("STORE_GLOBAL")
+def _store_global(frame: Frame, instruction: Instruction) -> None:
+    frame.state.effects.global_changed(frame.function.scope, instruction.value, frame.pop())
+
+
+@opcode("DELETE_GLOBAL")
+def _delete_global(frame: Frame, instruction: Instruction) -> None:
+    state, scope, name = frame.state, frame.function.scope, instruction.value
+    stored = state.effects.stored_global(scope, name)
+    present = stored is not MISSING if stored is not None else name in scope
+    if not present:
+        raise state.raise_exception(NameError, f"name {name!r} is not defined")
+    load_global(frame, name)  # guards that it is there
+    state.effects.global_changed(scope, name, MISSING)
+
+
+@opcode("LOAD_ATTR")
+def _load_attr(frame: Frame, instruction: Instruction) -> None:
+    if LOAD_ATTR_HAS_METHOD_BIT and instruction.arg & 1:
+        _load_method(frame, instruction)
+    else:
+        frame.push(frame.pop().get_attribute(frame.state, instruction.value))
+
+
+@opcode("LOAD_METHOD")
+def _load_method(frame: Frame, instruction: Instruction) -> None:
+    # The attribute is bound here already, so the place of self stays NULL.
+    method = frame.pop().get_attribute(frame.state, instruction.value)
+    push_callable(frame, method)
+
+
+def push_callable(frame: Frame, value: Value) -> None:
+    pair = [value, NULL] if NULL_IS_ABOVE_CALLABLE else [NULL, value]
+    frame.stack.extend(pair)
+
+
+@opcode("STORE_ATTR")
+def _store_attr(frame: Frame, instruction: Instruction) -> None:
+    value, owner = frame.pop_many(2)
+    owner.set_attribute(frame.state, instruction.value, value)
+
+
+@opcode("DELETE_ATTR")
+def _delete_attr(frame: Frame, instruction: Instruction) -> None:
+    frame.pop().delete_attribute(frame.state, instruction.value)
+
+
+@opcode("BINARY_SUBSCR")
+def _binary_subscr(frame: Frame, instruction: Instruction) -> None:
+    owner, key = frame.pop_many(2)
+    frame.push(owner.get_item(frame.state, key))
+
+
+@opcode("STORE_SUBSCR")
+def _store_subscr(frame: Frame, instruction: Instruction) -> None:
+    value, owner, key = frame.pop_many(3)
+    owner.set_item(frame.state, key, value)
+
+
+@opcode("DELETE_SUBSCR")
+def _delete_subscr(frame: Frame, instruction: Instruction) -> None:
+    owner, key = frame.pop_many(2)
+    owner.delete_item(frame.state, key)
+
+
+@opcode("BINARY_SLICE")
+def _binary_slice(frame: Frame, instruction: Instruction) -> None:
+    owner, start, stop = frame.pop_many(3)
+    frame.push(owner.get_item(frame.state, SliceValue([start, stop, ConstantValue(None)])))
+
+
+@opcode("STORE_SLICE")
+def _store_slice(frame: Frame, instruction: Instruction) -> None:
+    value, owner, start, stop = frame.pop_many(4)
+    owner.set_item(frame.state, SliceValue([start, stop, ConstantValue(None)]), value)
+
+
+@opcode("UNARY_NEGATIVE")
+def _unary_negative(frame: Frame, instruction: Instruction) -> None:
+    frame.push(operators.unary(frame.state, "-", frame.pop()))
+
+
+@opcode("UNARY_POSITIVE")
+def _unary_positive(frame: Frame, instruction: Instruction) -> None:
+    frame.push(operators.unary(frame.state, "+", frame.pop()))
+
+
+@opcode("UNARY_INVERT")
+def _unary_invert(frame: Frame, instruction: Instruction) -> None:
+    frame.push(operators.unary(frame.state, "~", frame.pop()))
+
+
+@opcode("UNARY_NOT")
+def _unary_not(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(not frame.pop().truth(frame.state)))
+
+
+@opcode("TO_BOOL")
+def _to_bool(frame: Frame, instruction: Instruction) -> None:
+    frame.push(ConstantValue(frame.pop().truth(frame.state)))
+
+
+@opcode("BINARY_OP")
+def _binary_op(frame: Frame, instruction: Instruction) -> None:
+    left, right = frame.pop_many(2)
+    frame.push(operators.binary(frame.state, instruction.text, left, right))
+
+
+@opcode("COMPARE_OP")
+def _compare_op(frame: Frame, instruction: Instruction) -> None:
+    left, right = frame.pop_many(2)
+    result = comparisons.compare(frame.state, instruction.value, left, right)
+    if instruction.text.startswith("bool("):
+        result = ConstantValue(result.truth(frame.state))
+    frame.push(result)
+
+
+@opcode("IS_OP")
+def _is_op(frame: Frame, instruction: Instruction) -> None:
+    left, right = frame.pop_many(2)
+    frame.push(ConstantValue(comparisons.is_same(frame.state, left, right) != bool(instruction.arg)))
+
+
+@opcode("CONTAINS_OP")
+def _contains_op(frame: Frame, instruction: Instruction) -> None:
+    item, owner = frame.pop_many(2)
+    frame.push(ConstantValue(owner.contains(frame.state, item) != bool(instruction.arg)))

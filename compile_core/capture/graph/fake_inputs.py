@@ -1,0 +1,58 @@
+"""Fake tensors that stand for the graph's inputs during a capture."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
+
+
+def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | None) -> FakeTensor:
+    """The fake of an input tensor, with symbolic sizes where some are given."""
+    if sizes is not None:
+        return _make_symbolic(mode, real, sizes)
+    with warnings.catch_warnings():
+        # Making a fake of an intermediate result looks at its .grad, which torch warns about.
+        warnings.simplefilter("ignore")
+        if real.is_inference():
+            # Its fake would be one too, and have no version to tell that the program changed it.
+            with mode:
+                return _empty(real, tuple(real.shape), real.stride())
+        return mode.from_tensor(real, static_shapes=True)
+
+
+def _make_symbolic(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes) -> FakeTensor:
+    """Never a view, even if the real tensor is one: where that matters, for a change in place, torch itself decides
+    when the graph runs."""
+    with mode:
+        fake = _empty(real, sizes.shape, sizes.stride)
+        if real.requires_grad and real.is_leaf:
+            fake.requires_grad_()
+        elif real.requires_grad:
+            # A change in place gives it a history, as the real one has; its strides stay.
+            seed = torch.zeros((), dtype=real.dtype, device=real.device, requires_grad=True)
+            with torch.enable_grad():
+                fake.copy_(seed)
+    return fake
+
+
+def _empty(real: torch.Tensor, shape: Any, stride: Any) -> Any:
+    return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
+
+
+def layout_of(fake: torch.Tensor) -> tuple[Any, ...]:
+    """Shape and strides."""
+    return (*fake.shape, *fake.stride())
+
+
+def has_layout(fake: torch.Tensor, layout: tuple[Any, ...]) -> bool:
+    """Whether shape and strides are still these, without making a condition on sizes."""
+    return [_plain(number) for number in layout_of(fake)] == [_plain(number) for number in layout]
+
+
+def _plain(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else number

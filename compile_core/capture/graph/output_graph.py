@@ -1,0 +1,324 @@
+"""The graph under construction: torch-level nodes, each run at once on fake tensors for its example value."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.node import map_arg
+
+from compile_core.capture.graph.fake_inputs import layout_of, make_fake
+from compile_core.capture.open_numbers.open_floats import takes_open_floats
+from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
+from compile_core.capture.values.base import PlainCall
+from compile_core.errors import Unsupported
+from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from compile_core.ir.number_nodes import number_node
+from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
+
+_NO_FAKE_RULE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """An input with its node, the real tensor or number, and what the fake was before the program could change it."""
+
+    entry: GraphInput
+    node: fx.Node
+    real: torch.Tensor | int | float
+    version: int = 0
+    layout: tuple[Any, ...] = ()
+
+
+class OutputGraph:
+    """Builds one fx graph. Node arguments are nodes and literals; fakes live in ``meta["example_value"]``.
+
+    Symbolic numbers are nodes too, made when an operation first takes one: ``size()`` of an input tensor, arithmetic,
+    or an input where the program was given the number.
+    """
+
+    def __init__(self, sizes: SymbolicSizes) -> None:
+        self.graph = fx.Graph()
+        self.fake_mode = sizes.fake_mode
+        self.sizes = sizes
+        self.records: list[InputRecord] = []
+        self._aliases: list[tuple[fx.Node, torch.Tensor, int]] = []
+        self.held: dict[str, Any] = {}
+        self.node_of_source: dict[Source, fx.Node] = {}
+        self._number_nodes: dict[sympy.Expr, fx.Node] = {}
+        self._float_inputs: dict[Source, fx.Node] = {}
+        # The nodes of floats whose examples are plain floats, and what makes such a float stay as it is.
+        self.open_floats: dict[fx.Node, Callable[[], float]] = {}
+        self._last_input: fx.Node | None = None
+        self._input_targets: set[str] = set()
+        self._named_after_variable: set[fx.Node] = set()
+
+    def add_input(
+        self, real: torch.Tensor, source: Source, kind: InputKind, sizes: TensorSizes | None = None
+    ) -> fx.Node:
+        """A placeholder for an existing tensor; ``sizes`` where some of them are open."""
+        fake = make_fake(self.fake_mode, real, sizes)
+        node = self.node_of_source[source] = self.add_placeholder(_input_name(source, kind), fake)
+        entry = GraphInput(node.name, source, fake, kind)
+        self.records.append(InputRecord(entry, node, real, fake._version, layout_of(fake)))
+        return node
+
+    def add_number_input(self, source: Source, symbol: sympy.Symbol) -> fx.Node:
+        """A placeholder for a symbolic integer that the program was given."""
+        example = self.sizes.number(symbol)
+        node = self.add_placeholder(_input_name(source, "argument"), example)
+        entry = GraphInput(node.name, source, example, "argument")
+        self.records.append(InputRecord(entry, node, self.sizes.symbols[symbol].value))
+        return node
+
+    def float_input(self, source: Source, real: float, settle: Callable[[], float]) -> fx.Node:
+        """The placeholder of a float that may differ at the next call. ``settle`` gives the float and makes it stay.
+
+        Raises:
+            NotImplementedError: this graph has no such inputs.
+        """
+        found = self._float_inputs.get(source)
+        if found is None:
+            found = self._float_inputs[source] = self.add_placeholder(_input_name(source, "argument"), real)
+            self.records.append(InputRecord(GraphInput(found.name, source, real, "argument"), found, real))
+            self.open_floats[found] = settle
+        return found
+
+    def add_placeholder(self, name: str, example: Any) -> fx.Node:
+        """Placeholders come first, in the order in which they are added."""
+        with (
+            self.graph.inserting_after(self._last_input)
+            if self._last_input
+            else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        ):
+            node = self.graph.placeholder(self._unused_target(name))
+        self._last_input = node
+        node.meta["example_value"] = example
+        return node
+
+    def number(self, expression: sympy.Expr) -> fx.Node | int | float:
+        """The node of a symbolic integer; an integer where it has come to be one value.
+
+        Raises:
+            NotImplementedError: an operation of the expression has no node.
+        """
+        found = self._number_nodes.get(expression)
+        if found is not None:
+            return found
+        used = expression.free_symbols
+        leaves = {symbol: self._leaf(symbol) for symbol in self.sizes.symbols if symbol in used}
+        made = number_node(expression, leaves, self._number_operation)
+        if isinstance(made, fx.Node):
+            self._number_nodes[expression] = made
+        return made
+
+    def _leaf(self, symbol: sympy.Symbol) -> fx.Node:
+        found = self._number_nodes.get(symbol)
+        if found is None:
+            at = self.sizes.symbols[symbol]
+            if at.read is None:
+                found = self.add_number_input(at.source, symbol)
+            else:
+                tensor, method, dim = at.read
+                arguments = (self.own_node(self.node_of_source[tensor]), dim)
+                found = self.number_operation(method, arguments, self.sizes.number(symbol))
+            self._number_nodes[symbol] = found
+        return found
+
+    def _number_operation(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> fx.Node:
+        return self.number_operation(function, operands, function(*map_arg(operands, _fake_of)))
+
+    def number_operation(
+        self, target: Callable[..., Any] | str, operands: tuple[Any, ...], example: Any
+    ) -> fx.Node:
+        """A node that computes a number; it goes if nothing uses it."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(op, target, operands, {})
+        node.meta["example_value"] = example
+        node.meta["is_pure"] = True
+        return node
+
+    def alias_made(self, node: fx.Node, fake: torch.Tensor) -> None:
+        """``fake`` is memory of an input, whose own version tells nothing of changes through the alias."""
+        self._aliases.append((node, fake, fake._version))
+
+    def is_changed(self, record: InputRecord) -> bool:
+        """Whether the graph writes to an input."""
+        through_alias = (
+            fake._version != version for node, fake, version in self._aliases if node is record.node
+        )
+        return record.entry.example._version != record.version or any(through_alias)
+
+    def hold(self, name: str, value: Any) -> fx.Node:
+        """The node of an object that is no tensor, such as the graph of a body; the graph module holds it."""
+        used = sum(key.rpartition("_")[0] == name for key in self.held)
+        key = f"{name}_{used}"
+        self.held[key] = value
+        # The graph has no module yet that could tell whether the attribute exists.
+        node = self.graph.create_node("get_attr", key)
+        node.meta["example_value"] = value
+        return node
+
+    def own_node(self, node: fx.Node) -> fx.Node:
+        """The node of this graph for a node that an operation reads."""
+        if node.graph is not self.graph:
+            raise Unsupported("escaped-tensor", f"a tensor ({node.name}) leaves the body that computes it")
+        return node
+
+    def _unused_target(self, wanted: str) -> str:
+        """Targets are the parameters of the generated ``forward``: ``x[0]`` and ``x_0`` must not share one."""
+        numbered = (f"{wanted.rstrip('_')}_{number}" for number in itertools.count(1))
+        chosen = next(name for name in itertools.chain([wanted], numbered) if name not in self._input_targets)
+        self._input_targets.add(chosen)
+        return chosen
+
+    def call(
+        self,
+        op: str,
+        target: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stack_trace: str,
+        example_by: Callable[..., Any] | None = None,
+    ) -> fx.Node:
+        """Append an operation and run it on the fakes; ``example_by`` is run there in the target's stead.
+
+        Raises Unsupported where fake tensors have no answer (the result depends on data), and PlainCall
+        where the operation raises: plain Python will then raise the same for the user.
+        """
+        if self.open_floats and not takes_open_floats(target):
+            args, kwargs = map_arg(args, self._settled), map_arg(kwargs, self._settled)
+        args = map_arg(args, self.own_node)
+        kwargs = map_arg(kwargs, self.own_node)
+        fake_args = map_arg(args, _fake_of)
+        fake_kwargs = map_arg(kwargs, _fake_of)
+        run = example_by or target
+        try:
+            with self.fake_mode, self._kernels_of_sizes():
+                if isinstance(run, str):
+                    example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
+                else:
+                    example = run(*fake_args, **fake_kwargs)
+        except _NO_FAKE_RULE as error:
+            shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            raise Unsupported(
+                "no-fake-result",
+                f"the result of {shown} cannot be known without the data ({type(error).__name__})",
+                "keep shapes and Python values independent of tensor data",
+            ) from error
+        except Exception as error:
+            if any(_is_symbolic(node) for node in _nodes_of((args, kwargs))):
+                # Some operations take no symbolic integers: they get the numbers of this call.
+                return self.call(op, target, _specialised(args), _specialised(kwargs), stack_trace)
+            raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
+        if type(example) is torch.Tensor and example.is_meta:
+            example = self.fake_mode.from_tensor(
+                example
+            )  # torch.tensor(..., device="meta") passes the mode by
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta["example_value"] = example
+        node.meta["stack_trace"] = stack_trace
+        return node
+
+    def _settled(self, node: fx.Node) -> fx.Node | float:
+        settle = self.open_floats.get(node)
+        return node if settle is None else settle()
+
+    def _kernels_of_sizes(self) -> AbstractContextManager[Any]:
+        """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
+        return nullcontext() if self.fake_mode.shape_env is None else enable_python_dispatcher()
+
+    def name_after(self, node: fx.Node, variable: str) -> None:
+        """Give an operation the name of the first of the user's variables that holds its result."""
+        if variable == "self":
+            return  # in the generated code, that is the graph module
+        if node.op != "placeholder" and node not in self._named_after_variable:
+            self._named_after_variable.add(node)
+            node._rename(variable)
+
+    def item(self, node: fx.Node, index: Any) -> fx.Node:
+        """The node of one part out of a node with several: by position, or by key in a dictionary."""
+        item = self.graph.create_node("call_function", operator.getitem, (node, index), {})
+        item.meta["example_value"] = node.meta["example_value"][index]
+        item.meta["stack_trace"] = node.meta.get("stack_trace", "")
+        item.meta["is_pure"] = True
+        return item
+
+    def finish(self, outputs: list[fx.Node]) -> CapturedGraph:
+        """Close the graph; unused items of multi-output nodes, numbers and inputs are dropped."""
+        self.graph.output(tuple(self.own_node(node) for node in outputs))
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node.op in ("placeholder", "get_attr") or "is_pure" in node.meta):
+                self.graph.erase_node(node)
+        inputs = tuple(record.entry for record in self.records if record.node.users)
+        return CapturedGraph(self.make_module("CapturedGraph"), inputs)
+
+    def make_module(self, name: str) -> fx.GraphModule:
+        """The graph as a module that has the objects it holds as attributes."""
+        return fx.GraphModule(self.held, self.graph, name)
+
+    def has_operations(self) -> bool:
+        """Whether there is more than inputs and numbers: any operation may have an effect of its own (batch norm writes
+        statistics, dropout draws numbers)."""
+        return any(node.op != "placeholder" and "is_pure" not in node.meta for node in self.graph.nodes)
+
+
+def _fake_of(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def _nodes_of(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg(arguments, found.append)
+    return found
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta["example_value"], torch.SymInt)
+
+
+def _specialised(arguments: Any) -> Any:
+    """Arguments of a node with symbolic integers replaced by those of this call."""
+    return map_arg(arguments, lambda node: int(_fake_of(node)) if _is_symbolic(node) else node)
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _input_name(source: Source, kind: InputKind) -> str:
+    """The placeholder's target: ``p_layer_weight``, ``L_x_``; fx makes the node's name of it, as ``l_x_``."""
+    words = path_words(source)
+    root = source
+    while root.base is not None:
+        root = root.base
+    of_self = isinstance(root, LocalSource) and root.name == "self"
+    if of_self and isinstance(source, ModuleEntrySource) and len(words) > 1:
+        words = words[1:]
+    if kind == "argument":
+        words = ["L", *words, ""]
+    else:
+        words = [{"parameter": "p", "buffer": "b", "state": "g"}[kind], *words]
+    return re.sub(r"\W+", "_", "_".join(words))

@@ -1,0 +1,78 @@
+"""What a captured call changes of things that existed before it, as final states to be stored after the
+graph ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from compile_core.capture.values.base import Value
+from compile_core.errors import Unsupported
+
+
+class SideEffects:
+    """Changed containers, attributes, cells and globals, each in the order of its first change.
+
+    Only the final state of each is kept: nothing runs between the changes that could see the states between.
+    """
+
+    def __init__(self) -> None:
+        self.containers: dict[int, Value] = {}
+        self.attributes: dict[tuple[int, str], Value] = {}
+        self.cells: dict[int, Value] = {}
+        self.globals: dict[tuple[int, str], tuple[dict[str, Any], Value]] = {}
+        # Attributes stored in classes, MISSING where they were deleted.
+        self.classes: dict[tuple[type, str], Value] = {}
+        self._body_began: int | None = None
+
+    @contextmanager
+    def only_own_values(self) -> Iterator[None]:
+        """Refuse changes of anything that was there before: a graph of its own cannot make them."""
+        began = self._body_began
+        self._body_began = Value().serial
+        try:
+            yield
+        finally:
+            self._body_began = began
+
+    def _check_own(self, changed: Value | None) -> None:
+        if self._body_began is None:
+            return
+        if changed is None or changed.source is not None or changed.serial < self._body_began:
+            shown = "a global variable" if changed is None else changed.describe()
+            raise Unsupported(
+                "side-effect-in-body",
+                f"a function that becomes a graph of its own changes {shown}, which lies outside of it",
+                "return what the function computes instead of storing it",
+            )
+
+    def container_changed(self, container: Value) -> None:
+        self._check_own(container)
+        if container.source is not None:
+            self.containers[id(container)] = container
+
+    def attribute_changed(self, owner: Value, name: str) -> None:
+        self._check_own(owner)
+        if owner.source is not None:
+            self.attributes[(id(owner), name)] = owner
+
+    def class_changed(self, cls: type, name: str, value: Value) -> None:
+        self._check_own(None)
+        self.classes[(cls, name)] = value
+
+    def cell_changed(self, cell: Value) -> None:
+        self._check_own(cell)
+        if cell.source is not None:
+            self.cells[id(cell)] = cell
+
+    def global_changed(self, scope: dict[str, Any], name: str, value: Value) -> None:
+        self._check_own(None)
+        self.globals[(id(scope), name)] = (scope, value)
+
+    def stored_global(self, scope: dict[str, Any], name: str) -> Value | None:
+        found = self.globals.get((id(scope), name))
+        return None if found is None else found[1]
+
+    def __bool__(self) -> bool:
+        return bool(self.containers or self.attributes or self.cells or self.globals or self.classes)

@@ -1,0 +1,149 @@
+"""``torch.autograd.Function``: ``apply`` is one node, and its class runs the user's code when the node does.
+
+That code is Python, so it must be known to do nothing but compute: ``forward`` and ``backward`` are interpreted once
+into a graph that is thrown away. What they read is guarded thereby; what has no rule, and any change of something
+outside, ends the graph before the call. Tensors that they read without having been given them would escape autograd and
+guards in the traced program, and are refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
+from compile_core.capture.object_model.classes import ClassValue
+from compile_core.capture.object_model.objects import InstanceValue, find_class_entry
+from compile_core.capture.torch_rules.modes import set_grad_mode
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.call_rules import call_rule
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.tensors import TensorValue
+from compile_core.errors import Unsupported
+from compile_core.ir import higher_order
+
+_APPLY: Any = torch.autograd.Function.__dict__["apply"]
+_BASE = torch.autograd.function._SingleLevelFunction
+
+
+@call_rule(_APPLY.__func__)
+def _apply(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, *rest = args
+    if not isinstance(cls, ClassValue) or kwargs:
+        raise state.unsupported("autograd-function", "apply with keyword arguments")
+    _check_harmless(state, cls, rest)
+    nodes = [state.graph.hold("function", cls.real), *(_node_argument(state, value) for value in rest)]
+    return state.call_tensor_nodes(higher_order.autograd_function, nodes)
+
+
+def _node_argument(state: CaptureState, value: Value) -> Any:
+    try:
+        return value.graph_argument(state)
+    except Unsupported:
+        try:
+            return state.graph.hold("argument", real_object(state, value))
+        except NotConstant:
+            pass
+        raise
+
+
+def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> None:
+    """Interpret forward and backward; raise Unsupported where they do what a node cannot do for them."""
+    with body_graph(state) as graph:
+        given = [graph.own_node(tensor.node) for value in args for tensor in _tensors(value)]
+        context = FunctionContext(
+            tuple(isinstance(value, TensorValue) and value.fake.requires_grad for value in args)
+        )
+        with _without_gradients(state):
+            results = _run_forward(state, cls, context, args)
+        if torch.is_grad_enabled() and any(context.needs_input_grad):
+            if find_class_entry(state, cls.real, "backward")[0] is _BASE:
+                raise state.unsupported("autograd-function", f"{cls.real.__qualname__} has no backward")
+            gradients = [_gradient(graph, value) for value in results]
+            with _without_gradients(state):
+                cls.get_attribute(state, "backward").call(state, [context, *gradients], {})
+        if any(placeholder not in given for placeholder in graph.lifted.values()):
+            raise state.unsupported(
+                "autograd-function",
+                f"{cls.real.__qualname__} reads a tensor that is not among its arguments",
+                "pass the tensor to apply",
+            )
+
+
+@contextmanager
+def _without_gradients(state: CaptureState) -> Iterator[None]:
+    before = torch.is_grad_enabled()
+    set_grad_mode(state, False)
+    try:
+        yield
+    finally:
+        set_grad_mode(state, before)
+
+
+def _tensors(value: Value) -> list[TensorValue]:
+    if isinstance(value, TensorValue):
+        return [value]
+    if isinstance(value, SequenceValue):
+        return [tensor for item in value.items if isinstance(item, Value) for tensor in _tensors(item)]
+    return []
+
+
+def _run_forward(
+    state: CaptureState, cls: ClassValue, context: FunctionContext, args: list[Value]
+) -> list[Value]:
+    forward = cls.get_attribute(state, "forward")
+    if find_class_entry(state, cls.real, "setup_context")[0] is _BASE:
+        result = forward.call(state, [context, *args], {})
+    else:
+        result = forward.call(state, list(args), {})
+        cls.get_attribute(state, "setup_context").call(
+            state, [context, SequenceValue(list(args), tuple), result], {}
+        )
+    if isinstance(result, SequenceValue) and issubclass(result.cls, tuple):
+        return result.all(state)
+    return [result]
+
+
+def _gradient(graph: BodyGraph, value: Value) -> Value:
+    """What backward gets for a result: a tensor like it (zeros where nobody used it), None for what is no tensor."""
+    if not isinstance(value, TensorValue):
+        return ConstantValue(None)
+    with graph.fake_mode:
+        fake = torch.empty_like(value.fake)
+    return TensorValue(graph.add_placeholder("gradient", fake), fake, torch.Tensor)
+
+
+class FunctionContext(InstanceValue):
+    """``ctx``: what forward leaves for backward."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        super().__init__(FunctionCtx, None, None)
+        self.needs_input_grad = needs_input_grad
+        self._saved: list[Any] = []
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "needs_input_grad" and name not in self.changes:
+            return state.from_constant(self.needs_input_grad)
+        if name == "saved_tensors":
+            return SequenceValue(list(self._saved), tuple)
+        if name in (
+            "save_for_backward",
+            "save_for_forward",
+            "mark_dirty",
+            "mark_non_differentiable",
+            "set_materialize_grads",
+        ):
+            return BuiltinMethod(self, name)
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "save_for_backward":
+            self._saved = list(args)
+        return ConstantValue(None)

@@ -1,0 +1,121 @@
+"""``torch.cond`` and ``torch.while_loop`` with tensors that decide: both functions become bodies of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._higher_order_ops.cond import cond, cond_op
+from torch._higher_order_ops.while_loop import while_loop
+from torch.fx import Node
+
+from compile_core.capture.higher_order_calls.bodies import (
+    Body,
+    body_argument,
+    body_graph,
+    call_with_bodies,
+    capture_body,
+    tensors_of,
+)
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.tensors import TensorValue
+from compile_core.ir import control_flow as nodes
+
+
+@call_rule(cond, cond_op)
+def _cond(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def bind(pred: Value, true_fn: Value, false_fn: Value, operands: Value | None = None) -> Value:
+        given = [] if operands is None else state.items_of(operands)
+        if isinstance(pred, ConstantValue):
+            return (true_fn if pred.truth(state) else false_fn).call(state, given, {})
+        if not isinstance(pred, TensorValue) or pred.fake.numel() != 1:
+            raise state.unsupported("cond", f"torch.cond decided by {pred.describe()}")
+        first = list(dict.fromkeys(tensor.node for value in given for tensor in tensors_of(state, value)))
+        on_true = capture_body(state, true_fn, given, first=first)
+        # The second body reads what the first one reads, in the same places, and may read more.
+        on_false = capture_body(state, false_fn, given, first=on_true.lifted)
+        if on_true.lifted != on_false.lifted:
+            on_true = capture_body(state, true_fn, given, first=on_false.lifted)
+        _check_alike(state, on_true.tensors, on_false.tensors, "the branches of torch.cond")
+        _check_pure(state, (on_true, on_false), on_true.lifted)
+        held = [state.graph.hold("on_true", on_true.module), state.graph.hold("on_false", on_false.module)]
+        return call_with_bodies(
+            state, nodes.cond, [pred.node, *held, *on_true.lifted], on_true, nodes.cond_example
+        )
+
+    return bind(*args, **kwargs)
+
+
+@call_rule(while_loop)
+def _while_loop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def bind(cond_fn: Value, body_fn: Value, carried_inputs: Value) -> Value:
+        carried = [value for value in state.items_of(carried_inputs) if isinstance(value, TensorValue)]
+        if len(carried) != len(state.items_of(carried_inputs)):
+            raise state.unsupported(
+                "while-loop", "torch.while_loop with something else than tensors to carry"
+            )
+        condition, read = _capture_step(state, cond_fn, carried, [])
+        step, lifted = _capture_step(state, body_fn, carried, read)
+        if lifted != read:
+            condition, _ = _capture_step(state, cond_fn, carried, lifted)
+        _check_alike(state, step.tensors, carried, "what torch.while_loop carries")
+        if len(condition.tensors) != 1:
+            raise state.unsupported("while-loop", "torch.while_loop with a condition that is no tensor")
+        given = [*(tensor.node for tensor in carried), *lifted]
+        if torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in given):
+            raise state.unsupported("while-loop", "torch.while_loop over tensors that require gradients")
+        held = [state.graph.hold("condition", condition.module), state.graph.hold("step", step.module)]
+        return call_with_bodies(
+            state, nodes.while_loop, [*held, len(carried), *given], step, nodes.while_loop_example
+        )
+
+    return bind(*args, **kwargs)
+
+
+def _capture_step(
+    state: CaptureState, function: Value, carried: Sequence[TensorValue], first: Sequence[Node]
+) -> tuple[Body, list[Node]]:
+    """One step on tensors that stand for the carried ones; also what else it reads."""
+    with body_graph(state) as graph:
+        with graph.fake_mode:
+            fakes = [torch.empty_like(tensor.fake) for tensor in carried]
+        inner = [
+            body_argument(state, graph, tensor, fake) for tensor, fake in zip(carried, fakes, strict=True)
+        ]
+        for node in first:
+            graph.own_node(node)
+        result = function.call(state, list(inner), {})
+        tensors = [value for value in _flat(state, result) if isinstance(value, TensorValue)]
+        if any(value.fake._version for value in inner):
+            raise state.unsupported("while-loop", "torch.while_loop changes a tensor in place")
+        module = graph.close([tensor.node for tensor in tensors])
+        return Body(module, tuple(graph.lifted), result, tuple(tensors)), list(graph.lifted)
+
+
+def _flat(state: CaptureState, result: Value) -> list[Value]:
+    return result.all(state) if isinstance(result, SequenceValue) else [result]
+
+
+def _check_alike(
+    state: CaptureState, one: Sequence[TensorValue], other: Sequence[TensorValue], subject: str
+) -> None:
+    def metadata(tensor: TensorValue) -> Any:
+        return tensor.fake.dtype, tensor.fake.shape, tensor.fake.device, tensor.fake.stride()
+
+    if [metadata(tensor) for tensor in one] != [metadata(tensor) for tensor in other]:
+        raise state.unsupported("different-branches", f"{subject} have different metadata")
+
+
+def _check_pure(state: CaptureState, bodies: Sequence[Body], lifted: Sequence[Node]) -> None:
+    """No branch may change a tensor in place: whether it did would be known only to the data."""
+    for body in bodies:
+        fakes = [node.meta["example_value"] for node in lifted]
+        versions = [fake._version for fake in fakes]
+        with state.graph.fake_mode:
+            body.module(*fakes)
+        if [fake._version for fake in fakes] != versions:
+            raise state.unsupported("mutation-in-branch", "a branch of torch.cond changes a tensor in place")

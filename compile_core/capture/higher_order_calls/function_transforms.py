@@ -1,0 +1,275 @@
+"""``torch.func`` transforms and ``torch.vmap``: the function becomes a body, the call one node that transforms it.
+
+The body is captured for arguments as the function itself sees them: under ``vmap`` one sample, without the mapped dim;
+under ``grad`` and its kin tensors that require gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from compile_core.capture.graph.graph_objects import GraphObjectValue
+from compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
+from compile_core.capture.object_model.functions import FunctionValue
+from compile_core.capture.values.base import CaptureState, PlainCall, Value
+from compile_core.capture.values.call_rules import CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import ListValue, SequenceValue
+from compile_core.capture.values.mappings import DictValue
+from compile_core.capture.values.tensors import TensorValue
+from compile_core.ir import function_transforms as nodes
+
+MakeFake = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class TransformedValue(Value):
+    """What a transform returned: a function, to be called."""
+
+    def __init__(self, transform: Callable[..., Any], function: Value, options: dict[str, Any]) -> None:
+        self.transform = transform
+        self.function = function
+        self.options = options
+
+    def python_type(self) -> type:
+        return types.FunctionType
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"{self.transform.__name__} of {self.function.describe()}"
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        # The transforms copy the names of the function.
+        if name in ("__name__", "__qualname__", "__doc__", "__module__"):
+            return self.function.get_attribute(state, name)
+        return super().get_attribute(state, name)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        arguments = _Template(state, (args, kwargs))
+        if self.transform is torch.vmap:
+            fakes = _samples(state, arguments, self.options["in_dims"])
+        else:
+            fakes = [_tracked(tensor.fake) for tensor in arguments.tensors]
+        return _call(state, self, arguments, (args, kwargs), fakes)
+
+
+class _Template:
+    """A structure of values as a template, with the tensors that it has in order, one for each place."""
+
+    def __init__(self, state: CaptureState, values: Any) -> None:
+        self.tensors: list[TensorValue] = []
+        self._state = state
+        args, kwargs = values
+        self.structure = (
+            tuple(self._replace(value) for value in args),
+            {key: self._replace(value) for key, value in kwargs.items()},
+        )
+
+    def _replace(self, value: Value) -> Any:
+        if isinstance(value, TensorValue):
+            self.tensors.append(value)
+            return nodes.Slot(len(self.tensors) - 1)
+        if isinstance(value, ConstantValue):
+            return value.value
+        if isinstance(value, SequenceValue) and value.cls in (tuple, list):
+            return value.cls(self._replace(item) for item in value.all(self._state))
+        if isinstance(value, DictValue) and value.cls is dict:
+            value.guard_keys(self._state)
+            return {key: self._replace(value.get(self._state, key)) for key in list(value.entries)}
+        raise self._state.unsupported(
+            "transform-argument", f"{value.describe()} as an argument or result of a transformed function"
+        )
+
+
+def _call(
+    state: CaptureState,
+    made: TransformedValue,
+    arguments: _Template,
+    body_values: Any,
+    fakes: list[torch.Tensor],
+) -> Value:
+    """Capture the body for ``body_values``, whose tensors are ``fakes`` inside of it, and record the call."""
+    body_arguments = _Template(state, body_values)
+    reverse_mode = made.transform not in (torch.vmap, torch.func.jacfwd, nodes.jvp)
+    with torch.enable_grad() if reverse_mode else contextlib.nullcontext(), body_graph(state) as graph:
+        pairs = zip(body_arguments.tensors, fakes, strict=True)
+        inner = [body_argument(state, graph, tensor, fake) for tensor, fake in pairs]
+        args, kwargs = nodes.fill(body_arguments.structure, inner)
+        returned = made.function.call(
+            state,
+            [_to_value(state, value) for value in args],
+            {key: _to_value(state, v) for key, v in kwargs.items()},
+        )
+        result = _Template(state, ((returned,), {}))
+        module = graph.close([tensor.node for tensor in result.tensors])
+    transform = nodes.Transform(
+        made.transform, made.options, arguments.structure, body_arguments.structure, result.structure[0][0],
+        len(arguments.tensors),
+    )  # fmt: skip
+    held = [state.graph.hold("body", module), state.graph.hold("transform", transform)]
+    structure: list[pytree.TreeSpec] = []
+
+    def example(body: Any, transform: nodes.Transform, *tensors: torch.Tensor) -> Any:
+        leaves, spec = pytree.tree_flatten(transform(body, tensors))
+        structure.append(spec)
+        return tuple(leaves)
+
+    given = [tensor.node for tensor in arguments.tensors]
+    leaves = state.call_tensor_nodes(nodes.transformed, [*held, *given, *graph.lifted], example)
+    return _to_value(state, pytree.tree_unflatten(state.items_of(leaves), structure[0]))
+
+
+def _to_value(state: CaptureState, structure: Any) -> Value:
+    """The value of a structure of values and constants."""
+    if isinstance(structure, Value):
+        return structure
+    if type(structure) is list:
+        return ListValue([_to_value(state, item) for item in structure])
+    if isinstance(structure, tuple):
+        return SequenceValue([_to_value(state, item) for item in structure], type(structure))
+    if type(structure) is dict:
+        entries: dict[Any, Any] = {
+            key: (state.from_constant(key), _to_value(state, item)) for key, item in structure.items()
+        }
+        return DictValue(entries, dict)
+    return state.from_constant(structure)
+
+
+def _tracked(fake: torch.Tensor) -> torch.Tensor:
+    inner = fake.detach()
+    return inner.requires_grad_() if inner.is_floating_point() or inner.is_complex() else inner
+
+
+def _samples(state: CaptureState, arguments: _Template, in_dims: Any) -> list[torch.Tensor]:
+    """What one sample sees of each tensor; keywords are not mapped."""
+    args, _ = arguments.structure
+    leaves, spec = pytree.tree_flatten(args)
+    in_dims = pytree._broadcast_to_and_flatten(list(in_dims) if isinstance(in_dims, list) else in_dims, spec)
+    if in_dims is None:
+        raise PlainCall("vmap: in_dims do not fit the arguments")
+    dims = {
+        leaf.index: dim for leaf, dim in zip(leaves, in_dims, strict=True) if isinstance(leaf, nodes.Slot)
+    }
+    fakes = []
+    for index, tensor in enumerate(arguments.tensors):
+        dim = dims.get(index)
+        try:
+            fakes.append(tensor.fake.view_as(tensor.fake) if dim is None else tensor.fake.select(dim, 0))
+        except (IndexError, TypeError) as error:
+            raise PlainCall(f"vmap: {error}") from error
+    return fakes
+
+
+def _option(state: CaptureState, value: Value) -> Any:
+    if isinstance(value, SequenceValue):
+        return value.cls(_option(state, item) for item in value.all(state))
+    if isinstance(value, DictValue):
+        value.guard_keys(state)
+        return {key: _option(state, value.get(state, key)) for key in list(value.entries)}
+    if isinstance(value, ConstantValue):
+        return value.value
+    raise state.unsupported("transform-option", f"{value.describe()} as an option of a function transform")
+
+
+# Transform -> its options in their order, with their defaults.
+_TRANSFORMS: dict[Callable[..., Any], dict[str, Any]] = {
+    torch.vmap: {"in_dims": 0, "out_dims": 0, "randomness": "error", "chunk_size": None},
+    torch.func.grad: {"argnums": 0, "has_aux": False},
+    torch.func.grad_and_value: {"argnums": 0, "has_aux": False},
+    torch.func.jacrev: {"argnums": 0, "has_aux": False, "chunk_size": None, "_preallocate_and_copy": False},
+    torch.func.jacfwd: {"argnums": 0, "has_aux": False, "randomness": "error"},
+    torch.func.hessian: {"argnums": 0},
+}
+
+
+def _transform_rule(transform: Callable[..., Any], defaults: dict[str, Any]) -> CallRule:
+    def rule(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        function, *positional = [kwargs.pop("func")] if "func" in kwargs and not args else args
+        named = {**dict(zip(defaults, positional, strict=False)), **kwargs}
+        if not set(named) <= set(defaults):
+            raise TypeError(f"options of {transform.__name__}: {sorted(named)}")
+        given = {key: _option(state, value) for key, value in named.items()}
+        return TransformedValue(transform, function, {**defaults, **given})
+
+    return rule
+
+
+for _transform, _defaults in _TRANSFORMS.items():
+    call_rule(_transform)(_transform_rule(_transform, _defaults))
+
+
+@call_rule(torch.func.vjp)
+def _vjp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, *primals = args
+    made = TransformedValue(
+        nodes.vjp, function, {key: _option(state, value) for key, value in kwargs.items()}
+    )
+    return made.call(state, primals, {})
+
+
+@call_rule(torch.func.jvp)
+def _jvp(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, primals, tangents = args
+    made = TransformedValue(
+        nodes.jvp, function, {key: _option(state, value) for key, value in kwargs.items()}
+    )
+    if not isinstance(primals, SequenceValue):
+        raise TypeError("primals are not a tuple")
+    arguments = _Template(state, ((primals, tangents), {}))
+    body_values = (primals.all(state), {})
+    fakes = [tensor.fake.detach() for tensor in _Template(state, body_values).tensors]
+    return _call(state, made, arguments, body_values, fakes)
+
+
+class PullBackValue(GraphObjectValue):
+    """The function that ``torch.func.vjp`` returned, which lives in the graph."""
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if kwargs:
+            raise state.unsupported("transform-option", "keywords of a vjp function")
+        cotangents = _Template(state, (args, {}))
+        structure: list[pytree.TreeSpec] = []
+
+        def example(function: Any, template: Any, *tensors: torch.Tensor) -> Any:
+            leaves, spec = pytree.tree_flatten(function(*nodes.fill(template, tensors)))
+            structure.append(spec)
+            return tuple(leaves)
+
+        held = state.graph.hold("cotangents", cotangents.structure[0])
+        given = [self.node, held, *(tensor.node for tensor in cotangents.tensors)]
+        leaves = state.call_tensor_nodes(nodes.pull_back, given, example)
+        return _to_value(state, pytree.tree_unflatten(state.items_of(leaves), structure[0]))
+
+
+def _example_code(transform: Callable[..., Any]) -> types.CodeType:
+    return transform(torch.sin).__code__
+
+
+_CODES = {
+    _example_code(transform): transform for transform in _TRANSFORMS if transform is not torch.func.hessian
+}
+
+
+def transformed_function_rule(function: types.FunctionType) -> CallRule | None:
+    """The rule of a function that one of the transforms made before the capture; None for other functions."""
+    transform = _CODES.get(function.__code__)
+    if transform is None:
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    parts = {name: cell.cell_contents for name, cell in cells}
+    options = {name: parts[name] for name in _TRANSFORMS[transform] if name in parts}
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        inner = state.wrap(parts["func"], None)
+        if isinstance(inner, FunctionValue) and inner.real is not None and not inner.is_library:
+            inner = state.wrap(inner.real, state.reference_source(inner.real.__qualname__, inner.real))
+        return TransformedValue(transform, inner, options).call(state, args, kwargs)
+
+    return call

@@ -1,0 +1,250 @@
+"""NumPy arrays: each is a tensor of the graph, and what NumPy would do with it is a node (see ``ir.numpy_calls``).
+
+Where the stand-in for NumPy has no answer the graph ends, and NumPy itself goes on with the real array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from compile_core import config
+from compile_core.capture.guards.source_writer import SourceWriter
+from compile_core.capture.numpy_arrays.dtypes import adjusted, check_like_numpy, divides_integers
+from compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
+from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.capture.values.tensors import TensorValue
+from compile_core.ir import numpy_calls
+from compile_core.ir.sources import ConvertedSource, Source
+
+_ARRAY_ATTRIBUTES = ("T", "real", "imag")
+_METHODS = frozenset(
+    name
+    for name in vars(numpy_calls.torch_numpy.ndarray)
+    if not name.startswith("_") and callable(getattr(numpy_calls.torch_numpy.ndarray, name))
+) - {"item", "tolist", "view", "resize", "is_integer"}
+
+
+# What the functions of NumPy are, besides those of Python.
+NUMPY_FUNCTIONS = (np.ufunc, type(np.sum))
+
+
+class ArrayValue(Value):
+    """An array, or a NumPy scalar, which counts as an array without dims. ``tensor`` stands for it in the graph."""
+
+    def __init__(self, tensor: TensorValue, source: Source | None = None, cls: type = np.ndarray) -> None:
+        self.tensor = tensor
+        self.source = source
+        self.cls = cls
+        self.real: Any = None
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def describe(self) -> str:
+        return f"the array {self.source or self.tensor.node.name}"
+
+    def truth(self, state: CaptureState) -> bool:
+        raise state.unsupported(
+            "data-dependent-branch",
+            f"the truth value of {self.describe()} depends on its data",
+            "use np.where",
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(self.tensor.fake.dtype).removeprefix("torch."))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        fake = self.tensor.fake
+        if name in _ARRAY_ATTRIBUTES:
+            tensor = state.call_tensor_nodes(numpy_calls.numpy_attribute, [name, self.tensor.node])
+            return as_array(state, tensor)
+        if name == "shape":
+            return state.from_constant(tuple(fake.shape))
+        if name in ("ndim", "size", "itemsize", "nbytes"):
+            counts = {
+                "ndim": fake.dim(), "size": fake.numel(), "itemsize": fake.dtype.itemsize,
+                "nbytes": fake.numel() * fake.dtype.itemsize,
+            }  # fmt: skip
+            return state.from_constant(counts[name])
+        if name == "dtype":
+            return ConstantValue(self.dtype)
+        if name == "strides":
+            return state.from_constant(tuple(step * fake.dtype.itemsize for step in fake.stride()))
+        if name in _METHODS:
+            return BuiltinMethod(self, name)
+        raise state.unsupported("array-attribute", f"no rule for the attribute {name!r} of {self.describe()}")
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name not in _METHODS:
+            raise state.unsupported("array-method", f"no rule for the method {name!r} of {self.describe()}")
+        return call_numpy(state, f"ndarray.{name}", [self, *args], kwargs)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        raise state.unsupported("array-attribute", f"a store to {name!r} of {self.describe()}")
+
+    def iterate(self, state: CaptureState) -> Value:
+        items = [self.get_item(state, ConstantValue(index)) for index in range(self.length(state))]
+        return SequenceIterator(list(items))
+
+    def length(self, state: CaptureState) -> int:
+        if self.tensor.fake.dim() == 0:
+            raise state.raise_exception(TypeError, "len() of unsized object")
+        return int(self.tensor.fake.shape[0])
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        return call_numpy(state, "operator.getitem", [self, key], {})
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        call_numpy(state, "operator.setitem", [self, key, value], {})
+
+    def rebuild(self, writer: SourceWriter, tensor: str) -> str:
+        """The array in the runner; ``tensor`` is the name of its tensor there."""
+        return writer.bind(f"{writer.constant(numpy_calls.array_of_tensor)}({tensor})")
+
+
+def wrap_array(state: CaptureState, real: Any, source: Source | None) -> ArrayValue:
+    """The value of an existing array or NumPy scalar."""
+    if not config.trace_numpy:
+        raise state.unsupported("numpy", "an array, while config.trace_numpy is False")
+    if type(real) is not np.ndarray and not isinstance(real, np.generic):
+        raise state.unsupported("array-subclass", f"an array of the subclass {type(real).__qualname__}")
+    if real.dtype not in numpy_calls.DTYPES or not real.dtype.isnative:
+        raise state.unsupported("array-dtype", f"an array of {real.dtype}")
+    source = source or state.reference_source("array", real)
+    state.guards.type_is(source, type(real))
+    if type(real) is np.ndarray:
+        if not real.flags.writeable or any(step < 0 for step in real.strides):
+            raise state.unsupported("array-layout", f"{source} is read-only or has negative strides")
+        state.guards.add([source], "{0}.flags.writeable", [], f"{source} may be written")
+    converted = ConvertedSource(source, state.reference("tensor_of_array", numpy_calls.tensor_of_array))
+    try:
+        tensor = numpy_calls.tensor_of_array(real)
+    except ValueError as error:
+        raise state.unsupported("array-layout", f"{source}: {error}") from error
+    state.guards.tensor(converted, tensor)
+    node = state.graph.add_input(tensor, converted, "argument", None)
+    made = TensorValue(node, node.meta["example_value"], torch.Tensor, converted)
+    state.tensor_of_fake[id(made.fake)] = made
+    device = state.default_device
+    if device is not None and device.type != "cpu":
+        moved = state.call_tensor_op("call_method", "to", [made, ConstantValue(device)], {})
+        assert isinstance(moved, TensorValue)
+        made = moved
+    array = ArrayValue(made, source, type(real))
+    array.real = real
+    state.array_of_tensor[id(made)] = array
+    return array
+
+
+def as_array(state: CaptureState, value: Value) -> Value:
+    """The array of a tensor, the same one for the same tensor."""
+    if not isinstance(value, TensorValue):
+        raise state.unsupported("numpy-call", f"NumPy returned {value.describe()}")
+    found = state.array_of_tensor.get(id(value))
+    if found is None:
+        found = state.array_of_tensor[id(value)] = ArrayValue(value)
+    return found
+
+
+def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Record a call of a function of NumPy, a method of arrays, or an operator."""
+    if not config.trace_numpy:
+        raise state.unsupported("numpy", f"a call of NumPy's {name}, while config.trace_numpy is False")
+    given = tuple(numpy_argument(state, value) for value in args)
+    named = {key: numpy_argument(state, value) for key, value in kwargs.items()}
+    if divides_integers(name, given):
+        floats = (value.call_method(state, "astype", [ConstantValue("float64")], {})
+                  if isinstance(value, ArrayValue) else value for value in args)  # fmt: skip
+        return call_numpy(state, name, list(floats), kwargs)
+    named = adjusted(name, given, named)
+    device = None if state.default_device is None else str(state.default_device)
+    written = [value for value in args if isinstance(value, ArrayValue) and value.source is not None]
+    versions = [value.tensor.fake._version for value in written]
+    try:
+        result = state.call_tensor_nodes(numpy_calls.numpy_call, [name, device, given, named])
+    except PlainCall as error:
+        # NumPy may take what its stand-in does not, and else raises the error that the user should see.
+        raise state.unsupported("numpy-call", f"NumPy's {name}: {error}") from error
+    if versions != [value.tensor.fake._version for value in written] and device not in (None, "cpu"):
+        raise state.unsupported("array-store", "a change of an array that lives on another device meanwhile")
+    arrays = _to_arrays(state, result)
+    if not name.startswith("operator.i") and name != "operator.setitem":
+        check_like_numpy(state, name, given, named, _fakes(state, arrays))
+    return arrays
+
+
+def _fakes(state: CaptureState, value: Value) -> Any:
+    if isinstance(value, SequenceValue):
+        return tuple(_fakes(state, item) for item in value.all(state))
+    return value.tensor.fake if isinstance(value, ArrayValue) else value.as_constant()
+
+
+def operate(state: CaptureState, function: Any, *operands: Value) -> Value | None:
+    """An operator of Python with an array or a dtype among its operands; None where there is neither."""
+    if any(
+        isinstance(operand, ConstantValue) and issubclass(operand.python_type(), np.dtype)
+        for operand in operands
+    ):
+        return state.from_constant(function(*(constant_dtype(operand) for operand in operands)))
+    if not any(isinstance(operand, ArrayValue) for operand in operands):
+        return None
+    return call_numpy(state, f"operator.{function.__name__}", list(operands), {})
+
+
+def _to_arrays(state: CaptureState, value: Value) -> Value:
+    if isinstance(value, SequenceValue):
+        return SequenceValue([_to_arrays(state, item) for item in value.all(state)], tuple)
+    if is_none(value):
+        return value
+    return as_array(state, value)
+
+
+def numpy_argument(state: CaptureState, value: Value) -> Any:
+    """The argument of a node that calls NumPy."""
+    if isinstance(value, ArrayValue):
+        return value.tensor.node
+    if isinstance(value, SequenceValue) and value.cls in (tuple, list, torch.Size):
+        items = [numpy_argument(state, item) for item in value.all(state)]
+        return items if value.cls is list else tuple(items)
+    if isinstance(value, SliceValue):
+        return slice(*(numpy_argument(state, part) for part in value.parts))
+    if isinstance(value, ConstantValue):
+        return _constant_argument(state, value.value)
+    if isinstance(value, ReferenceValue) and value.real in _ELEMENT_TYPES:
+        return np.dtype(value.real).name
+    raise state.unsupported("numpy-argument", f"{value.describe()} as an argument of NumPy")
+
+
+def _constant_argument(state: CaptureState, value: Any) -> Any:
+    if isinstance(value, np.dtype):
+        if value not in numpy_calls.DTYPES:
+            raise state.unsupported("array-dtype", f"an array of {value}")
+        return value.name
+    if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    raise state.unsupported("numpy-argument", f"{value!r} as an argument of NumPy")
+
+
+_ELEMENT_TYPES = {bool, int, float, complex} | {dtype.type for dtype in numpy_calls.DTYPES}
+
+
+def list_of(state: CaptureState, value: Value) -> Value:
+    """What NumPy gives as a list of arrays."""
+    return ListValue(list(state.items_of(value)))
+
+
+def constant_dtype(value: Value) -> Any:
+    """The dtype that a value names; raises NotConstant."""
+    if isinstance(value, ReferenceValue):
+        return value.real
+    if isinstance(value, ArrayValue):
+        raise NotConstant(value)
+    return value.as_constant()

@@ -1,0 +1,102 @@
+"""What NumPy itself would return: types of elements and shapes, found by asking it with arrays of ones.
+
+The stand-in for NumPy differs from it in corners, such as the quotients of small integers. Where it does, the graph
+ends.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from compile_core.capture.values.base import CaptureState
+
+# Without a dtype the stand-in takes torch's default for these.
+_MAKE_FLOATS = frozenset(["identity", "logspace", "tri"])
+# NumPy adds up small integers in 64 bits.
+_CUMULATE = frozenset(["cumsum", "cumprod", "ndarray.cumsum", "ndarray.cumprod"])
+_DIVIDE = frozenset(["operator.truediv", "divide", "true_divide"])
+
+
+def adjusted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with the dtype that NumPy takes by itself."""
+    if "dtype" in kwargs:
+        return kwargs
+    if name in _MAKE_FLOATS:
+        return {**kwargs, "dtype": "float64"}
+    if name in _CUMULATE and args and isinstance(args[0], Node):
+        dtype = args[0].meta["example_value"].dtype
+        if dtype in (torch.bool, torch.int8, torch.int16, torch.int32):
+            return {**kwargs, "dtype": "int64"}
+    return kwargs
+
+
+def divides_integers(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether integers are divided by integers, which gives float64."""
+    if name not in _DIVIDE:
+        return False
+    kinds = [arg.meta["example_value"] if isinstance(arg, Node) else torch.as_tensor(arg) for arg in args]
+    return not any(kind.is_floating_point() or kind.is_complex() for kind in kinds)
+
+
+def check_like_numpy(
+    state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+) -> None:
+    """Raise Unsupported where the stand-in's result (fake tensors) has other types or shapes than NumPy's."""
+    expected = [_metadata(leaf) for leaf in pytree.tree_leaves(_ask(state, name, args, kwargs))]
+    actual = [_metadata(leaf) for leaf in pytree.tree_leaves(found)]
+    if expected != actual:
+        raise state.unsupported("numpy-difference", f"NumPy's {name} gives {expected}, its stand-in {actual}")
+
+
+def _ask(state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    function: Callable[..., Any] = operator if name.startswith("operator.") else np  # type: ignore[assignment]
+    for part in name.removeprefix("operator.").split("."):
+        function = getattr(function, part)
+    given, named = pytree.tree_map_only(Node, lambda node: _ones(name, node), (args, kwargs))
+    given = tuple(_sliced(name, item) for item in given)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return function(*given, **named)
+    except Exception as error:
+        raise state.unsupported(
+            "numpy-call", f"NumPy's {name} raises {type(error).__name__}: {error}"
+        ) from error
+
+
+def _ones(name: str, node: Node) -> np.ndarray[Any, Any]:
+    fake = node.meta["example_value"]
+    shape = tuple(int(size) for size in fake.shape)
+    dtype = str(fake.dtype).removeprefix("torch.")
+    if name.startswith("linalg.") and len(shape) >= 2 and shape[-1] == shape[-2]:
+        return np.broadcast_to(np.eye(shape[-1], dtype=dtype), shape).copy()
+    # As an index a zero is always inside.
+    return (
+        np.zeros(shape, dtype) if name in ("operator.getitem", "operator.setitem") else np.ones(shape, dtype)
+    )
+
+
+def _sliced(name: str, item: Any) -> Any:
+    """Nodes inside of slices, which the tree of arguments does not look into."""
+    if isinstance(item, slice):
+        parts = (item.start, item.stop, item.step)
+        return slice(*(1 if isinstance(part, Node) else part for part in parts))
+    if isinstance(item, tuple):
+        return tuple(_sliced(name, part) for part in item)
+    return item
+
+
+def _metadata(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.name, leaf.shape
+    return leaf

@@ -1,0 +1,1 @@
+"""Python's object model: functions, classes, instances and modules, with the look-up of their attributes."""

@@ -1,0 +1,283 @@
+"""Classes: their attributes, the objects that they make, and ``super()``."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import torch
+
+from compile_core.capture.object_model.content import content_base, make_content
+from compile_core.capture.object_model.enums import (
+    enum_call,
+    enum_contains,
+    enum_item,
+    enum_iterator,
+    is_enumeration,
+)
+from compile_core.capture.object_model.exceptions import make_exception
+from compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from compile_core.capture.object_model.functions import BoundMethodValue
+from compile_core.capture.object_model.instance_dict import MISSING
+from compile_core.capture.object_model.libraries import is_library_object
+from compile_core.capture.object_model.modules import ModuleValue
+from compile_core.capture.object_model.objects import (
+    InstanceValue,
+    bind_class_entry,
+    call_descriptor,
+    changed_class_attribute,
+    find_class_entry,
+    guard_entry,
+    is_plain_layout,
+    wrap_class_entry,
+)
+from compile_core.capture.object_model.type_forms import subscript
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import CallRule, find_call_rule
+from compile_core.capture.values.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.ir.sources import AttributeSource
+
+# Where torch takes a dtype it takes these classes of Python too.
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+class ClassValue(ReferenceValue):
+    """A class."""
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        dtype = _DTYPES.get(self.real)
+        return super().graph_argument(state) if dtype is None else dtype
+
+    def as_constant(self) -> Any:
+        return self.real
+
+    def truth(self, state: CaptureState) -> bool:
+        for name in ("__bool__", "__len__"):
+            result = self._of_metaclass(state, name, [])
+            if result is not None:
+                return result.truth(state)
+        return True
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        cls = self.real
+        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            return state.from_constant(getattr(cls, name))
+        if name in ("__mro__", "__bases__"):
+            return SequenceValue([state.wrap(entry, None) for entry in getattr(cls, name)], tuple)
+        if name == "__class__":
+            return state.wrap(type(cls), None)
+        if name == "__dict__":
+            return self._namespace(state)
+        if is_enumeration(cls) and name in cls._member_map_:
+            return ConstantValue(cls._member_map_[name])
+        changed = changed_class_attribute(state, cls, name)
+        if changed is not None:
+            return changed
+        meta = type(cls)
+        meta_owner, meta_entry = find_class_entry(state, meta, name)
+        if meta_owner not in (None, type, object) and hasattr(type(meta_entry), "__set__"):
+            assert meta_owner is not None
+            return bind_class_entry(state, self, meta, meta_owner, name, meta_entry)
+        owner, entry = find_class_entry(state, cls, name)
+        if owner is None and is_enumeration(cls):
+            return fold(state, lambda: getattr(cls, name), [], {})
+        if owner is not None:
+            return read_class_entry(state, self, owner, name, entry)
+        if meta_owner is not None:
+            return bind_class_entry(state, self, meta, meta_owner, name, meta_entry)
+        getter_owner, getter = find_class_entry(state, meta, "__getattr__")
+        if getter_owner is not None and not is_enumeration(cls):
+            bound = bind_class_entry(state, self, meta, getter_owner, "__getattr__", getter)
+            return bound.call(state, [ConstantValue(name)], {})
+        message = f"type object {cls.__name__!r} has no attribute {name!r}"
+        raise state.raise_exception(AttributeError, message)
+
+    def _namespace(self, state: CaptureState) -> Value:
+        """``cls.__dict__``, of which only the names can be asked for."""
+        place = state.reference_source(self.real.__qualname__, self.real)
+        return state.wrap(self.real.__dict__, AttributeSource(place, "__dict__"))
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        self._check_store(state, name)
+        state.effects.class_changed(self.real, name, value)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        self._check_store(state, name)
+        stored = state.effects.classes.get((self.real, name))
+        if stored is MISSING or (stored is None and name not in self.real.__dict__):
+            message = f"type object {self.real.__name__!r} has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, message)
+        if name not in self.real.__dict__:
+            del state.effects.classes[(self.real, name)]
+        else:
+            state.effects.class_changed(self.real, name, MISSING)
+
+    def _check_store(self, state: CaptureState, name: str) -> None:
+        cls = self.real
+        own = cls.__dict__.get(name)
+        special = name.startswith("__") or hasattr(type(own), "__get__") or hasattr(type(cls), name)
+        if special or is_library_object(cls) or type(cls).__setattr__ is not type.__setattr__:
+            raise state.unsupported("class-attribute-store", f"a store to {cls.__qualname__}.{name}")
+        if not cls.__flags__ & (1 << 9):
+            message = f"cannot set {name!r} attribute of immutable type {cls.__name__!r}"
+            raise state.raise_exception(TypeError, message)
+
+    def _of_metaclass(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
+        """What the program's own metaclass answers; None where it has no such method."""
+        meta = type(self.real)
+        owner, entry = find_class_entry(state, meta, name)
+        if owner is None or is_library_object(owner) or not isinstance(entry, types.FunctionType):
+            return None
+        return bind_class_entry(state, self, meta, owner, name, entry).call(state, args, {})
+
+    def iterate(self, state: CaptureState) -> Value:
+        if is_enumeration(self.real):
+            return enum_iterator(self.real)
+        return self._of_metaclass(state, "__iter__", []) or super().iterate(state)
+
+    def length(self, state: CaptureState) -> int:
+        if is_enumeration(self.real):
+            return len(self.real)
+        result = self._of_metaclass(state, "__len__", [])
+        return super().length(state) if result is None else int(result.as_constant())
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        if is_enumeration(self.real):
+            return enum_contains(state, self.real, item)
+        result = self._of_metaclass(state, "__contains__", [item])
+        return super().contains(state, item) if result is None else result.truth(state)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if is_enumeration(self.real):
+            return enum_item(state, self.real, key)
+        found = self._of_metaclass(state, "__getitem__", [key])
+        return subscript(state, self.real, key) if found is None else found
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls = self.real
+        rule = find_call_rule(cls)
+        if rule is not None:
+            try:
+                return rule(state, args, kwargs)
+            except TypeError as error:
+                raise state.unsupported("call-form", f"{cls.__name__}: {error}") from error
+        if is_enumeration(cls):
+            return enum_call(state, cls, args, kwargs)
+        owner, entry = find_class_entry(state, type(cls), "__call__")
+        if owner is not None and isinstance(entry, types.FunctionType):
+            return bind_class_entry(state, self, type(cls), owner, "__call__", entry).call(
+                state, args, kwargs
+            )
+        return self.instantiate(state, args, kwargs)
+
+    def instantiate(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """What ``type.__call__`` does."""
+        cls = self.real
+        if issubclass(cls, BaseException):
+            return make_exception(state, cls, args, kwargs)
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return self._make_named_tuple(state, args, kwargs)
+        if cls in FOLDED_TYPES:
+            return fold(state, cls, args, kwargs)
+        if typing.is_typeddict(cls):
+            return state.wrap(dict, None).call(state, args, kwargs)
+        made = self._new(state, args, kwargs)
+        if isinstance(made, InstanceValue) and issubclass(made.cls, cls):
+            owner, init = find_class_entry(state, made.cls, "__init__")
+            if owner is not None and owner is not object:
+                bind_class_entry(state, made, made.cls, owner, "__init__", init).call(state, args, kwargs)
+        return made
+
+    def _new(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """What ``__new__`` makes."""
+        cls = self.real
+        owner, entry = find_class_entry(state, cls, "__new__")
+        if isinstance(entry, staticmethod):
+            return self.get_attribute(state, "__new__").call(state, [self, *args], kwargs)
+        if owner is object and (args or kwargs) and cls.__init__ is object.__init__:
+            raise state.raise_exception(TypeError, f"{cls.__name__}() takes no arguments")
+        return new_instance(state, cls, args, kwargs)
+
+    def _make_named_tuple(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls = self.real
+        if find_class_entry(state, cls, "__new__")[0] is not next(
+            (entry for entry in cls.__mro__ if "_fields" in entry.__dict__), None
+        ):
+            raise state.unsupported("class-call", f"{cls.__qualname__} has its own __new__")
+        fields = list(cls._fields)
+        items = dict(zip(fields, args, strict=False)) | kwargs
+        for name, default in cls._field_defaults.items():
+            if name not in items:
+                items[name] = state.from_constant(default)
+        if len(args) > len(fields) or set(items) != set(fields):
+            # Python's own words, from a call with as many arguments.
+            fold(state, lambda: cls(*[None] * len(args), **dict.fromkeys(kwargs)), [], {})
+        return SequenceValue([items[name] for name in fields], cls)
+
+
+def new_instance(state: CaptureState, cls: type, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """What ``__new__`` of the built-in base makes: an object without attributes."""
+    base = content_base(cls)
+    if base is None and not is_plain_layout(cls):
+        raise state.unsupported("class-call", f"no rule to make an object of {cls.__qualname__}")
+    if getattr(cls, "__abstractmethods__", None):
+        fold(state, lambda: object.__new__(cls), [], {})  # raises, in Python's own words
+    if issubclass(cls, torch.nn.Module) and base is None:
+        return ModuleValue(cls, None, None)
+    content = None if base is None else make_content(state, base, args, kwargs)
+    return InstanceValue(cls, None, None, content)
+
+
+def read_class_entry(state: CaptureState, cls: ClassValue, owner: type, name: str, entry: Any) -> Value:
+    """What an entry of a class gives when it is read from the class itself."""
+    if isinstance(entry, (staticmethod, classmethod)):
+        guard_entry(state, owner, name, entry)
+        function = state.wrap_trusted_function(entry.__func__)
+        return function if isinstance(entry, staticmethod) else BoundMethodValue(function, cls)
+    if isinstance(entry, types.ClassMethodDescriptorType):
+        if find_call_rule(entry) is not None:
+            return BoundMethodValue(CallableReferenceValue(entry, find_call_rule(entry)), cls)
+        found = getattr(cls.real, name)
+        return CallableReferenceValue(found, find_call_rule(found) or _constructor_rule(cls.real, found))
+    if not isinstance(entry, (types.FunctionType, property)) and hasattr(type(entry), "__get__"):
+        args = [ConstantValue(None), cls]
+        found = call_descriptor(state, owner, name, entry, "__get__", args)
+        if found is not None:
+            return found
+    return wrap_class_entry(state, cls.real, owner, name, entry)
+
+
+def _constructor_rule(cls: type, function: Any) -> CallRule | None:
+    """The rule of ``int.from_bytes`` and its kind: class methods of immutable built-in types are pure."""
+    if cls not in LITERAL_TYPES and cls not in FOLDED_TYPES:
+        return None
+    return lambda state, args, kwargs: fold(state, function, args, kwargs)
+
+
+class SuperValue(Value):
+    """``super()``: attributes behind a class in the resolution order of the object's class."""
+
+    def __init__(self, after: type, owner: Value) -> None:
+        self.after = after
+        self.owner = owner
+
+    def python_type(self) -> type:
+        return super
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        owner = self.owner
+        if isinstance(owner, ClassValue) and issubclass(self.after, type):
+            meta = type(owner.real)  # in a method of a metaclass
+            defining, entry = find_class_entry(state, meta, name, self.after)
+            if defining is not None:
+                return bind_class_entry(state, owner, meta, defining, name, entry)
+        cls = owner.real if isinstance(owner, ClassValue) else owner.python_type()
+        defining, entry = find_class_entry(state, cls, name, self.after)
+        if defining is None:
+            raise state.raise_exception(AttributeError, f"'super' object has no attribute {name!r}")
+        if isinstance(owner, ClassValue):
+            return read_class_entry(state, owner, defining, name, entry)
+        return bind_class_entry(state, owner, cls, defining, name, entry)

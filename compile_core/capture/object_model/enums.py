@@ -1,0 +1,66 @@
+"""Enumerations: their members are literals, and what a class of them is asked is asked of the class itself."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+from compile_core.capture.object_model.libraries import is_library_object
+from compile_core.capture.object_model.objects import bind_class_entry, find_class_entry
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, fold
+from compile_core.ir.sources import AttributeSource, ItemSource
+
+
+def enum_attribute(state: CaptureState, member: Value, name: str) -> Value:
+    """An attribute of a member: of its own, or of its class, bound to it."""
+    real = member.as_constant()
+    cls = type(real)
+    if name == "__class__":
+        return state.wrap(cls, None)
+    place = AttributeSource(state.reference_source(repr(real), real), "__dict__")
+    if name in ("value", "_value_") and _is_plain(state, cls):
+        return state.wrap(real._value_, ItemSource(place, "_value_"))
+    if name in real.__dict__ and not name.startswith("__"):
+        return state.wrap(real.__dict__[name], ItemSource(place, name))
+    owner, entry = find_class_entry(state, cls, name)
+    if owner is None:
+        message = f"{cls.__name__!r} object has no attribute {name!r}"
+        raise state.raise_exception(AttributeError, message)
+    if isinstance(entry, enum.property) and not is_library_object(owner) and entry.fget is not None:
+        return state.wrap_trusted_function(entry.fget).call(state, [member], {})
+    if is_library_object(owner) or isinstance(
+        entry, (types.WrapperDescriptorType, types.MethodDescriptorType)
+    ):
+        found = getattr(real, name)
+        return BuiltinMethod(member, name) if callable(found) else state.from_constant(found)
+    return bind_class_entry(state, member, cls, owner, name, entry)
+
+
+def _is_plain(state: CaptureState, cls: type) -> bool:
+    owner, _ = find_class_entry(state, cls, "value")
+    return owner is enum.Enum
+
+
+def is_enumeration(cls: type) -> bool:
+    """Whether a class has members and a metaclass that is the standard library's."""
+    return isinstance(cls, enum.EnumMeta) and is_library_object(type(cls))
+
+
+def enum_call(state: CaptureState, cls: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``Color(1)``: the member of a value."""
+    return fold(state, cls, args, kwargs)
+
+
+def enum_item(state: CaptureState, cls: Any, key: Value) -> Value:
+    """``Color["RED"]``."""
+    return fold(state, lambda name: cls[name], [key], {})
+
+
+def enum_iterator(cls: Any) -> Value:
+    return SequenceIterator([ConstantValue(member) for member in cls])
+
+
+def enum_contains(state: CaptureState, cls: Any, item: Value) -> bool:
+    return bool(fold(state, lambda wanted: wanted in cls, [item], {}).as_constant())

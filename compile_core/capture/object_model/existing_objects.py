@@ -1,0 +1,125 @@
+"""Existing objects that are known by identity and answer more than that: Python modules, properties, weak references,
+callables with a rule."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from torch._ops import OpOverloadPacket
+from torch.backends import ContextProp
+
+from compile_core.capture.object_model.functions import bind_function
+from compile_core.capture.object_model.instance_dict import MISSING
+from compile_core.capture.object_model.libraries import is_library_name, is_library_state
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import CallRule
+from compile_core.capture.values.constants import BuiltinMethod
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
+
+
+class PythonModuleValue(ReferenceValue):
+    """A module in the sense of ``import``."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        scope = self.real.__dict__
+        stored = state.effects.stored_global(scope, name)
+        if stored is not None and stored is not MISSING:
+            return stored
+        found = scope.get(name, _MISSING) if stored is None else _MISSING
+        owner = self.source or state.reference_source(self.real.__name__, self.real)
+        place = AttributeSource(owner, "__dict__")
+        if found is _MISSING:
+            setting = inspect.getattr_static(type(self.real), name, None)
+            if isinstance(setting, ContextProp):
+                return state.wrap(setting.getter, None).call(state, [], {})
+            try:
+                found = getattr(self.real, name)
+                if stored is MISSING:
+                    raise AttributeError(f"module {self.real.__name__!r} has no attribute {name!r}")
+            except AttributeError as error:
+                if stored is None and not is_library_name(self.real.__name__):
+                    state.guards.absent(place, name)
+                raise state.raise_exception(AttributeError, str(error)) from None
+            if not is_library_name(self.real.__name__):
+                raise state.unsupported(
+                    "module-getattr", f"{self.real.__name__} computes its attribute {name!r}"
+                )
+            return state.wrap(found, None)
+        if is_library_name(self.real.__name__) and not is_library_state(self.real.__name__, name, found):
+            return state.wrap(found, None)
+        return state.wrap(found, ItemSource(place, name))
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        self._check_store(state, name)
+        state.effects.global_changed(self.real.__dict__, name, value)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        self._check_store(state, name)
+        self.get_attribute(state, name)  # raises where there is none
+        state.effects.global_changed(self.real.__dict__, name, MISSING)
+
+    def _check_store(self, state: CaptureState, name: str) -> None:
+        if type(self.real) is not types.ModuleType or is_library_name(self.real.__name__):
+            raise state.unsupported("module-attribute", f"a store to {self.real.__name__}.{name}")
+
+
+class PropertyValue(ReferenceValue):
+    """A property as an object, as its class gives it."""
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("fget", "fset", "fdel", "__doc__"):
+            return state.wrap(getattr(self.real, name), None)
+        return super().get_attribute(state, name)
+
+
+class WeakReferenceValue(ReferenceValue):
+    """A weak reference; its call gives the object."""
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if args or kwargs:
+            raise state.raise_exception(TypeError, "a weak reference takes no arguments")
+        return state.wrap(self.real(), None if self.source is None else CallSource(self.source))
+
+
+class CallableReferenceValue(ReferenceValue):
+    """A callable with a rule of its own: built-in functions, tensor functions, special functions of
+    libraries."""
+
+    def __init__(self, real: Any, rule: CallRule | None, source: Source | None = None) -> None:
+        super().__init__(real, source)
+        self.rule = rule
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if self.rule is None:
+            raise state.unsupported(
+                "call-without-rule",
+                f"no rule for a call of {self.describe()}",
+                "move the call out of the compiled function",
+            )
+        try:
+            return self.rule(state, args, kwargs)
+        except TypeError as error:
+            # A rule that was called with arguments that it does not take.
+            raise state.unsupported("call-form", f"{self.describe()}: {error}") from error
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            return state.from_constant(getattr(self.real, name))
+        if name == "__get__" and isinstance(self.real, types.FunctionType):
+            return BuiltinMethod(self, name)
+        if isinstance(self.real, OpOverloadPacket) and name in self.real.overloads():
+            return state.wrap(getattr(self.real, name), None)
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__get__" and isinstance(self.real, types.FunctionType):
+            return bind_function(state, self, args, kwargs)
+        return super().call_method(state, name, args, kwargs)
+
+
+_MISSING = object()

@@ -1,0 +1,237 @@
+"""Python functions, their closure cells, and bound methods."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
+from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from compile_core.capture.object_model.libraries import is_library_name
+from compile_core.capture.values.base import CaptureState, LazyValue, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.mappings import DictValue
+from compile_core.ir.sources import AttributeSource, ItemSource, Source
+
+
+class CellValue(Value):
+    """A closure cell: one variable that several functions share. ``content`` is None while it is empty.
+
+    ``source`` is where an existing cell itself is found.
+    """
+
+    def __init__(
+        self,
+        content: Value | LazyValue | None,
+        real: types.CellType | None = None,
+        source: Source | None = None,
+    ) -> None:
+        self.content = content
+        self.real = real
+        self.source = source
+
+    def python_type(self) -> type:
+        return types.CellType
+
+    def store(self, state: CaptureState, value: Value | None) -> None:
+        self.content = value
+        if self.real is not None and self.source is None:
+            raise state.unsupported("library-state", "a store to a closure variable of a library")
+        state.effects.cell_changed(self)
+
+
+class FunctionValue(Value):
+    """A Python function, existing or made in the frame. ``changes`` holds the attributes that were stored."""
+
+    def __init__(
+        self,
+        code: types.CodeType,
+        scope: dict[str, Any],
+        closure: tuple[CellValue, ...],
+        defaults: list[Value],
+        keyword_defaults: dict[str, Value],
+        real: types.FunctionType | None = None,
+        source: Source | None = None,
+    ) -> None:
+        self.code = code
+        self.scope = scope
+        self.closure = closure
+        self.defaults = defaults
+        self.keyword_defaults = keyword_defaults
+        self.real = real
+        self.source = source
+        self.qualname: str = code.co_qualname if real is None else real.__qualname__
+        self.annotations: Value | None = None
+        self.changes: dict[str, Value] = {}
+        self.deleted: set[str] = set()
+        self._dict: InstanceDict | None = None
+
+    def python_type(self) -> type:
+        return types.FunctionType
+
+    def describe(self) -> str:
+        return f"the function {self.qualname}"
+
+    @property
+    def is_library(self) -> bool:
+        return is_library_name(self.scope.get("__name__"))
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.real if self.real is not None else self
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if is_disabled(self.real):
+            because = getattr(self.real, DISABLED_BECAUSE, None)
+            reason = f"{self.describe()} is excluded from compilation"
+            raise state.unsupported("disabled", f"{reason}: {because}" if because else reason)
+        return state.inline(self, args, kwargs)
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in self.changes and self.changes[name] is not MISSING:
+            return self.changes[name]
+        # ``__type_params__`` came with 3.12.
+        told = ("__name__", "__qualname__", "__module__", "__doc__", "__code__", "__type_params__")
+        if name in told and hasattr(types.FunctionType, name):
+            return state.from_constant(getattr(self.real or self.bare_function(), name))
+        if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
+            return self._part(state, name)
+        if name in ("__call__", "__get__"):
+            return BuiltinMethod(self, name)
+        if name == "__dict__":
+            self._dict = self._dict or InstanceDict(self)
+            return self._dict
+        if not hasattr(types.FunctionType, name):
+            found = self.own_attribute(state, name)
+            if found is not None:
+                return found
+            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        return super().get_attribute(state, name)
+
+    def real_dict(self) -> dict[str, Any]:
+        return {} if self.real is None else self.real.__dict__
+
+    def dict_source(self) -> Source | None:
+        return None if self.source is None or self.real is None else AttributeSource(self.source, "__dict__")
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute that was stored, before the frame or in it; None where there is none."""
+        if name in self.changes:
+            changed = self.changes[name]
+            return None if changed is MISSING else changed
+        place, held = self.dict_source(), self.real_dict()
+        if name in held:
+            return state.wrap(held[name], None if place is None else ItemSource(place, name))
+        self.guard_absent(state, name)
+        return None
+
+    def guard_absent(self, state: CaptureState, name: str) -> None:
+        place = self.dict_source()
+        if place is not None and name not in self.real_dict():
+            state.guards.absent(place, name)
+
+    def change(self, state: CaptureState, name: str, value: Value) -> None:
+        self.set_attribute(state, name, value)
+
+    def forget(self, state: CaptureState, name: str) -> None:
+        if name in self.real_dict():
+            self.set_attribute(state, name, MISSING)
+            self.deleted.add(name)
+        else:
+            del self.changes[name]
+            state.effects.attributes.pop((id(self), name), None)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        if self.own_attribute(state, name) is None:
+            raise state.raise_exception(AttributeError, f"'function' object has no attribute {name!r}")
+        self.forget(state, name)
+
+    def bare_function(self) -> types.FunctionType:
+        """A real function of the same code, to ask for what follows from the code alone."""
+        cells = tuple(types.CellType() for _ in self.code.co_freevars)
+        return types.FunctionType(self.code, {"__name__": self.scope.get("__name__")}, None, None, cells)
+
+    def _part(self, state: CaptureState, name: str) -> Value:
+        if name == "__defaults__" and self.defaults:
+            return SequenceValue(list(self.defaults), tuple)
+        if name == "__closure__" and self.closure:
+            return SequenceValue(list(self.closure), tuple)
+        if name == "__annotations__":
+            if self.real is not None:
+                place = None if self.source is None else AttributeSource(self.source, name)
+                return state.wrap(self.real.__annotations__, place)
+            self.annotations = self.annotations or DictValue({})
+            return self.annotations
+        if name == "__kwdefaults__" and self.keyword_defaults:
+            raise state.unsupported("function-attribute", f"{name} of {self.describe()}")
+        return ConstantValue(None)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__call__":
+            return self.call(state, args, kwargs)
+        if name == "__get__":
+            return bind_function(state, self, args, kwargs)
+        return super().call_method(state, name, args, kwargs)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        if name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__", "__globals__", "__closure__"):
+            raise state.unsupported("function-attribute", f"a store to {name!r} of a function")
+        if self.real is not None and self.source is None:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()}, which belongs to a library"
+            )
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
+
+
+def bind_function(state: CaptureState, function: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``function.__get__(owner, cls=None)``."""
+    if kwargs or len(args) not in (1, 2):
+        raise state.unsupported("call-form", f"__get__ of {function.describe()} with these arguments")
+    if not is_none(args[0]):
+        return BoundMethodValue(function, args[0])
+    if len(args) == 1 or is_none(args[1]):
+        raise state.raise_exception(TypeError, "__get__(None, None) is invalid")
+    return function
+
+
+class BoundMethodValue(Value):
+    """A function bound to its first argument."""
+
+    def __init__(self, function: Value, owner: Value, source: Source | None = None) -> None:
+        self.function = function
+        self.owner = owner
+        self.source = source
+
+    def python_type(self) -> type:
+        return types.MethodType
+
+    def describe(self) -> str:
+        return f"{self.function.describe()}, a method of {self.owner.describe()}"
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return self.function.call(state, [self.owner, *args], kwargs)
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "__self__":
+            return self.owner
+        if name == "__func__":
+            return self.function
+        if name in ("__call__", "__get__"):
+            return BuiltinMethod(self, name)
+        return self.function.get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__call__":
+            return self.call(state, args, kwargs)
+        return self if name == "__get__" else super().call_method(state, name, args, kwargs)

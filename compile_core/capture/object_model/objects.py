@@ -1,0 +1,473 @@
+"""Instances of classes: attribute look-up as ``object.__getattribute__`` does it, and stores."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from compile_core.capture.object_model.content import overrides
+from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from compile_core.capture.object_model.libraries import is_library_object
+from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import ContainerValue
+from compile_core.capture.values.hash_keys import ComputedKey
+from compile_core.capture.values.index_iterator import IndexIterator
+from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
+
+
+def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type | None, Any]:
+    """The class in the resolution order that defines a name, and the raw entry; (None, MISSING) without
+    one."""
+    order = cls.__mro__
+    if after is not None:
+        order = order[order.index(after) + 1 :]
+    for entry in order:
+        if name in entry.__dict__:
+            return entry, entry.__dict__[name]
+    return None, MISSING
+
+
+def find_class_entry(
+    state: CaptureState, cls: type, name: str, after: type | None = None
+) -> tuple[type | None, Any]:
+    """``class_lookup`` on behalf of the captured program: that it finds the same next time is guarded.
+
+    Classes of libraries do not change. A plain value is guarded by who reads it; that it is there, here.
+    """
+    key = (cls, name, after)
+    if key not in state.class_entries:
+        owner, entry = state.class_entries[key] = class_lookup(cls, name, after)
+        order = cls.__mro__
+        order = order if after is None else order[order.index(after) + 1 :]
+        for searched in order:
+            if is_library_object(searched):
+                if searched is owner:
+                    break
+                continue
+            names = AttributeSource(state.reference_source(searched.__qualname__, searched), "__dict__")
+            if searched is not owner:
+                state.guards.absent(names, name)
+                continue
+            if hasattr(type(entry), "__get__"):
+                state.guards.is_object(ItemSource(names, name), entry)
+            else:
+                state.guards.present(names, name)
+            break
+    return state.class_entries[key]
+
+
+def wrap_class_entry(state: CaptureState, cls: type, owner: type, name: str, entry: Any) -> Value:
+    """The value of a raw entry of a class, guarded unless the class is a library's."""
+    if is_library_object(owner):
+        return state.wrap(entry, None)
+    source = state.reference_source(cls.__qualname__, cls)
+    if isinstance(entry, types.FunctionType):
+        # ``cls.name`` is the function itself, and sees an override that is added later.
+        path: Source = AttributeSource(state.reference_source(owner.__qualname__, owner), name)
+        return state.wrap(entry, path)
+    if isinstance(entry, (staticmethod, classmethod)):
+        raise state.unsupported("descriptor", f"the descriptor {cls.__qualname__}.{name} as a value")
+    return state.wrap(entry, AttributeSource(source, name))
+
+
+def guard_entry(state: CaptureState, owner: type, name: str, entry: Any) -> None:
+    """The class holds this very descriptor."""
+    if not is_library_object(owner):
+        names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
+        state.guards.is_object(ItemSource(names, name), entry)
+
+
+def bind_class_entry(
+    state: CaptureState, owner_value: Value, cls: type, owner: type, name: str, entry: Any
+) -> Value:
+    """What an entry of the class gives when it is read from an instance (or through ``super()``)."""
+    if isinstance(entry, (property, staticmethod, classmethod)):
+        guard_entry(state, owner, name, entry)
+    binds = isinstance(entry, (types.FunctionType, functools._lru_cache_wrapper))
+    if binds or state.original_of(entry) is not entry:
+        return BoundMethodValue(wrap_class_entry(state, cls, owner, name, entry), owner_value)
+    if isinstance(entry, property):
+        if entry.fget is None:
+            raise state.raise_exception(AttributeError, f"property {name!r} has no getter")
+        return state.wrap_trusted_function(entry.fget).call(state, [owner_value], {})
+    if isinstance(entry, staticmethod):
+        return state.wrap_trusted_function(entry.__func__)
+    if isinstance(entry, classmethod):
+        function = state.wrap_trusted_function(entry.__func__)
+        return BoundMethodValue(function, state.wrap(cls, None))
+    if isinstance(
+        entry, (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
+    ):
+        if isinstance(entry, types.BuiltinFunctionType):
+            return state.wrap(entry, None)
+        return BoundMethodValue(state.wrap(entry, None), owner_value)
+    if isinstance(entry, functools.cached_property):
+        return _compute_once(state, owner_value, owner, name, entry)
+    if hasattr(type(entry), "__get__"):
+        args = [owner_value, state.wrap(cls, None)]
+        found = call_descriptor(state, owner, name, entry, "__get__", args)
+        if found is not None:
+            return found
+        raise state.unsupported(
+            "descriptor", f"the descriptor {type(entry).__name__} of {cls.__qualname__}.{name}"
+        )
+    return wrap_class_entry(state, cls, owner, name, entry)
+
+
+def call_descriptor(
+    state: CaptureState, owner: type, name: str, entry: Any, method: str, args: list[Value]
+) -> Value | None:
+    """Call ``__get__``, ``__set__`` or ``__delete__`` of a descriptor; None where Python does not define it."""
+    if isinstance(entry, staticmethod | classmethod | property):
+        return None
+    defining, function = find_class_entry(state, type(entry), method)
+    if defining is None or not isinstance(function, types.FunctionType):
+        return None
+    names = AttributeSource(state.reference_source(owner.__qualname__, owner), "__dict__")
+    descriptor = state.wrap(entry, ItemSource(names, name))
+    return bind_class_entry(state, descriptor, type(entry), defining, method, function).call(state, args, {})
+
+
+def _compute_once(
+    state: CaptureState, instance: Value, owner: type, name: str, entry: functools.cached_property[Any]
+) -> Value:
+    """``functools.cached_property`` where the object has no value yet."""
+    guard_entry(state, owner, name, entry)
+    if not isinstance(instance, InstanceValue):
+        raise state.unsupported("descriptor", f"a cached property of {instance.describe()}")
+    made = state.wrap_trusted_function(entry.func).call(state, [instance], {})
+    instance.change(state, entry.attrname or name, made)
+    return made
+
+
+def changed_class_attribute(state: CaptureState, cls: type, name: str) -> Value | None:
+    """What the captured call stored in a class under this name; None where the class is as it was."""
+    if not state.effects.classes:
+        return None
+    for entry in cls.__mro__:
+        changed = state.effects.classes.get((entry, name))
+        if changed is not None and changed is not MISSING:
+            return changed
+        if changed is None and name in entry.__dict__:
+            return None
+    if any((entry, name) in state.effects.classes for entry in cls.__mro__):
+        raise state.unsupported("class-attribute", f"{name!r} of {cls.__qualname__} after its deletion")
+    return None
+
+
+def _bind_changed(instance: Value, value: Value) -> Value:
+    return BoundMethodValue(value, instance) if isinstance(value, FunctionValue) else value
+
+
+def is_plain_layout(cls: type) -> bool:
+    """Whether attributes are all that an object consists of: its layout is that of ``object`` or of slots."""
+    plain = (object, types.SimpleNamespace)
+    return all(entry in plain or is_defined_in_python(entry) for entry in cls.__mro__)
+
+
+def is_defined_in_python(cls: type) -> bool:
+    """Whether a class statement made a class: one that C code made has methods in C, and state that they see."""
+    if not cls.__flags__ & (1 << 9):
+        return False
+    own = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    return not any(isinstance(entry, own) and entry.__objclass__ is cls for entry in cls.__dict__.values())
+
+
+class InstanceValue(Value):
+    """An object of a plain class, or of a subclass of a built-in type, which then has a content.
+
+    ``changes`` holds attributes that were stored (MISSING: deleted) in the frame, ``deleted`` the existing ones that
+    were deleted, even if they were stored again.
+    """
+
+    def __init__(self, cls: type, real: Any, source: Source | None, content: Value | None = None) -> None:
+        self.cls = cls
+        self.content = content
+        if isinstance(content, ContainerValue):
+            content.owner = self
+        self.real = real
+        self.source = source
+        self.changes: dict[str, Value] = {}
+        self.deleted: set[str] = set()
+        self._dict: InstanceDict | None = None
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        for name in ("__bool__", "__len__"):
+            owner, entry = find_class_entry(state, self.cls, name)
+            if owner is not None:
+                result = bind_class_entry(state, self, self.cls, owner, name, entry).call(state, [], {})
+                return result.truth(state)
+        return True
+
+    def hash_key(self, state: CaptureState) -> Any:
+        if self.cls.__hash__ is object.__hash__ and self.cls.__eq__ is object.__eq__:
+            return self.real if self.real is not None else self
+        if self.content is not None and not overrides(
+            self.cls, self.content.python_type(), "__hash__", "__eq__"
+        ):
+            return self.content.hash_key(state)
+        owner, entry = find_class_entry(state, self.cls, "__hash__")
+        if entry is None:
+            raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
+        if owner is None or not isinstance(entry, types.FunctionType):
+            return super().hash_key(state)
+        hashed = bind_class_entry(state, self, self.cls, owner, "__hash__", entry).call(state, [], {})
+        return ComputedKey(state, self, hash(hashed.as_constant()))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if type(self.cls.__getattribute__) is types.FunctionType:
+            found = self._call_getattribute(state, name)
+        else:
+            found = self.plain_attribute(state, name)
+        return self.missing_attribute(state, name) if found is None else found
+
+    def _call_getattribute(self, state: CaptureState, name: str) -> Value | None:
+        """The user's own ``__getattribute__``; None where it raises AttributeError and ``__getattr__`` follows."""
+        owner, entry = find_class_entry(state, self.cls, "__getattribute__")
+        assert owner is not None
+        bound = bind_class_entry(state, self, self.cls, owner, "__getattribute__", entry)
+        try:
+            return bound.call(state, [ConstantValue(name)], {})
+        except SymbolicRaise as raised:
+            follows = find_class_entry(state, self.cls, "__getattr__")[0] is not None
+            if follows and issubclass(raised.value.python_type(), AttributeError):
+                return None
+            raise
+
+    def plain_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """What ``object.__getattribute__`` finds, None where it raises AttributeError."""
+        cls = self.cls
+        if name == "__class__":
+            return state.wrap(cls, None)
+        if name == "__dict__":
+            return self.instance_dict(state)
+        owner, entry = find_class_entry(state, cls, name)
+        changed = changed_class_attribute(state, cls, name)
+        if changed is not None:
+            found = self.own_attribute(state, name)
+            return found if found is not None else _bind_changed(self, changed)
+        if owner is not None and isinstance(entry, types.MemberDescriptorType):
+            return self._slot(state, name)
+        if owner is not None and _is_data_descriptor(entry):
+            return bind_class_entry(state, self, cls, owner, name, entry)
+        found = self.own_attribute(state, name)
+        if found is not None:
+            return found
+        self.guard_absent(state, name)
+        return None if owner is None else bind_class_entry(state, self, cls, owner, name, entry)
+
+    def dict_source(self) -> Source | None:
+        """Where the object's own ``__dict__`` is found without running any code of its class."""
+        if self.source is None or self.real is None or not self.cls.__dictoffset__:
+            return None
+        if type(self.cls.__getattribute__) is types.FunctionType:
+            return OwnDictSource(self.source)
+        return AttributeSource(self.source, "__dict__")
+
+    def real_dict(self) -> dict[str, Any]:
+        """The ``__dict__`` of the real object before the call; empty for an object made in the frame."""
+        if self.real is None or not self.cls.__dictoffset__:
+            return {}
+        return object.__getattribute__(self.real, "__dict__")
+
+    def own_attribute(self, state: CaptureState, name: str) -> Value | None:
+        """An attribute of the instance itself, None where there is none."""
+        if name in self.changes:
+            changed = self.changes[name]
+            return None if changed is MISSING else changed
+        own = self.real_dict()
+        if name not in own:
+            return None
+        place = self.dict_source()
+        return state.wrap(own[name], None if place is None else ItemSource(place, name))
+
+    def _slot(self, state: CaptureState, name: str) -> Value:
+        if name in self.changes and self.changes[name] is not MISSING:
+            return self.changes[name]
+        if self.real is not None and name not in self.changes:
+            try:
+                found = getattr(self.real, name)
+            except AttributeError:
+                found = MISSING
+            if found is not MISSING:
+                return state.wrap(found, None if self.source is None else AttributeSource(self.source, name))
+            raise state.unsupported("empty-slot", f"the empty slot {name!r} of {self.describe()}")
+        message = f"{self.cls.__name__!r} object has no attribute {name!r}"
+        raise state.raise_exception(AttributeError, message)
+
+    def instance_dict(self, state: CaptureState) -> Value:
+        if not self.cls.__dictoffset__:
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute '__dict__'"
+            )
+        self._dict = self._dict or InstanceDict(self)
+        return self._dict
+
+    def missing_attribute(self, state: CaptureState, name: str) -> Value:
+        """``__getattr__``, or AttributeError."""
+        owner, entry = find_class_entry(state, self.cls, "__getattr__")
+        if owner is not None:
+            bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
+            return bound.call(state, [ConstantValue(name)], {})
+        raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
+
+    def guard_absent(self, state: CaptureState, name: str) -> None:
+        place = self.dict_source()
+        if place is not None and name not in self.changes:
+            state.guards.absent(place, name)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        if type(self.cls.__setattr__) is types.FunctionType:
+            self._special(state, "__setattr__", [ConstantValue(name), value])
+        else:
+            self.store(state, name, value)
+
+    def store(self, state: CaptureState, name: str, value: Value) -> None:
+        """What ``object.__setattr__`` does."""
+        if name in ("__dict__", "__class__"):
+            raise state.unsupported("attribute-store", f"a store to {name}")
+        owner, entry = find_class_entry(state, self.cls, name)
+        if isinstance(entry, property):
+            if entry.fset is None:
+                raise self._no_accessor(state, name, "setter")
+            state.wrap_trusted_function(entry.fset).call(state, [self, value], {})
+            return
+        if (
+            owner is not None
+            and _is_data_descriptor(entry)
+            and not isinstance(entry, types.MemberDescriptorType)
+        ):
+            if call_descriptor(state, owner, name, entry, "__set__", [self, value]) is not None:
+                return
+            raise state.unsupported("descriptor", f"a store to the descriptor {self.cls.__qualname__}.{name}")
+        if owner is not None and not self.cls.__dictoffset__ and not _is_data_descriptor(entry):
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object attribute {name!r} is read-only"
+            )
+        if owner is None and not self.cls.__dictoffset__:
+            message = f"{self.cls.__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, message)
+        self.change(state, name, value)
+
+    def _no_accessor(self, state: CaptureState, name: str, accessor: str) -> SymbolicRaise:
+        message = f"property {name!r} of {self.cls.__qualname__!r} object has no {accessor}"
+        return state.raise_exception(AttributeError, message)
+
+    def change(self, state: CaptureState, name: str, value: Value) -> None:
+        if self.real is not None and self.source is None:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()}, which belongs to a library"
+            )
+        self.changes[name] = value
+        state.effects.attribute_changed(self, name)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        if type(self.cls.__delattr__) is types.FunctionType:
+            self._special(state, "__delattr__", [ConstantValue(name)])
+        else:
+            self.remove(state, name)
+
+    def remove(self, state: CaptureState, name: str) -> None:
+        """What ``object.__delattr__`` does."""
+        owner, entry = find_class_entry(state, self.cls, name)
+        if isinstance(entry, property):
+            if entry.fdel is None:
+                raise self._no_accessor(state, name, "deleter")
+            state.wrap_trusted_function(entry.fdel).call(state, [self], {})
+            return
+        if _is_data_descriptor(entry) and not isinstance(entry, types.MemberDescriptorType):
+            if owner and call_descriptor(state, owner, name, entry, "__delete__", [self]) is not None:
+                return
+            raise state.unsupported(
+                "descriptor", f"a deletion of the descriptor {self.cls.__qualname__}.{name}"
+            )
+        if isinstance(entry, types.MemberDescriptorType):
+            self._slot(state, name)
+        elif self.own_attribute(state, name) is None:
+            self.guard_absent(state, name)
+            shown = f"{self.cls.__name__!r} object has no attribute {name!r}"
+            raise state.raise_exception(AttributeError, shown)
+        self.forget(state, name)
+
+    def forget(self, state: CaptureState, name: str) -> None:
+        """Delete an attribute that is there."""
+        if name in self.real_dict() or name not in self.changes:
+            self.change(state, name, MISSING)
+            self.deleted.add(name)
+        else:
+            del self.changes[name]
+            state.effects.attributes.pop((id(self), name), None)
+
+    def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
+        owner, entry = find_class_entry(state, self.cls, name)
+        if owner is None or entry is None or owner is object:
+            return None
+        return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, {})
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        owner, entry = find_class_entry(state, self.cls, "__call__")
+        if owner is None:
+            raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
+        return bind_class_entry(state, self, self.cls, owner, "__call__", entry).call(state, args, kwargs)
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return super().graph_argument(state) if self.content is None else self.content.graph_argument(state)
+
+    def iterate(self, state: CaptureState) -> Value:
+        result = self._special(state, "__iter__", [])
+        if result is not None:
+            return result
+        if find_class_entry(state, self.cls, "__getitem__")[0] is not None:
+            return IndexIterator(self)
+        raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not iterable")
+
+    def advance(self, state: CaptureState) -> Value | None:
+        owner, entry = find_class_entry(state, self.cls, "__next__")
+        if owner is None:
+            return super().advance(state)
+        try:
+            return bind_class_entry(state, self, self.cls, owner, "__next__", entry).call(state, [], {})
+        except SymbolicRaise as raised:
+            if issubclass(raised.value.python_type(), StopIteration):
+                return None
+            raise
+
+    def length(self, state: CaptureState) -> int:
+        result = self._special(state, "__len__", [])
+        if result is None:
+            raise state.raise_exception(TypeError, f"object of type {self.cls.__name__!r} has no len()")
+        return int(result.as_constant())
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        result = self._special(state, "__getitem__", [key])
+        if result is None:
+            raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not subscriptable")
+        return result
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        if self._special(state, "__setitem__", [key, value]) is None:
+            super().set_item(state, key, value)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        if self._special(state, "__delitem__", [key]) is None:
+            super().delete_item(state, key)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        result = self._special(state, "__contains__", [item])
+        if result is not None:
+            return result.truth(state)
+        iterator = self.iterate(state)
+        while (member := iterator.advance(state)) is not None:
+            if member is item or state.equal(member, item):
+                return True
+        return False
+
+
+def _is_data_descriptor(entry: Any) -> bool:
+    return hasattr(type(entry), "__set__") or hasattr(type(entry), "__delete__")

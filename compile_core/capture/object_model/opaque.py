@@ -1,0 +1,97 @@
+"""Existing objects without rules: they are passed on, and everything else done with them ends the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.errors import Unsupported
+from compile_core.ir.sources import Source
+
+
+class OpaqueValue(Value):
+    """An object that is known by its type and by where it lies. ``reason`` says why it has no rules.
+
+    It may be another object at the next call, so nothing but its type may be relied on.
+    """
+
+    def __init__(self, real: Any, source: Source, reason: Unsupported | None) -> None:
+        self.real = real
+        self.source: Source = source
+        self.reason = reason
+
+    def python_type(self) -> type:
+        return type(self.real)
+
+    def describe(self) -> str:
+        return f"{self.source}, an object of type {type(self.real).__qualname__}"
+
+    def hash_key(self, state: CaptureState) -> Any:
+        """The object itself, which must then be the same at every call."""
+        if type(self.real).__hash__ is not object.__hash__:
+            raise self._refuse(state)
+        state.guards.is_object(self.source, self.real)
+        return self.real
+
+    def refuse_argument(self, state: CaptureState, callee: str) -> Unsupported:
+        return super().refuse_argument(state, callee) if self.reason is None else self._refuse(state)
+
+    def _refuse(self, state: CaptureState) -> Unsupported:
+        if self.reason is not None:
+            return Unsupported(
+                self.reason.reason_id, self.reason.explanation, self.reason.hint, state.location()
+            )
+        return state.unsupported("opaque-object", f"no rule for what is done with {self.describe()}")
+
+    def truth(self, state: CaptureState) -> bool:
+        raise self._refuse(state)
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        raise self._refuse(state)
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        raise self._refuse(state)
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        raise self._refuse(state)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        raise self._refuse(state)
+
+    def iterate(self, state: CaptureState) -> Value:
+        raise self._refuse(state)
+
+    def advance(self, state: CaptureState) -> Value | None:
+        raise self._refuse(state)
+
+    def length(self, state: CaptureState) -> int:
+        raise self._refuse(state)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        raise self._refuse(state)
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        raise self._refuse(state)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        raise self._refuse(state)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        raise self._refuse(state)
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        raise self._refuse(state)
+
+
+def wrap_opaque(state: CaptureState, real: Any, source: Source, reason: Unsupported | None) -> Value:
+    """The one opaque value of an object."""
+    state.guards.type_is(source, type(real))
+    found = state.known.get(id(real))
+    if found is not None:
+        value = found[1]
+        if value.source is not None and value.source != source:
+            state.guards.same(value.source, source)
+        return value
+    value = OpaqueValue(real, source, reason)
+    state.known[id(real)] = (real, value)
+    return value

@@ -1,0 +1,1 @@
+"""What Python does with values of all families: operators, comparisons, texts and tests of types."""

@@ -1,0 +1,216 @@
+"""Comparison operators, equality and identity over all families."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
+from compile_core.capture.object_model.functions import BoundMethodValue
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, are_numbers, compare_numbers
+from compile_core.capture.operations.special_methods import of_metaclass, plain_content, special_method
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.constants import ConstantValue, fold, is_none
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.hash_keys import IdentityValue
+from compile_core.capture.values.mappings import DictValue, DictView
+from compile_core.capture.values.references import ReferenceValue
+from compile_core.capture.values.sets import SetValue, as_set
+from compile_core.capture.values.tensors import TensorValue
+
+COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "==": (operator.eq, "__eq__", "__eq__"),
+    "!=": (operator.ne, "__ne__", "__ne__"),
+    "<": (operator.lt, "__lt__", "__gt__"),
+    "<=": (operator.le, "__le__", "__ge__"),
+    ">": (operator.gt, "__gt__", "__lt__"),
+    ">=": (operator.ge, "__ge__", "__le__"),
+}
+
+_SET_TESTS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
+    """``left symbol right`` for one of COMPARE."""
+    function, method, reflected = COMPARE[symbol]
+    array = operate(state, function, left, right)
+    if array is not None:
+        return array
+    if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
+        return _of_instances(state, symbol, left, right)
+    if isinstance(left, TensorValue) or isinstance(right, TensorValue):
+        none = [side for side in (left, right) if is_none(side)]
+        if none and symbol in ("==", "!="):
+            return ConstantValue(symbol == "!=")
+        return state.call_tensor_op("call_function", function, [left, right], {})
+    if are_numbers(left, right):
+        return ConstantValue(compare_numbers(state, symbol, function, left, right))
+    special = of_metaclass(state, left, right, method, reflected)
+    if special is not None:
+        return special
+    if symbol in ("==", "!="):
+        return ConstantValue(equal(state, left, right) == (symbol == "=="))
+    if _is_set(left) and _is_set(right):
+        sides = [set(as_set(state, side).members) for side in (left, right)]
+        return ConstantValue(_SET_TESTS[symbol](*sides))
+    if isinstance(left, SequenceValue) and isinstance(right, SequenceValue) and _kind(left) is _kind(right):
+        return _lexicographic(state, symbol, left, right)
+    return fold(state, function, [left, right], {})
+
+
+def _of_instances(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
+    """A comparison where a class of the program is involved."""
+    _, method, reflected = COMPARE[symbol]
+    special = special_method(state, left, right, method, reflected)
+    if special is None and symbol == "!=":
+        # ``object.__ne__`` is the opposite of the class's own ``__eq__``.
+        same = special_method(state, left, right, "__eq__", "__eq__")
+        special = None if same is None else ConstantValue(not same.truth(state))
+    if special is not None:
+        return special
+    contents = [plain_content(side) for side in (left, right)]
+    first, second = contents
+    if first is not None and second is not None:
+        return compare(state, symbol, first, second)
+    if symbol in ("==", "!="):
+        return ConstantValue(_same_object(state, left, right) == (symbol == "=="))
+    kinds = " and ".join(f"{side.python_type().__name__!r}" for side in (left, right))
+    message = f"{symbol!r} not supported between instances of {kinds}"
+    raise state.raise_exception(TypeError, message)
+
+
+def _same_object(state: CaptureState, left: Value, right: Value) -> bool:
+    """``object.__eq__``, and that of namespaces, which compare their attributes."""
+    sides = (left, right)
+    if all(isinstance(side, InstanceValue) and issubclass(side.cls, types.SimpleNamespace) for side in sides):
+        return equal(state, *(side.get_attribute(state, "__dict__") for side in sides))
+    return is_same(state, left, right)
+
+
+def _lexicographic(state: CaptureState, symbol: str, left: SequenceValue, right: SequenceValue) -> Value:
+    for one, other in zip(left.all(state), right.all(state), strict=False):
+        if not same_item(state, one, other):
+            return compare(state, symbol, one, other)
+    return ConstantValue(COMPARE[symbol][0](len(left.items), len(right.items)))
+
+
+def _is_set(value: Value) -> bool:
+    return isinstance(value, SetValue) or (isinstance(value, DictView) and value.what != "values")
+
+
+def _kind(value: SequenceValue) -> type:
+    return tuple if issubclass(value.cls, tuple) else value.cls
+
+
+def same_item(state: CaptureState, one: Value, other: Value) -> bool:
+    """How containers compare items: by identity first."""
+    if one is other:
+        return True
+    numbers = isinstance(one, SymbolicNumber) or isinstance(other, SymbolicNumber)
+    constants = isinstance(one, ConstantValue) and isinstance(other, ConstantValue)
+    if constants and not numbers and one.as_constant() is other.as_constant():
+        return True
+    return equal(state, one, other)
+
+
+def equal(state: CaptureState, left: Value, right: Value) -> bool:
+    """``left == right`` where the answer is known, which it is not for tensors."""
+    if any(issubclass(side.python_type(), np.dtype) for side in (left, right)):
+        compared = operate(state, operator.eq, left, right)
+        return compared is not None and compared.truth(state)
+    if left is not right and (isinstance(left, ArrayValue) or isinstance(right, ArrayValue)):
+        raise state.unsupported("array-equality", "a comparison of containers whose items are arrays")
+    if isinstance(left, TensorValue) or isinstance(right, TensorValue):
+        if left is right:
+            return True  # containers compare by identity first
+        if any(is_none(side) for side in (left, right)):
+            return False
+        raise state.unsupported("tensor-equality", "a comparison of containers whose items are tensors")
+    if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
+        return _of_instances(state, "==", left, right).truth(state)
+    if isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
+        if _kind(left) is not _kind(right) or len(left.items) != len(right.items):
+            return False
+        pairs = zip(left.all(state), right.all(state), strict=True)
+        return all(same_item(state, one, other) for one, other in pairs)
+    if isinstance(left, DictValue) and isinstance(right, DictValue):
+        return _equal_dicts(state, left, right)
+    if _is_set(left) and _is_set(right):
+        return set(as_set(state, left).members) == set(as_set(state, right).members)
+    if are_numbers(left, right):
+        return compare_numbers(state, "==", operator.eq, left, right)
+    if isinstance(left, IdentityValue) and isinstance(right, IdentityValue):
+        return is_same(state, left.value, right.value)
+    if isinstance(left, BoundMethodValue) and isinstance(right, BoundMethodValue):
+        return is_same(state, left.owner, right.owner) and equal(state, left.function, right.function)
+    if left is right and not isinstance(left, ConstantValue):
+        return True
+    try:
+        return bool(left.as_constant() == right.as_constant())
+    except NotConstant:
+        pass
+    if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
+        return bool(left.real is right.real)
+    plain = (ConstantValue, SequenceValue, DictValue, SetValue)
+    if isinstance(left, plain) != isinstance(right, plain):
+        return False
+    if isinstance(left, plain) and isinstance(right, plain) and type(left) is not type(right):
+        return False
+    if all(side.python_type().__eq__ is object.__eq__ for side in (left, right)):
+        return is_same(state, left, right)
+    raise state.unsupported("equality", f"{left.describe()} == {right.describe()}")
+
+
+def _equal_dicts(state: CaptureState, left: DictValue, right: DictValue) -> bool:
+    left.guard_keys(state)
+    right.guard_keys(state)
+    if set(left.entries) != set(right.entries):
+        return False
+    if left.cls is right.cls is collections.OrderedDict and list(left.entries) != list(right.entries):
+        return False
+    return all(same_item(state, left.get(state, key), right.get(state, key)) for key in left.entries)
+
+
+def is_same(state: CaptureState, left: Value, right: Value) -> bool:
+    """``left is right``."""
+    if left is right:
+        return True
+    numbers = isinstance(left, SymbolicNumber) or isinstance(right, SymbolicNumber)
+    if numbers and left.python_type() is not right.python_type():
+        return False
+    if isinstance(left, ConstantValue) and isinstance(right, ConstantValue):
+        one, other = left.value, right.value
+        if one is other:
+            return True
+        singletons = (type(None), bool, type(Ellipsis), type(NotImplemented))
+        if type(one) is not type(other) or isinstance(one, singletons):
+            return False
+        if one != other:
+            return False
+        raise state.unsupported("identity", f"`is` between the equal constants {one!r}")
+    if isinstance(left, ConstantValue) or isinstance(right, ConstantValue):
+        return False
+    if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
+        return left.real is right.real
+    if isinstance(left, BoundMethodValue) != isinstance(right, BoundMethodValue):
+        return False
+    if isinstance(left, BoundMethodValue):
+        raise state.unsupported("identity", "`is` between methods")
+    if isinstance(left, SequenceValue) and isinstance(right, SequenceValue) and issubclass(left.cls, tuple):
+        # Python may make one object of equal literals, and two sources may lead to one object.
+        made = [side.source is None and not side.is_literal for side in (left, right)]
+        if right.cls is not left.cls or (any(made) and left.items and right.items):
+            return False
+        raise state.unsupported("identity", "`is` between tuples")
+    if isinstance(left, TensorValue) and isinstance(right, TensorValue) and left.source and right.source:
+        state.guards.distinct(left.source, right.source)
+        return False
+    if left.source is not None and right.source is not None:
+        state.guards.distinct(left.source, right.source)
+    return False

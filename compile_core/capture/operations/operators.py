@@ -1,0 +1,231 @@
+"""Unary and binary operators over all families."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.open_numbers.scalars import compute_scalar
+from compile_core.capture.open_numbers.symbolic_numbers import (
+    SymbolicNumber,
+    are_numbers,
+    binary_number,
+    negate_number,
+)
+from compile_core.capture.operations.special_methods import (
+    StandIn,
+    is_not_implemented,
+    of_metaclass,
+    plain_content,
+    special_call,
+    special_method,
+)
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.constants import ConstantValue, fold
+from compile_core.capture.values.containers import ListValue, SequenceValue
+from compile_core.capture.values.deques import DequeValue
+from compile_core.capture.values.mappings import DictValue, DictView
+from compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
+from compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
+from compile_core.capture.values.sets import SetValue, as_set
+from compile_core.capture.values.tensors import TensorValue
+
+# BINARY_OP's text: the function, the methods on the left, on the right.
+BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "+": (operator.add, "__add__", "__radd__"),
+    "-": (operator.sub, "__sub__", "__rsub__"),
+    "*": (operator.mul, "__mul__", "__rmul__"),
+    "/": (operator.truediv, "__truediv__", "__rtruediv__"),
+    "//": (operator.floordiv, "__floordiv__", "__rfloordiv__"),
+    "%": (operator.mod, "__mod__", "__rmod__"),
+    "**": (operator.pow, "__pow__", "__rpow__"),
+    "@": (operator.matmul, "__matmul__", "__rmatmul__"),
+    "&": (operator.and_, "__and__", "__rand__"),
+    "|": (operator.or_, "__or__", "__ror__"),
+    "^": (operator.xor, "__xor__", "__rxor__"),
+    "<<": (operator.lshift, "__lshift__", "__rlshift__"),
+    ">>": (operator.rshift, "__rshift__", "__rrshift__"),
+}
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "+=": operator.iadd,
+    "-=": operator.isub,
+    "*=": operator.imul,
+    "/=": operator.itruediv,
+    "//=": operator.ifloordiv,
+    "%=": operator.imod,
+    "**=": operator.ipow,
+    "@=": operator.imatmul,
+    "&=": operator.iand,
+    "|=": operator.ior,
+    "^=": operator.ixor,
+    "<<=": operator.ilshift,
+    ">>=": operator.irshift,
+}
+UNARY: dict[str, tuple[Callable[..., Any], str]] = {
+    "-": (operator.neg, "__neg__"),
+    "+": (operator.pos, "__pos__"),
+    "~": (operator.invert, "__invert__"),
+}
+
+
+def binary(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
+    """``left symbol right`` for one of BINARY or IN_PLACE."""
+    written = symbol
+    if symbol in IN_PLACE:
+        changed = _in_place(state, symbol, left, right)
+        if changed is not None:
+            return changed
+        symbol = symbol[:-1]
+    function, method, reflected = BINARY[symbol]
+    array = operate(state, function, left, right)
+    if array is not None:
+        return array
+    if isinstance(left, InstanceValue) or isinstance(right, InstanceValue):
+        return _of_instances(state, written, left, right)
+    if isinstance(left, TensorValue) or isinstance(right, TensorValue):
+        return state.call_tensor_op("call_function", function, [left, right], {})
+    scalar = compute_scalar(state, function, [left, right])
+    if scalar is not None:
+        return scalar
+    if are_numbers(left, right):
+        return binary_number(state, symbol, function, left, right)
+    special = of_metaclass(state, left, right, method, reflected)
+    if special is None:
+        special = _of_containers(state, symbol, left, right)
+    if special is not None:
+        return special
+    if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
+        return fill_in(state, left.value, right)
+    return fold(state, function, [left, right], {})
+
+
+def _of_instances(state: CaptureState, written: str, left: Value, right: Value) -> Value:
+    """An operator where a class of the program is involved."""
+    symbol = written[:-1] if written in IN_PLACE else written
+    _, method, reflected = BINARY[symbol]
+    special = special_method(state, left, right, method, reflected)
+    if special is not None:
+        return special
+    contents = [plain_content(side) for side in (left, right)]
+    if None not in contents:
+        first, second = contents
+        assert first is not None and second is not None
+        return binary(state, symbol, first, second)
+    if symbol == "*" and isinstance(left, SequenceValue):
+        index = special_call(state, right, "__index__", [])
+        if index is not None:
+            return binary(state, symbol, left, index)
+    shown = "** or pow()" if symbol == "**" else symbol
+    shown = f"{shown}=" if written in IN_PLACE else shown
+    kinds = " and ".join(f"{side.python_type().__name__!r}" for side in (left, right))
+    raise state.raise_exception(TypeError, f"unsupported operand type(s) for {shown}: {kinds}")
+
+
+def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
+    """Sums and multiples of sequences, algebra of sets, union of dictionaries."""
+    if symbol == "+" and isinstance(left, SequenceValue) and isinstance(right, SequenceValue):
+        if left.cls is list and right.cls is list:
+            return ListValue([*left.all(state), *right.all(state)])
+        if isinstance(left, DequeValue) and isinstance(right, DequeValue):
+            joined = left.copy(state)
+            joined.call_method(state, "extend", [right], {})
+            return joined
+        if issubclass(left.cls, tuple) and issubclass(right.cls, tuple):
+            return _concatenate(state, left, right)
+    if symbol == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, SequenceValue) and issubclass(times.python_type(), int):
+                count = state.as_index(times, "the number of repetitions")
+                items = sequence.all(state) * count
+                if sequence.cls is list:
+                    return ListValue(list(items))
+                if issubclass(sequence.cls, tuple):
+                    return SequenceValue(list(items), tuple)
+    if symbol == "|" and isinstance(left, DictValue) and isinstance(right, DictValue):
+        merged = left.copy(state)
+        assert isinstance(merged, DictValue)
+        merged.update(state, right)
+        return merged
+    views = [isinstance(side, DictView) and side.what != "values" for side in (left, right)]
+    if symbol in SET_OPERATORS and any(views):
+        return as_set(state, left, set).call_method(state, SET_OPERATORS[symbol], [right], {})
+    if symbol in SET_OPERATORS and isinstance(left, SetValue) and isinstance(right, SetValue):
+        return left.call_method(state, SET_OPERATORS[symbol], [right], {})
+    return None
+
+
+def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
+    """``left symbol right`` where the left operand changes itself; None where it has no such operator."""
+    if isinstance(left, ArrayValue):
+        return operate(state, IN_PLACE[symbol], left, right)
+    if isinstance(left, TensorValue) and not isinstance(right, InstanceValue):
+        return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
+    if isinstance(left, InstanceValue):
+        result = special_call(state, left, f"__i{BINARY[symbol[:-1]][1][2:]}", [right])
+        return None if result is None or is_not_implemented(result) else result
+    if isinstance(left, ListValue):
+        if symbol == "+=" and not isinstance(right, (TensorValue, InstanceValue)):
+            left.extend(state, right)
+            return left
+        if symbol == "*=" and isinstance(right, ConstantValue):
+            return left.repeat(state, right)
+        if isinstance(right, (TensorValue, InstanceValue)):
+            raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
+    if isinstance(left, DictValue) and symbol == "|=":
+        left.update(state, right)
+        return left
+    both_sets = isinstance(left, SetValue) and left.cls is set and isinstance(right, (SetValue, DictView))
+    if both_sets and symbol in IN_PLACE_SET_OPERATORS:
+        left.call_method(state, IN_PLACE_SET_OPERATORS[symbol], [right], {})
+        return left
+    return None
+
+
+def _concatenate(state: CaptureState, left: SequenceValue, right: SequenceValue) -> Value:
+    items = [*left.all(state), *right.all(state)]
+    if torch.Size not in (left.cls, right.cls):
+        return SequenceValue(list(items), tuple)
+    # torch.Size + torch.Size differs between torch versions (tuple or Size), so torch is asked.
+    return SequenceValue(list(items), type(left.cls(()) + right.cls(())))
+
+
+def fill_in(state: CaptureState, pattern: str, arguments: Value) -> Value:
+    """``pattern % arguments``; objects of the program have texts of their own."""
+    try:
+        return fold(state, operator.mod, [ConstantValue(pattern), ConstantValue(arguments.as_constant())], {})
+    except NotConstant:
+        pass
+    if isinstance(arguments, DictValue):
+        raise state.unsupported("text", "a pattern filled in with a dictionary")
+    is_tuple = isinstance(arguments, SequenceValue) and issubclass(arguments.cls, tuple)
+    items = arguments.all(state) if is_tuple and isinstance(arguments, SequenceValue) else [arguments]
+    stand_ins = tuple(StandIn(state, item) for item in items)
+    return state.from_constant(pattern % stand_ins)
+
+
+def unary(state: CaptureState, symbol: str, operand: Value) -> Value:
+    function, method = UNARY[symbol]
+    array = operate(state, function, operand)
+    if array is not None:
+        return array
+    if isinstance(operand, TensorValue):
+        return state.call_tensor_op("call_function", function, [operand], {})
+    if isinstance(operand, InstanceValue):
+        found = special_call(state, operand, method, [])
+        if found is not None:
+            return found
+        if operand.content is not None:
+            return unary(state, symbol, operand.content)
+        shown = f"bad operand type for unary {symbol}: {operand.cls.__name__!r}"
+        raise state.raise_exception(TypeError, shown)
+    scalar = compute_scalar(state, function, [operand])
+    if scalar is not None:
+        return scalar
+    if isinstance(operand, SymbolicNumber) and symbol != "~":
+        return operand if symbol == "+" else negate_number(state, operand)
+    return fold(state, function, [operand], {})

@@ -1,0 +1,146 @@
+"""``str``, ``repr`` and ``format`` over all families."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from compile_core.capture.object_model.classes import ClassValue
+from compile_core.capture.object_model.exceptions import ExceptionValue
+from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, find_class_entry
+from compile_core.capture.operations.special_methods import StandIn
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.constants import ConstantValue, fold
+from compile_core.capture.values.containers import SequenceValue, SliceValue
+from compile_core.capture.values.deques import DequeValue
+from compile_core.capture.values.mappings import DictValue
+from compile_core.capture.values.sets import SetValue
+
+
+def text(state: CaptureState, value: Value) -> Value:
+    """``str(value)``."""
+    if isinstance(value, InstanceValue):
+        own = _own_method(state, value, "__str__", [])
+        if own is not None:
+            return own
+        if isinstance(value, ExceptionValue):
+            return value.text(state)
+        if isinstance(value.content, ConstantValue):
+            return text(state, value.content)
+        return representation(state, value)
+    if _is_literal_text(value):
+        return fold(state, str, [value], {})
+    return representation(state, value)
+
+
+def representation(state: CaptureState, value: Value) -> Value:
+    """``repr(value)``."""
+    if isinstance(value, InstanceValue):
+        own = _own_method(state, value, "__repr__", [])
+        if own is not None:
+            return own
+        if isinstance(value, ExceptionValue):
+            return value.representation(state)
+        if value.content is not None and value.content.python_type() in (
+            str,
+            int,
+            float,
+            bytes,
+            list,
+            dict,
+            tuple,
+        ):
+            return representation(state, value.content)
+        raise state.unsupported("text", f"the text of {value.describe()} shows its address")
+    try:
+        value.as_constant()
+    except NotConstant:
+        return ConstantValue(_of_container(state, value, []))
+    return fold(state, repr, [value], {})
+
+
+def formatted(state: CaptureState, value: Value, spec: Value) -> Value:
+    """``format(value, spec)``."""
+    if not isinstance(value, InstanceValue):
+        if _is_literal_text(value):
+            return fold(state, format, [value, spec], {})
+        shown = representation(state, value)
+    else:
+        own = _own_method(state, value, "__format__", [spec])
+        if own is not None:
+            return own
+        shown = text(state, value)
+    if spec.as_constant() != "":
+        name = value.python_type().__name__
+        message = f"unsupported format string passed to {name}.__format__"
+        raise state.raise_exception(TypeError, message)
+    return shown
+
+
+def converted(state: CaptureState, value: Value, conversion: Callable[[object], str] | None) -> Value:
+    """A value of an f-string after ``!s``, ``!r`` or ``!a``."""
+    if conversion is None:
+        return value
+    if conversion is str:
+        return text(state, value)
+    shown = representation(state, value)
+    return shown if conversion is repr else fold(state, lambda real: ascii(real)[1:-1], [shown], {})
+
+
+def _is_literal_text(value: Value) -> bool:
+    """Whether the real object is known, so that Python itself makes the text."""
+    try:
+        value.as_constant()
+    except NotConstant:
+        return False
+    return True
+
+
+def fill_format(state: CaptureState, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """``pattern.format(*args, **kwargs)``; objects of the program give texts of their own."""
+
+    def known(value: Value) -> Any:
+        return value.as_constant() if _is_literal_text(value) else StandIn(state, value)
+
+    reals = [known(value) for value in args], {name: known(value) for name, value in kwargs.items()}
+    return fold(state, lambda: pattern.format(*reals[0], **reals[1]), [], {})
+
+
+def _own_method(state: CaptureState, value: InstanceValue, name: str, args: list[Value]) -> Value | None:
+    """What a method gives that the class defines in Python; None where Python's own is in place."""
+    owner, entry = find_class_entry(state, value.cls, name)
+    if owner is None or isinstance(entry, (types.WrapperDescriptorType, types.MethodDescriptorType)):
+        return None
+    return bind_class_entry(state, value, value.cls, owner, name, entry).call(state, args, {})
+
+
+def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str:
+    """The text of a container whose items have texts of their own."""
+    if any(value is outer for outer in inside):
+        return "[...]" if isinstance(value, SequenceValue) else "{...}"
+
+    def show(item: Value) -> str:
+        if isinstance(item, (SequenceValue, DictValue, SetValue)):
+            return _of_container(state, item, [*inside, value])
+        return str(representation(state, item).as_constant())
+
+    if isinstance(value, SequenceValue) and value.cls in (list, tuple):
+        items = [show(item) for item in value.all(state)]
+        if value.cls is list:
+            return f"[{', '.join(items)}]"
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if isinstance(value, SequenceValue) and hasattr(value.cls, "_fields"):
+        pairs = zip(value.cls._fields, value.all(state), strict=True)
+        return f"{value.cls.__name__}({', '.join(f'{name}={show(item)}' for name, item in pairs)})"
+    if isinstance(value, DictValue) and value.cls is dict:
+        pairs = [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
+        return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in pairs)}}}"
+    if isinstance(value, DequeValue):
+        limit = "" if value.limit is None else f", maxlen={value.limit}"
+        return f"deque([{', '.join(show(item) for item in value.all(state))}]{limit})"
+    if isinstance(value, SliceValue):
+        return f"slice({', '.join(show(part) for part in value.parts)})"
+    if isinstance(value, ClassValue):
+        return repr(value.real)
+    raise state.unsupported("text", f"no rule for the text of {value.describe()}")

@@ -1,0 +1,136 @@
+"""Rules for the built-in functions that read, store and delete attributes by name, and for those of ``object``."""
+
+from __future__ import annotations
+
+import types
+
+from compile_core.capture.object_model.classes import ClassValue, new_instance
+from compile_core.capture.object_model.content import CONTENT_BASES, content_base
+from compile_core.capture.object_model.functions import BoundMethodValue
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import SequenceValue, sequence_fields
+
+
+def _name(state: CaptureState, value: Value) -> str:
+    name = value.as_constant() if isinstance(value, ConstantValue) else None
+    if not isinstance(name, str):
+        raise state.unsupported("attribute-name", f"{value.describe()} as the name of an attribute")
+    return name
+
+
+@call_rule(hasattr)
+def _hasattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    return ConstantValue(owner.has_attribute(state, _name(state, name)))
+
+
+@call_rule(getattr)
+def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, *default = args
+    try:
+        return owner.get_attribute(state, _name(state, name))
+    except SymbolicRaise as raised:
+        if default and issubclass(raised.value.python_type(), AttributeError):
+            return default[0]
+        raise
+
+
+@call_rule(setattr)
+def _setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, value = args
+    owner.set_attribute(state, _name(state, name), value)
+    return ConstantValue(None)
+
+
+@call_rule(delattr)
+def _delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    owner.delete_attribute(state, _name(state, name))
+    return ConstantValue(None)
+
+
+@call_rule(type.__call__)
+def _type_call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, *rest = args
+    if not isinstance(cls, ClassValue):
+        raise TypeError(f"type.__call__ of {cls.describe()}")
+    return cls.instantiate(state, rest, kwargs)
+
+
+@call_rule(types.MethodType)
+def _method_type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, owner = args
+    return BoundMethodValue(function, owner)
+
+
+@call_rule(types.SimpleNamespace.__init__)
+def _fill_namespace(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (owner,) = args
+    for name, value in kwargs.items():
+        owner.set_attribute(state, name, value)
+    return ConstantValue(None)
+
+
+@call_rule(vars)
+def _vars(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (owner,) = args
+    return owner.get_attribute(state, "__dict__")
+
+
+def _plain_instance(state: CaptureState, owner: Value, method: str) -> InstanceValue:
+    """The owner of a call of one of ``object``'s own methods."""
+    if isinstance(owner, InstanceValue):
+        return owner
+    raise state.unsupported("object-method", f"object.{method} of {owner.describe()}")
+
+
+@call_rule(object.__getattribute__)
+def _object_getattribute(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    instance = _plain_instance(state, owner, "__getattribute__")
+    found = instance.plain_attribute(state, _name(state, name))
+    if found is None:
+        shown = f"{instance.cls.__name__!r} object has no attribute {_name(state, name)!r}"
+        raise state.raise_exception(AttributeError, shown)
+    return found
+
+
+@call_rule(object.__setattr__)
+def _object_setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name, value = args
+    _plain_instance(state, owner, "__setattr__").store(state, _name(state, name), value)
+    return ConstantValue(None)
+
+
+@call_rule(object.__delattr__)
+def _object_delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    owner, name = args
+    _plain_instance(state, owner, "__delattr__").remove(state, _name(state, name))
+    return ConstantValue(None)
+
+
+def _new_rule(base: type) -> CallRule:
+    def new(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        cls, *rest = args
+        if not isinstance(cls, ClassValue):
+            raise TypeError(f"{base.__name__}.__new__ of {cls.describe()}")
+        if content_base(cls.real) is None and base is not object:
+            return cls.call(state, rest, kwargs)
+        return new_instance(state, cls.real, rest, kwargs)
+
+    return new
+
+
+@call_rule(tuple.__new__)
+def _new_tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    cls, *rest = args
+    if isinstance(cls, ClassValue) and sequence_fields(cls.real):
+        return SequenceValue([*(state.items_of(rest[0]) if rest else [])], cls.real)
+    return _new_rule(tuple)(state, args, kwargs)
+
+
+for _base in (object, *(base for base in CONTENT_BASES if base is not tuple)):
+    CALL_RULES[_base.__new__] = _new_rule(_base)

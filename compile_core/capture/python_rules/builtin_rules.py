@@ -1,0 +1,242 @@
+"""Rules for calls of Python's built-in functions and types."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import functools
+import math
+import operator
+import typing
+from typing import Any
+
+from compile_core.capture.frames.frame import Frame
+from compile_core.capture.numpy_arrays.arrays import operate
+from compile_core.capture.object_model.classes import ClassValue, SuperValue
+from compile_core.capture.object_model.exceptions import ExceptionValue
+from compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.object_model.objects import InstanceValue, find_class_entry
+from compile_core.capture.object_model.partials import PartialValue
+from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
+from compile_core.capture.operations import operators, texts
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue, fold, is_none
+from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from compile_core.capture.values.mappings import DictValue, new_dict
+from compile_core.capture.values.sets import SetValue, as_set, new_set
+from compile_core.capture.values.tensors import METHOD_RULES, TensorValue
+
+_PURE = (
+    [abs, bytes, complex, divmod, ord, pow, round]
+    + [value for name, value in vars(math).items() if callable(value) and name != "prod"]
+    + [int.from_bytes, str.maketrans, bytes.maketrans]
+)
+
+
+def _fold_rule(function: Any) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        array = operate(state, operator.abs, *args) if function is abs else None
+        if array is not None:
+            return array
+        if function is abs and isinstance(args[0], TensorValue):
+            return state.call_tensor_op("call_method", "abs", args, {})
+        if function is pow and any(isinstance(argument, TensorValue) for argument in args):
+            return operators.binary(state, "**", *args)
+        return call_with_numbers(state, function, args, kwargs) or fold(state, function, args, kwargs)
+
+    return call
+
+
+for _function in _PURE:
+    CALL_RULES[_function] = _fold_rule(_function)
+
+
+@call_rule(len)
+def _len(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    if isinstance(value, TensorValue) and value.fake.dim():
+        return state.from_constant(value.fake.shape[0])
+    return ConstantValue(value.length(state))
+
+
+@call_rule(bool)
+def _bool(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(args[0].truth(state) if args else False)
+
+
+def _number_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if args and isinstance(args[0], TensorValue):
+            rule = METHOD_RULES.get(f"__{cls.__name__}__")
+            found = None if rule is None else rule(state, args[0], [], {})
+            if found is not None:
+                return found
+            raise state.unsupported(
+                "data-dependent-value",
+                f"{cls.__name__}() of {args[0].describe()} depends on its data",
+                "keep the value in a tensor",
+            )
+        return call_with_numbers(state, cls, args, kwargs) or fold(state, cls, args, kwargs)
+
+    return call
+
+
+CALL_RULES[int] = _number_rule(int)
+CALL_RULES[float] = _number_rule(float)
+
+
+@call_rule(str)
+def _str(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if len(args) == 1 and not kwargs:
+        return texts.text(state, args[0])
+    return fold(state, str, args, kwargs)
+
+
+@call_rule(repr)
+def _repr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return texts.representation(state, value)
+
+
+@call_rule(ascii)
+def _ascii(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return texts.converted(state, value, ascii)
+
+
+@call_rule(format)
+def _format(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    value, spec = [*args, ConstantValue("")][:2]
+    return texts.formatted(state, value, spec)
+
+
+@call_rule(type)
+def _type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return state.wrap(value.python_type(), None)
+
+
+@call_rule(super)
+def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args:
+        cls, owner = args
+    else:
+        frame = state.frames[-1]
+        assert isinstance(frame, Frame)
+        cell = frame.cells.get("__class__")
+        if cell is None or cell.content is None:
+            raise state.unsupported("super", "super() outside of a method")
+        cls = state.realize(cell.content)
+        first = frame.code.code.co_varnames[0]
+        content = frame.cells[first].content if first in frame.cells else frame.locals[first]
+        owner = None if content is None else state.realize(content)
+    if not isinstance(cls, ClassValue) or owner is None:
+        raise state.unsupported("super", "super() of something else than a class")
+    return SuperValue(cls.real, owner)
+
+
+@call_rule(callable)
+def _callable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    always = (FunctionValue, BoundMethodValue, PartialValue, ClassValue, CallableReferenceValue)
+    if isinstance(value, always):
+        return ConstantValue(True)
+    if isinstance(value, InstanceValue):
+        return ConstantValue(find_class_entry(state, value.cls, "__call__")[0] is not None)
+    if isinstance(value, (ConstantValue, TensorValue, SequenceValue, DictValue, SetValue)):
+        return ConstantValue(False)
+    raise state.unsupported("call-of-builtin", f"callable() of {value.describe()}")
+
+
+@call_rule(object.__init__, BaseException.__init__, Exception.__init__)
+def _object_init(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if isinstance(args[0], ExceptionValue):
+        args[0].args = args[1:]
+    elif len(args) != 1 or kwargs:
+        raise state.raise_exception(TypeError, "object.__init__() takes exactly one argument")
+    return ConstantValue(None)
+
+
+@call_rule(tuple)
+def _tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args and isinstance(args[0], SequenceValue) and args[0].cls is tuple:
+        return args[0]
+    return SequenceValue(list(state.items_of(args[0])) if args else [], tuple)
+
+
+@call_rule(list)
+def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ListValue(list(state.items_of(args[0])) if args else [])
+
+
+def _set_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return as_set(state, args[0], cls) if args else new_set(state, [], cls)
+
+    return call
+
+
+CALL_RULES[set] = _set_rule(set)
+CALL_RULES[frozenset] = _set_rule(frozenset)
+
+
+def _dict_rule(cls: type) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        made = new_dict([], state, cls)
+        made.update(state, *args, **kwargs)
+        return made
+
+    return call
+
+
+CALL_RULES[dict] = _dict_rule(dict)
+CALL_RULES[collections.OrderedDict] = _dict_rule(collections.OrderedDict)
+
+
+@call_rule(collections.defaultdict)
+def _defaultdict(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    made = new_dict([], state, collections.defaultdict)
+    if args and not is_none(args[0]):
+        made.default_factory = args[0]
+    made.update(state, *args[1:], **kwargs)
+    return made
+
+
+@call_rule(collections._count_elements)  # type: ignore[attr-defined]
+def _count_elements(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """What ``Counter.update`` leaves to C: one more for each item."""
+    mapping, iterable = args
+    for item in state.items_of(iterable):
+        before = mapping.call_method(state, "get", [item, ConstantValue(0)], {})
+        mapping.set_item(state, item, operators.binary(state, "+", before, ConstantValue(1)))
+    return ConstantValue(None)
+
+
+@call_rule(slice)
+def _slice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    none = ConstantValue(None)
+    if len(args) == 1:
+        return SliceValue([none, args[0], none])
+    return SliceValue([*args, none][:3])
+
+
+@call_rule(functools.reduce)
+def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    function, iterable, *start = args
+    items = [*start, *state.items_of(iterable)]
+    if not items:
+        raise state.raise_exception(TypeError, "reduce() of empty iterable with no initial value")
+    result = items[0]
+    for item in items[1:]:
+        result = function.call(state, [result, item], {})
+    return result
+
+
+@call_rule(typing.cast)
+def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return args[1]
+
+
+BUILTIN_NAMES = vars(builtins)

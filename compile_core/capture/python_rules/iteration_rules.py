@@ -1,0 +1,194 @@
+"""Rules for the built-in functions that go through an iterable."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from compile_core.capture.frames.generators import stop_iteration
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
+from compile_core.capture.operations import comparisons, operators
+from compile_core.capture.operations.special_methods import special_call
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
+from compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
+from compile_core.capture.values.iterators import IteratorValue
+from compile_core.capture.values.mappings import DictValue, DictView
+from compile_core.capture.values.sets import SetValue
+from compile_core.capture.values.tensors import TensorValue
+
+
+class SentinelIterator(IteratorValue):
+    """``iter(function, sentinel)``."""
+
+    cls = type(iter(int, 1))
+
+    def __init__(self, function: Value, sentinel: Value) -> None:
+        self.function: Value | None = function
+        self.sentinel = sentinel
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.function is None:
+            return None
+        item = self.function.call(state, [], {})
+        if item is self.sentinel or state.equal(item, self.sentinel):
+            self.function = None
+            return None
+        return item
+
+
+@call_rule(iter)
+def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if len(args) == 2:
+        return SentinelIterator(*args)
+    (iterable,) = args
+    return iterable.iterate(state)
+
+
+@call_rule(reversed)
+def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (sequence,) = args
+    own = special_call(state, sequence, "__reversed__", [])
+    if own is not None:
+        return own
+    if isinstance(sequence, SequenceValue):
+        return SequenceIterator(list(reversed(sequence.all(state))), reversed)
+    if isinstance(sequence, ConstantValue) and isinstance(sequence.value, (range, str, bytes)):
+        return SequenceIterator([ConstantValue(item) for item in reversed(sequence.value)], reversed)
+    if isinstance(sequence, DictValue):
+        return sequence.reverse_iterator(state)
+    if isinstance(sequence, DictView):
+        items = state.items_of(sequence)
+        return SequenceIterator(list(reversed(items)), type(reversed({})))
+    if isinstance(sequence, InstanceValue) and hasattr(sequence.cls, "__getitem__"):
+        items = [sequence.get_item(state, ConstantValue(i)) for i in reversed(range(sequence.length(state)))]
+        return SequenceIterator(list(items), reversed)
+    if isinstance(sequence, TensorValue):
+        raise state.unsupported("reversed", f"reversed() of {sequence.describe()}")
+    message = f"{sequence.python_type().__name__!r} object is not reversible"
+    raise state.raise_exception(TypeError, message)
+
+
+@call_rule(next)
+def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    iterator, *default = args
+    if not hasattr(iterator.python_type(), "__next__"):
+        name = iterator.python_type().__name__
+        raise state.raise_exception(TypeError, f"{name!r} object is not an iterator")
+    item = iterator.advance(state)
+    if item is not None:
+        return item
+    if default:
+        iterator.returned()
+        return default[0]
+    raise stop_iteration(state, iterator)
+
+
+@call_rule(sorted)
+def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    if isinstance(iterable, SetValue) and "key" not in kwargs:
+        items = iterable.arranged()  # the order of the set does not matter
+    else:
+        items = state.items_of(iterable)
+    return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
+
+
+def _has_open_int(items: list[Value]) -> bool:
+    """Whether items are integers of which some are symbolic; arithmetic one by one is exact then."""
+    return all(item.python_type() is int for item in items) and any(
+        isinstance(item, SymbolicInt) for item in items
+    )
+
+
+@call_rule(math.prod)
+def _prod(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    items = state.items_of(args[0])
+    if kwargs or not _has_open_int(items):
+        return fold(state, math.prod, [SequenceValue(list(items), tuple)], kwargs)
+    result: Value = ConstantValue(1)
+    for item in items:
+        result = operators.binary(state, "*", result, item)
+    return result
+
+
+@call_rule(sum)
+def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def total(iterable: Value, start: Value | None = None) -> Value:
+        result = ConstantValue(0) if start is None else start
+        for item in state.items_of(iterable):
+            result = operators.binary(state, "+", result, item)
+        return result
+
+    items = state.items_of(args[0])
+    try:
+        # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
+        if _has_open_int(items):
+            raise NotConstant(items)
+        constants = [item.as_constant() for item in items]
+        if len(args) == 1 and not kwargs:
+            return fold(state, lambda: sum(constants), [], {})
+    except NotConstant:
+        pass
+    return total(ListValue(list(items)), *args[1:], **kwargs)
+
+
+@call_rule(math.prod)
+def _product_of_all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def total(iterable: Value, *, start: Value | None = None) -> Value:
+        first = ConstantValue(1) if start is None else start
+        items = state.items_of(iterable)
+        values = [first, *items]
+        if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
+            return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
+        for item in items:
+            first = operators.binary(state, "*", first, item)
+        return first
+
+    return total(*args, **kwargs)
+
+
+def _extremum_rule(function: Any, symbol: str) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if set(kwargs) - {"key", "default"}:
+            raise TypeError("unknown keyword argument")
+        items = state.items_of(args[0]) if len(args) == 1 else args
+        if not items:
+            if "default" in kwargs:
+                return kwargs["default"]
+            return fold(state, lambda: function(()), [], {})  # raises, in this version's words
+        key = kwargs.get("key")
+        keys = items if key is None else [key.call(state, [item], {}) for item in items]
+        best = 0
+        for index in range(1, len(items)):
+            if comparisons.compare(state, symbol, keys[index], keys[best]).truth(state):
+                best = index
+        return items[best]
+
+    return call
+
+
+CALL_RULES[min] = _extremum_rule(min, "<")
+CALL_RULES[max] = _extremum_rule(max, ">")
+
+
+@call_rule(any)
+def _any(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    iterator = iterable.iterate(state)
+    while (item := iterator.advance(state)) is not None:
+        if item.truth(state):
+            return ConstantValue(True)
+    return ConstantValue(False)
+
+
+@call_rule(all)
+def _all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (iterable,) = args
+    iterator = iterable.iterate(state)
+    while (item := iterator.advance(state)) is not None:
+        if not item.truth(state):
+            return ConstantValue(False)
+    return ConstantValue(True)

@@ -1,0 +1,126 @@
+"""Rules for the built-in functions that ask an object for its hash, identity, number, names."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from compile_core.capture.object_model.classes import ClassValue
+from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
+from compile_core.capture.operations import operator_rules
+from compile_core.capture.operations.special_methods import special_call
+from compile_core.capture.python_rules import builtin_rules
+from compile_core.capture.values.base import CaptureState, NotConstant, Value
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue, fold
+from compile_core.capture.values.containers import ListValue
+from compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
+from compile_core.capture.values.tensors import TensorValue
+
+# Some rules below ask the object first and else do what the rule for literals does.
+assert builtin_rules and operator_rules
+
+
+@call_rule(id)
+def _id(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    return IdentityValue(value)
+
+
+@call_rule(hash)
+def _hash(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    key = value.hash_key(state)
+    if isinstance(key, ComputedKey):
+        return ConstantValue(key.hashed)
+    try:
+        return ConstantValue(hash(value.as_constant()))
+    except NotConstant:
+        raise state.unsupported(
+            "hash", f"the hash of {value.describe()} is another one at each run"
+        ) from None
+
+
+@call_rule(dir)
+def _dir(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (value,) = args
+    if isinstance(value, ClassValue):
+        names = dir(value.real)
+        place = state.reference_source(value.real.__qualname__, value.real)
+        state.guards.add([place], "dir({0}) == {c0}", [names], f"the names of {value.real.__qualname__}")
+    elif isinstance(value, (InstanceValue, TensorValue)):
+        raise state.unsupported("dir", f"dir() of {value.describe()}")
+    else:
+        names = dir(value.python_type())
+    return ListValue([ConstantValue(name) for name in names])
+
+
+def _number_rule(function: Callable[..., Any], name: str) -> CallRule:
+    """A built-in function that asks an object's special method; of literals it is folded."""
+    earlier = CALL_RULES.get(function)
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if args and isinstance(args[0], InstanceValue):
+            found = special_call(state, args[0], name, args[1:])
+            if found is None and name in ("__int__", "__float__", "__complex__"):
+                found = special_call(state, args[0], "__index__", [])
+                found = None if found is None else call(state, [found], {})
+            if found is not None:
+                return found
+            if args[0].content is not None:
+                args = [args[0].content, *args[1:]]
+        if earlier is not None:
+            return earlier(state, args, kwargs)
+        return call_with_numbers(state, function, args, kwargs) or fold(state, function, args, kwargs)
+
+    return call
+
+
+for _function, _name in (
+    (int, "__int__"),
+    (float, "__float__"),
+    (complex, "__complex__"),
+    (abs, "__abs__"),
+    (round, "__round__"),
+    (math.floor, "__floor__"),
+    (math.ceil, "__ceil__"),
+    (math.trunc, "__trunc__"),
+    (bytes, "__bytes__"),
+    (operator.index, "__index__"),
+):
+    CALL_RULES[_function] = _number_rule(_function, _name)
+
+
+def _reflected_rule(function: Callable[..., Any], method: str, reflected: str) -> CallRule:
+    earlier = CALL_RULES[function]
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        for index, name in ((0, method), (1, reflected)):
+            others = [*args[1:]] if index == 0 else [args[0]]
+            found = special_call(state, args[index], name, others) if index < len(args) else None
+            if found is not None:
+                return found
+        return earlier(state, args, kwargs)
+
+    return call
+
+
+CALL_RULES[divmod] = _reflected_rule(divmod, "__divmod__", "__rdivmod__")
+CALL_RULES[pow] = _reflected_rule(pow, "__pow__", "__rpow__")
+
+
+def _indexed_rule(function: Callable[..., Any]) -> CallRule:
+    """Functions of whole numbers, which an object may stand for."""
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        numbers = [special_call(state, value, "__index__", []) or value for value in args]
+        return call_with_numbers(state, function, numbers, kwargs) or fold(state, function, numbers, kwargs)
+
+    return call
+
+
+for _function in (range, hex, oct, bin, chr):
+    CALL_RULES[_function] = _indexed_rule(_function)

@@ -1,0 +1,1 @@
+"""Rules for torch: which of its functions are recorded or answered, and what turns its modes and switches."""

@@ -1,0 +1,113 @@
+"""The state of torch that every operation depends on, as one tuple that each check compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._device import DeviceContext
+
+from compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
+from compile_core.capture.run_only import is_run_only
+from compile_core.ir.torch_switches import without_saved_tensor_hooks
+
+_is_grad_enabled = torch._C.is_grad_enabled
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_get_default_dtype = torch.get_default_dtype
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_stack = peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+
+_accelerator = torch.accelerator.current_accelerator()
+_AUTOCAST_DEVICES = {"cpu", "cuda", *([] if _accelerator is None else [_accelerator.type])}
+
+
+def global_state() -> tuple[Any, ...]:
+    """Gradient, inference and autocast modes, default dtype and device, determinism, active modes, forward-mode
+    gradients, global module hooks."""
+    return (
+        _is_grad_enabled(),
+        _is_inference_mode_enabled(),
+        _get_default_dtype(),
+        _is_any_autocast_enabled() and autocast_state(),
+        _deterministic(),
+        _deterministic_warns(),
+        _function_modes() and (_function_modes(), default_device()),
+        _dispatch_modes(),
+        _functorch_stack() is None,
+        _is_forward_mode(),
+        any(GLOBAL_HOOK_TABLES),
+    )
+
+
+def _is_forward_mode() -> bool:
+    """Whether tensors may carry tangents of ``torch.autograd.forward_ad``, which compiled kernels would lose."""
+    return forward_ad._current_level >= 0
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Whether autocast caches, where it is on, and its dtypes. While it is off, only who asks for a dtype reads it."""
+    state: list[Any] = [torch.is_autocast_cache_enabled()]
+    for name in _AUTOCAST_DEVICES:
+        state += (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+    return tuple(state)
+
+
+def attention_kernels() -> tuple[Any, ...]:
+    """Which kernels attention may use; read by graphs with attention only.
+
+    Not their order of priority: torch changes it itself at the first choice between CUDA kernels, and it is only a
+    preference among kernels of one meaning.
+    """
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+def default_device() -> torch.device | None:
+    """The device of ``torch.set_default_device`` or ``with torch.device(...)``, where that is the only mode active.
+
+    It is a mode that gives factory functions their ``device``; capture writes the device into the graph instead.
+    """
+    if _function_modes() != 1:
+        return None
+    mode = torch._C._get_function_stack_at(0)
+    return mode.device if type(mode) is DeviceContext else None
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Fake tensors are made and traced outside inference mode, whose tensors have no version, on the devices that the
+    graph says, and unseen by the program's saved-tensor hooks; grad mode stays."""
+    grad_mode = torch.is_grad_enabled()
+    no_device = nullcontext() if default_device() is None else _pop_mode_temporarily()
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_mode),
+        no_device,
+        without_saved_tensor_hooks(),
+    ):
+        yield
+
+
+def must_run_plain() -> bool:
+    """Whether nothing may be captured: under ``run_only``, or where a mode is active under which torch calls mean
+    something else (tracing, fake tensors, vmap, gradients in forward mode)."""
+    if is_run_only():
+        return True
+    modes = _function_modes() and default_device() is None
+    transformed = _functorch_stack() is not None or _is_forward_mode()
+    return bool(modes or _dispatch_modes() or transformed or _is_tracing())

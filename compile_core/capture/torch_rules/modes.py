@@ -1,0 +1,310 @@
+"""Modes of torch that a function may switch: gradients and autocast. Each switch is a node of the graph."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+
+from compile_core.capture.guards.source_writer import SourceWriter
+from compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from compile_core.capture.torch_rules.global_state import autocast_state
+from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from compile_core.ir.torch_switches import SWITCHES
+
+
+class ModeValue(Value):
+    """A context manager of torch."""
+
+    cls: type
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("__enter__", "__exit__"):
+            return BuiltinMethod(self, name)
+        return super().get_attribute(state, name)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name == "__enter__":
+            self.enter(state)
+            return self
+        if name == "__exit__":
+            self.leave(state)
+            return ConstantValue(False)
+        return super().call_method(state, name, args, kwargs)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """As a decorator: a function whose calls run under the mode."""
+        (function,) = args
+        if kwargs or not isinstance(function, (FunctionValue, BoundMethodValue, CallableReferenceValue)):
+            raise state.unsupported(
+                "mode-as-decorator", f"{self.describe()} that decorates {function.describe()}"
+            )
+        return DecoratedFunction(self, function)
+
+    def enter(self, state: CaptureState) -> None:
+        raise NotImplementedError
+
+    def leave(self, state: CaptureState) -> None:
+        raise NotImplementedError
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        """The name of a real context manager in the same state, made by lines of the writer."""
+        raise NotImplementedError
+
+
+class DecoratedFunction(Value):
+    """A function that runs under a mode."""
+
+    def __init__(self, mode: ModeValue, function: Value) -> None:
+        self.mode = mode
+        self.function = function
+
+    def python_type(self) -> type:
+        return types.FunctionType
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        mode = copy.copy(self.mode)
+        mode.enter(state)
+        try:
+            result = self.function.call(state, args, kwargs)
+        except SymbolicRaise:
+            mode.leave(state)
+            raise
+        mode.leave(state)
+        return result
+
+
+class GradMode(ModeValue):
+    """``torch.no_grad``, ``torch.enable_grad`` and ``torch.set_grad_enabled`` as context managers."""
+
+    def __init__(self, cls: type, enabled: bool, before: bool | None = None) -> None:
+        self.cls = cls
+        self.enabled = enabled
+        self.before = before
+
+    def enter(self, state: CaptureState) -> None:
+        if self.before is None or self.cls is not torch.set_grad_enabled:
+            self.before = torch.is_grad_enabled()
+        set_grad_mode(state, self.enabled)
+
+    def leave(self, state: CaptureState) -> None:
+        assert self.before is not None
+        set_grad_mode(state, self.before)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        name = writer.bind(f"{writer.constant(object.__new__)}({writer.constant(self.cls)})")
+        if self.cls is torch.set_grad_enabled:
+            writer.lines.append(f"{name}.mode = {self.enabled}")
+        writer.lines.append(f"{name}.prev = {bool(self.before)}")
+        return name
+
+
+def set_grad_mode(state: CaptureState, enabled: bool) -> None:
+    state.call_state_op(torch._C._set_grad_enabled, (enabled,))
+
+
+def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
+    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        made = GradMode(cls, enabled)
+        # Called with a function, as a decorator is, the class decorates it.
+        return made.call(state, args, kwargs) if args or kwargs else made
+
+    return make
+
+
+def _method_rule(name: str) -> CallRule:
+    """``torch.no_grad.__enter__(mode)``, as ``contextlib.ExitStack`` calls it, or for an autocast made before."""
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        mode, *rest = args
+        if mode.python_type() is torch.autocast and not isinstance(mode, ModeValue):
+            entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
+            if name == "__enter__" and entered:
+                raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
+            mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
+        if not isinstance(mode, ModeValue):
+            raise TypeError(f"{name} of {mode.describe()}")
+        return mode.call_method(state, name, rest, kwargs)
+
+    return call
+
+
+for _cls in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast):
+    for _name in ("__enter__", "__exit__"):
+        CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
+
+CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
+CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
+
+
+@call_rule(torch.set_grad_enabled)
+def _set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mode,) = args
+    made = GradMode(torch.set_grad_enabled, _flag(state, mode), torch.is_grad_enabled())
+    set_grad_mode(state, made.enabled)
+    return made
+
+
+@call_rule(torch._C._set_grad_enabled)
+def _raw_set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mode,) = args
+    set_grad_mode(state, _flag(state, mode))
+    return ConstantValue(None)
+
+
+def _flag(state: CaptureState, value: Value) -> bool:
+    if value.python_type() is not bool:
+        raise state.unsupported("grad-mode", f"{value.describe()} as a grad mode, which must be a bool")
+    return value.truth(state)
+
+
+def guard_autocast(state: CaptureState) -> None:
+    """The defaults of autocast are read: they must be as they were before the captured call changed any."""
+    state.guards.add(
+        [],
+        "{c0}() == {c1}",
+        [autocast_state, state.autocast_at_start],
+        "the defaults of autocast are the same",
+    )
+
+
+def _autocast_default(function: Any) -> CallRule:
+    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        guard_autocast(state)
+        return fold(state, function, args, kwargs)
+
+    return answer
+
+
+for _function in (torch.get_autocast_dtype, torch.is_autocast_cache_enabled):
+    CALL_RULES[_function] = _autocast_default(_function)
+
+
+@call_rule(torch.get_default_device)
+def _get_default_device(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    device = state.default_device or torch.device("cpu")
+    if device.index is None and device.type not in ("cpu", "meta"):
+        raise state.unsupported(
+            "default-device", f"torch.get_default_device() asks for the current {device.type}"
+        )
+    return ConstantValue(device)
+
+
+def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str]:
+    """End a graph in the modes in which it began; the lines switch the runner to those of the captured program.
+
+    A context manager that is entered there is entered for real, so that its own exit leaves it.
+    """
+    lines = []
+    for mode in list(state.entered_modes):
+        lines.append(f"{writer.emit(mode)}.__enter__()")
+    for mode in reversed(list(state.entered_modes)):
+        mode.leave(state)
+    enabled = torch.is_grad_enabled()
+    if enabled != grad_mode:
+        set_grad_mode(state, grad_mode)
+        lines.append(f"{writer.constant(torch._C._set_grad_enabled)}({enabled})")
+    for switch, before in zip(SWITCHES, state.switches_at_start, strict=True):
+        values = switch.read()
+        if values != before:
+            state.call_state_op(switch.set, (*switch.prefix, *before))
+            shown = ", ".join(writer.constant(value) for value in (*switch.prefix, *values))
+            lines.append(f"{writer.constant(switch.set)}({shown})")
+    if state.open_modes:
+        raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
+    return lines
+
+
+class AutocastMode(ModeValue):
+    """``torch.autocast``; ``made_before`` is the program's own object, which existed before the capture."""
+
+    cls = torch.autocast
+
+    def __init__(self, arguments: tuple[Any, ...], made_before: Value | None = None) -> None:
+        self.arguments = arguments
+        self.made_before = made_before
+        self.node: Any = None
+
+    def enter(self, state: CaptureState) -> None:
+        if None in self.arguments[1:]:
+            guard_autocast(state)
+        self.node = state.call_state_op(autocast_mode._enter_autocast, self.arguments)
+        state.entered_modes.append(self)
+
+    def leave(self, state: CaptureState) -> None:
+        state.call_state_op(autocast_mode._exit_autocast, (self.node,))
+        state.entered_modes.remove(self)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        if self.made_before is not None:
+            return writer.emit(self.made_before)  # type: ignore[attr-defined]
+        arguments = ", ".join(writer.constant(argument) for argument in self.arguments)
+        return writer.bind(f"{writer.constant(torch.autocast)}({arguments})")
+
+
+def _autocast_of(state: CaptureState, made_before: Value) -> AutocastMode:
+    names = ("device", "fast_dtype", "_enabled", "_cache_enabled")
+    arguments = tuple(made_before.get_attribute(state, name).as_constant() for name in names)
+    return AutocastMode(arguments, made_before)
+
+
+@call_rule(torch.autocast, torch.amp.autocast)
+def _autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    def bind(
+        device_type: Value,
+        dtype: Value | None = None,
+        enabled: Value | None = None,
+        cache_enabled: Value | None = None,
+    ) -> Value:
+        parts = (device_type, dtype, enabled, cache_enabled)
+        real = [None if part is None else part.as_constant() for part in parts]
+        return AutocastMode((real[0], real[1], True if real[2] is None else real[2], real[3]))
+
+    return bind(*args, **kwargs)
+
+
+@call_rule(torch.cuda.amp.autocast)
+def _cuda_autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return _autocast(state, [ConstantValue("cuda"), *args], kwargs)
+
+
+class ProfilerRange(ModeValue):
+    """``torch.profiler.record_function``: a name for a profiler, which the operations of a graph do not have."""
+
+    cls = torch.autograd.profiler.record_function
+
+    def __init__(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.entered = False
+
+    def enter(self, state: CaptureState) -> None:
+        self.entered = True
+
+    def leave(self, state: CaptureState) -> None:
+        self.entered = False
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        """The range begins where the graph ended: what runs behind it is plain Python."""
+        shown = [repr(value) for value in self.args]
+        shown += [f"{name}={value!r}" for name, value in self.kwargs.items()]
+        name = writer.bind(f"{writer.constant(self.cls)}({', '.join(shown)})")
+        if self.entered:
+            writer.lines.append(f"{name}.__enter__()")
+        return name
+
+
+@call_rule(torch.autograd.profiler.record_function)
+def _record_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ProfilerRange(constants_of(args), {name: value.as_constant() for name, value in kwargs.items()})

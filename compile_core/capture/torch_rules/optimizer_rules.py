@@ -1,0 +1,135 @@
+"""``torch.optim``: what its decorators mean, so that a step is captured as the loop over parameters that it is.
+
+The functions of ``torch.optim`` are wrapped for torch's own compiler and for its profiler. Here each wrapper is
+replaced by what it does to values: gradients are switched, the registered hooks run, the rest is called.
+
+``torch.compiler.is_compiling()`` is false inside of ``torch.optim``: there it selects other arithmetic (powers of
+a float32 step count instead of Python's floats), and a captured step must give what a plain one gives.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.optim.optimizer as library
+from torch._compile import _disable_dynamo
+
+from compile_core.capture.torch_rules.modes import set_grad_mode
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import call_rule, decorator_rule
+from compile_core.capture.values.constants import ConstantValue, is_none
+from compile_core.capture.values.containers import ListValue, SequenceValue
+from compile_core.capture.values.mappings import DictValue, new_dict
+
+_SCOPE = "torch.optim."
+_GLOBAL_HOOKS = {
+    "_optimizer_step_pre_hooks": library._global_optimizer_pre_hooks,
+    "_optimizer_step_post_hooks": library._global_optimizer_post_hooks,
+}
+
+
+def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType:
+    """The function that a decorator's inner function holds in this closure variable."""
+    cells = zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True)
+    return dict(cells)[variable].cell_contents
+
+
+@call_rule(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)
+def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(not state.calling_module().startswith(_SCOPE))
+
+
+@decorator_rule(_disable_dynamo(lambda: None))
+def _disable_compiler(decorated: types.FunctionType) -> Any:
+    """Parts of optimizers are excluded from torch's compiler for its own reasons; everything else that is
+    excluded stays so."""
+    function = _wrapped(decorated, "fn")
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if not str(function.__module__).startswith(_SCOPE):
+            raise state.unsupported("disabled", f"{function.__qualname__} is excluded from compilation")
+        return state.wrap(function, None).call(state, args, kwargs)
+
+    return call
+
+
+@decorator_rule(library._use_grad_for_differentiable(lambda: None))
+def _use_grad(decorated: types.FunctionType) -> Any:
+    """A step runs with gradients only where the optimizer is differentiable."""
+    function = _wrapped(decorated, "func")
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        defaults = args[0].get_attribute(state, "defaults")
+        before = torch.is_grad_enabled()
+        set_grad_mode(state, defaults.get_item(state, ConstantValue("differentiable")).truth(state))
+        try:
+            return state.wrap(function, None).call(state, args, kwargs)
+        finally:
+            set_grad_mode(state, before)
+
+    return call
+
+
+@decorator_rule(library.Optimizer.profile_hook_step(lambda: None))
+def _profile_hook_step(decorated: types.FunctionType) -> Any:
+    """A step with its hooks: those before may replace the arguments."""
+    function = _wrapped(decorated, "func")
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        owner = args[0]
+        for hook in _step_hooks(state, owner, "_optimizer_step_pre_hooks", global_first=True):
+            given = new_dict([(ConstantValue(key), item) for key, item in kwargs.items()], state)
+            changed = hook.call(state, [owner, SequenceValue(list(args), tuple), given], {})
+            if not is_none(changed):
+                raise state.unsupported("optimizer-hook", "a hook that replaces the arguments of step()")
+        result = state.wrap(function, None).call(state, args, kwargs)
+        for hook in _step_hooks(state, owner, "_optimizer_step_post_hooks", global_first=False):
+            given = new_dict([(ConstantValue(key), item) for key, item in kwargs.items()], state)
+            hook.call(state, [owner, SequenceValue(list(args), tuple), given], {})
+        return result
+
+    return call
+
+
+def _step_hooks(state: CaptureState, owner: Value, name: str, *, global_first: bool) -> list[Value]:
+    table = _GLOBAL_HOOKS[name]
+    tables = [state.wrap(table, state.reference_source(name, table)), owner.get_attribute(state, name)]
+    found = []
+    for hooks in tables if global_first else reversed(tables):
+        assert isinstance(hooks, DictValue)
+        hooks.guard_keys(state)
+        found += [hooks.get(state, key) for key in list(hooks.entries)]
+    return found
+
+
+def _no_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return ConstantValue(None)
+
+
+# Warns and raises about the recording of graphs of an accelerator, which a captured step has no part in.
+for _name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+    if hasattr(library.Optimizer, _name):
+        call_rule(getattr(library.Optimizer, _name))(_no_check)
+
+
+@call_rule(library.Optimizer._group_tensors_by_device_and_dtype, torch._C._group_tensors_by_device_and_dtype)
+def _group_tensors(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Lists of tensors side by side, cut into groups by the device and dtype of the first list."""
+
+    def bind(lists: Value, with_indices: Value | None = None) -> Value:
+        columns = [state.items_of(column) for column in state.items_of(lists)]
+        groups: dict[Any, list[int]] = {}
+        for index, tensor in enumerate(columns[0]):
+            key = tuple(tensor.get_attribute(state, name).as_constant() for name in ("device", "dtype"))
+            groups.setdefault(key, []).append(index)
+        pairs: list[tuple[Value, Value]] = []
+        for key, indices in groups.items():
+            picked: list[Any] = [ListValue([column[k] for k in indices if column]) for column in columns]
+            wanted = with_indices is not None and with_indices.truth(state)
+            places = ListValue([ConstantValue(k) for k in indices if wanted])
+            pairs.append((state.from_constant(key), SequenceValue([ListValue(picked), places], tuple)))
+        return new_dict(pairs, state)
+
+    return bind(*args, **kwargs)

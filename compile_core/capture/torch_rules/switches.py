@@ -1,0 +1,159 @@
+"""Switches of torch in captured code (see ``ir.torch_switches``), and ``torch.inference_mode``.
+
+A switch that the program turns is turned for the rest of the capture too, by a node of the graph at every call. Its
+setting before is guarded, so that whatever the program computes from it stays true.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import grad_mode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from compile_core.capture.guards.source_writer import SourceWriter
+from compile_core.capture.torch_rules.modes import ModeValue
+from compile_core.capture.values.base import CaptureState, Value, constants_of
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.ir.torch_switches import SWITCHES, Switch
+
+
+def _guard(state: CaptureState, switch: Switch) -> None:
+    at_start = state.switches_at_start[SWITCHES.index(switch)]
+    name = getattr(switch.get, "__name__", "a switch of torch")
+    state.guards.add([], "{c0}() == {c1}", [switch.read, at_start], f"{name} of torch gives the same")
+
+
+def turn(state: CaptureState, switch: Switch, *values: Any) -> None:
+    """Turn a switch, in the capture and in the graph."""
+    _guard(state, switch)
+    state.call_state_op(switch.set, (*switch.prefix, *values))
+
+
+def _matching(function_of: Any, function: Any, args: tuple[Any, ...]) -> Switch | None:
+    candidates = [switch for switch in SWITCHES if function_of(switch) == function]
+    return next((switch for switch in candidates if args[: len(switch.prefix)] == switch.prefix), None)
+
+
+def _set_rule(function: Any) -> CallRule:
+    def turn_it(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        values = tuple(constants_of([*args, *kwargs.values()]))
+        switch = _matching(lambda switch: switch.set, function, values)
+        if switch is None:
+            raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
+        turn(state, switch, *values[len(switch.prefix) :])
+        return ConstantValue(None)
+
+    return turn_it
+
+
+def _get_rule(function: Any) -> CallRule:
+    def read(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        values = tuple(constants_of(args))
+        switch = _matching(lambda switch: switch.get, function, values)
+        if switch is None:
+            raise state.unsupported("switch", f"no rule for {function.__name__}{values}")
+        _guard(state, switch)
+        return state.from_constant(switch.get(*switch.prefix))
+
+    return read
+
+
+for _switch in SWITCHES:
+    CALL_RULES[_switch.set] = _set_rule(_switch.set)
+    CALL_RULES[_switch.get] = _get_rule(_switch.get)
+
+
+def _anomaly_rule(position: int) -> CallRule:
+    (switch,) = (switch for switch in SWITCHES if switch.set is torch.set_anomaly_enabled)
+
+    def read(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        _guard(state, switch)
+        return ConstantValue(switch.read()[position])
+
+    return read
+
+
+CALL_RULES[torch.is_anomaly_enabled] = _anomaly_rule(0)
+CALL_RULES[torch.is_anomaly_check_nan_enabled] = _anomaly_rule(1)
+
+_ATTENTION_KERNELS = {
+    "_set_sdp_use_flash": SDPBackend.FLASH_ATTENTION,
+    "_set_sdp_use_mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_set_sdp_use_math": SDPBackend.MATH,
+    "_set_sdp_use_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "_set_sdp_use_overrideable": SDPBackend.OVERRIDEABLE,
+}
+
+
+class AttentionKernels(ModeValue):
+    """``torch.nn.attention.sdpa_kernel``."""
+
+    cls = object
+
+    def __init__(self, allowed: list[Any]) -> None:
+        self.allowed = allowed
+        self.before: list[tuple[Switch, tuple[Any, ...]]] = []
+
+    def enter(self, state: CaptureState) -> None:
+        for switch in SWITCHES:
+            kernel = _ATTENTION_KERNELS.get(switch.set.__name__)
+            if kernel is not None:
+                self.before.append((switch, switch.read()))
+                turn(state, switch, kernel in self.allowed)
+
+    def leave(self, state: CaptureState) -> None:
+        for switch, values in self.before:
+            turn(state, switch, *values)
+
+
+@call_rule(sdpa_kernel)
+def _sdpa_kernel(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (backends,) = args
+    if kwargs:
+        raise state.unsupported("attention-kernels", "sdpa_kernel with an order of priority")
+    is_one = isinstance(getattr(backends, "real", None), SDPBackend)
+    given = [backends] if is_one else state.items_of(backends)
+    allowed = [getattr(value, "real", None) for value in given]
+    if not all(isinstance(kernel, SDPBackend) for kernel in allowed):
+        raise state.unsupported("attention-kernels", "sdpa_kernel with something else than kernels")
+    return AttentionKernels(allowed)
+
+
+class InferenceMode(ModeValue):
+    """``torch.inference_mode()``: the capture only turns gradients off, the graph enters the mode itself."""
+
+    cls = torch.inference_mode
+
+    def __init__(self) -> None:
+        self.node: Any = None
+        self.before = (False, False)
+
+    def enter(self, state: CaptureState) -> None:
+        self.before = torch.is_grad_enabled(), state.inference_mode
+        torch._C._set_grad_enabled(False)
+        state.inference_mode = True
+        state.turned.add(grad_mode._enter_inference_mode)
+        self.node = state.add_scalar_node("call_function", grad_mode._enter_inference_mode, (True,), None)
+        state.entered_modes.append(self)
+
+    def leave(self, state: CaptureState) -> None:
+        state.entered_modes.remove(self)
+        grad_enabled, state.inference_mode = self.before
+        torch._C._set_grad_enabled(grad_enabled)
+        state.add_scalar_node("call_function", grad_mode._exit_inference_mode, (self.node,), None)
+
+    def rebuild(self, writer: SourceWriter) -> str:
+        return writer.bind(f"{writer.constant(torch.inference_mode)}()")
+
+
+@call_rule(torch.inference_mode)
+def _inference_mode(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    given = [*args, *kwargs.values()]
+    if len(given) == 1 and not isinstance(given[0], ConstantValue):
+        return InferenceMode().call(state, given, {})
+    if given and constants_of(given) != [True]:
+        raise state.unsupported("inference-mode", "inference mode turned off")
+    return InferenceMode()

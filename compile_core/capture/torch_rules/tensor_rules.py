@@ -1,0 +1,110 @@
+"""Tensor methods that change metadata in place, and functions that answer from metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
+
+_METADATA_CHANGES = (
+    "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_",
+)  # fmt: skip
+
+
+def _is_own(state: CaptureState, tensor: TensorValue) -> bool:
+    """Whether the graph under construction made the tensor: nobody outside knows its metadata yet."""
+    return tensor.node.op != "placeholder" and tensor.node.graph is state.graph.graph
+
+
+def _change(
+    state: CaptureState, name: str, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
+    given = tuple(value.graph_argument(state) for value in args)
+    named = {key: value.graph_argument(state) for key, value in kwargs.items()}
+    state.graph.call("call_method", name, (tensor.node, *given), named, state.stack_trace())
+    return tensor
+
+
+def _metadata_change(name: str) -> MethodRule:
+    def change(
+        state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value | None:
+        return _change(state, name, tensor, args, kwargs) if _is_own(state, tensor) else None
+
+    return change
+
+
+METHOD_RULES.update({name: _metadata_change(name) for name in _METADATA_CHANGES})
+
+
+@method_rule("requires_grad_")
+def _requires_grad(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    wanted = [value.as_constant() for value in (*args, *kwargs.values())] or [True]
+    if wanted == [tensor.fake.requires_grad]:
+        return tensor
+    # A tensor that exists keeps its metadata, and only leaves may change.
+    if not _is_own(state, tensor) or not tensor.fake.is_leaf:
+        return None
+    return _change(state, "requires_grad_", tensor, args, kwargs)
+
+
+@method_rule("__getitem__")
+def _get_item(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    (key,) = args
+    return tensor.get_item(state, key)
+
+
+@method_rule("__setitem__")
+def _set_item(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    key, value = args
+    tensor.set_item(state, key, value)
+    return ConstantValue(None)
+
+
+def _metadata_rule(function: Any) -> CallRule:
+    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        def real(value: Value) -> Any:
+            return value.fake if isinstance(value, TensorValue) else value.as_constant()
+
+        return state.from_constant(
+            function(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+        )
+
+    return answer
+
+
+for _function in (torch.result_type, torch.is_same_size, torch.is_signed, torch.finfo, torch.iinfo):
+    CALL_RULES[_function] = _metadata_rule(_function)
+
+
+# Why a graph ends where the program asks for gradients that it will differentiate.
+DIFFERENTIATED_AGAIN = "autograd-call-create-graph"
+
+
+def _gradients_rule(create_graph_position: int) -> CallRule:
+    def refuse(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        position = create_graph_position
+        create_graph = kwargs.get("create_graph", args[position] if len(args) > position else None)
+        again = create_graph is not None and create_graph.truth(state)
+        raise state.unsupported(
+            DIFFERENTIATED_AGAIN if again else "autograd-call",
+            "gradients are asked for in captured code",
+            "leave the backward out of the compiled function, or use torch.func.grad",
+        )
+
+    return refuse
+
+
+CALL_RULES[torch.autograd.grad] = _gradients_rule(4)
+CALL_RULES[torch.autograd.backward] = _gradients_rule(3)

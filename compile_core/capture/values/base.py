@@ -1,0 +1,362 @@
+"""The base of symbolic values, and the state that one capture carries.
+
+A symbolic value stands for a Python object of the captured frame. Each family of values has its own file and
+answers the protocol of ``Value``; whatever a family does not answer raises Unsupported, so that nothing is
+ever guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+
+from compile_core.capture.guards.guards import GuardSet
+from compile_core.errors import CodeLocation, Unsupported
+from compile_core.ir.sources import Reference, ReferenceSource, Source
+
+
+class PlainCall(Exception):
+    """This one call should run as plain Python: the user's program raises, or depends on something
+    transient."""
+
+
+class SymbolicRaise(Exception):
+    """A Python exception of the captured program, on its way through the symbolic frames."""
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+_serials = itertools.count()
+
+
+class Value:
+    """A symbolic Python object. ``source`` says where the object was before the call, None if it did not
+    exist. ``serial`` numbers the values of a process in the order in which they were made."""
+
+    source: Source | None = None
+    serial: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = object.__new__(cls)
+        made.serial = next(_serials)
+        return made
+
+    def python_type(self) -> type:
+        """The type of the object."""
+        raise NotImplementedError(type(self).__name__)
+
+    def describe(self) -> str:
+        """A few words for error messages."""
+        return f"a {self.python_type().__name__}"
+
+    def truth(self, state: CaptureState) -> bool:
+        raise state.unsupported("truth-value", f"no rule for the truth value of {self.describe()}")
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        raise state.unsupported("attribute", f"no rule for the attribute {name!r} of {self.describe()}")
+
+    def has_attribute(self, state: CaptureState, name: str) -> bool:
+        try:
+            self.get_attribute(state, name)
+        except SymbolicRaise as raised:
+            if issubclass(raised.value.python_type(), AttributeError):
+                return False
+            raise
+        return True
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        raise state.unsupported(
+            "attribute-store", f"no rule to store the attribute {name!r} of {self.describe()}"
+        )
+
+    def delete_attribute(self, state: CaptureState, name: str) -> None:
+        raise state.unsupported("attribute-delete", f"no rule to delete {name!r} of {self.describe()}")
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        raise state.unsupported("call", f"no rule for a call of {self.describe()}")
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        """Call a method; families with a table of methods override this."""
+        return self.get_attribute(state, name).call(state, args, kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        """What ``iter()`` returns: a value with ``advance``."""
+        raise state.unsupported("iteration", f"no rule to iterate over {self.describe()}")
+
+    def advance(self, state: CaptureState) -> Value | None:
+        """The next item of an iterator, None at its end."""
+        raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
+
+    def returned(self) -> Value | None:
+        """What a generator returned, None for other iterators."""
+        return None
+
+    def length(self, state: CaptureState) -> int:
+        raise state.unsupported("length", f"no rule for the length of {self.describe()}")
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        raise state.unsupported("subscript", f"no rule for a subscript of {self.describe()}")
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        raise state.unsupported("subscript-store", f"no rule for a subscript store to {self.describe()}")
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        raise state.unsupported("subscript-delete", f"no rule for a subscript deletion of {self.describe()}")
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        raise state.unsupported("containment", f"no rule for `in` of {self.describe()}")
+
+    def as_constant(self) -> Any:
+        """The real object, if it is known in full; else raises NotConstant."""
+        raise NotConstant(self)
+
+    def refuse_argument(self, state: CaptureState, callee: str) -> Unsupported:
+        """The reason why a function of known values cannot take the object."""
+        return state.unsupported(
+            "call-of-builtin", f"no rule for {callee} with {self.describe()} as an argument"
+        )
+
+    def hash_key(self, state: CaptureState) -> Any:
+        """A real object that hashes and compares as the object does in a dictionary."""
+        raise state.unsupported("hash", f"no rule to use {self.describe()} as a dictionary key")
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        """The argument of a graph node that stands for the object."""
+        raise state.unsupported(
+            "graph-argument", f"{self.describe()} cannot be an argument of a tensor operation"
+        )
+
+
+class NotConstant(Exception):
+    """The object behind a value is not known in full."""
+
+
+class NullValue(Value):
+    """The NULL that CPython pushes below or above a callable, and an unset local variable."""
+
+    def python_type(self) -> type:
+        return type(None)
+
+
+NULL = NullValue()
+
+
+class HandledBefore(Value):
+    """The exception that was handled before the one that is being handled: POP_EXCEPT drops it."""
+
+    def python_type(self) -> type:
+        return type(None)
+
+
+HANDLED_BEFORE = HandledBefore()
+
+
+class LastInstruction(Value):
+    """The place of an instruction that raised, which RERAISE uses for the line of the traceback."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def python_type(self) -> type:
+        return int
+
+
+@dataclass(frozen=True)
+class LazyValue:
+    """An item of an existing container that was not read yet, and is hence not guarded."""
+
+    real: Any
+    source: Source | None
+
+
+class FrameLike(Protocol):
+    """What the state needs of a symbolic frame."""
+
+    # The exceptions whose handlers the frame is in, innermost last.
+    handled: list[Value]
+
+    def location(self) -> CodeLocation: ...
+    def module_name(self) -> str: ...
+
+
+class CaptureState:
+    """All that one capture changes; nothing of it outlives a capture that fails.
+
+    Families of values see this class only; ``state.Capture`` fills in the operations that need several
+    families.
+    """
+
+    def __init__(self, graph: Any, effects: Any, sizes: Any) -> None:
+        self.graph = graph
+        self.effects = effects
+        self.guards = GuardSet()
+        # Where factory functions put tensors that no device is given for; None is the CPU, without a mode.
+        self.default_device: torch.device | None = None
+        self.autocast_at_start: tuple[Any, ...] = ()
+        # The symbols of sizes and integers that differ between calls.
+        self.sizes: Any = sizes
+        self.frames: list[FrameLike] = []
+        # Existing objects with identity that were met, so that a second path to one finds the same value.
+        self.known: dict[int, tuple[Any, Value]] = {}
+        # What names of classes were found to mean, with the guards for it made: (class, name, after) -> class, entry.
+        self.class_entries: dict[tuple[type, str, type | None], tuple[type | None, Any]] = {}
+        # In-place operations return their operand: the same fake tensor means the same tensor.
+        self.tensor_of_fake: dict[int, Any] = {}
+        # The arrays of NumPy, by the identity of the tensor that stands for each.
+        self.array_of_tensor: dict[int, Any] = {}
+        # What turns modes and switches of torch in the graph; the settings before the capture turned any.
+        self.turned: set[Any] = set()
+        self.switches_at_start: tuple[tuple[Any, ...], ...] = ()
+        self.attention_at_start: tuple[Any, ...] = ()
+        # Context managers of torch that the capture has entered and not left.
+        self.open_modes: list[Any] = []
+        # That of the program; the capture itself runs outside of it.
+        self.inference_mode = torch.is_inference_mode_enabled()
+        # Those among them that must be entered for real where the capture ends inside of them.
+        self.entered_modes: list[Any] = []
+        # Whether the captured function is what goes on behind a graph break.
+        self.is_continuation = False
+        # The objects whose ``__repr__`` runs.
+        self.running_texts: list[Value] = []
+        self._references: dict[int, Reference] = {}
+
+    def location(self) -> CodeLocation | None:
+        return self.frames[-1].location() if self.frames else None
+
+    def calling_module(self) -> str:
+        """The name of the Python module whose code runs now."""
+        return self.frames[-1].module_name()
+
+    def unsupported(self, reason_id: str, explanation: str, hint: str = "") -> Unsupported:
+        """An Unsupported that points at the user's line."""
+        stack = [frame.location() for frame in self.frames]
+        return Unsupported(reason_id, explanation, hint, self.location(), stack)
+
+    def reference(self, label: str, value: Any) -> Reference:
+        """The one reference to an object that the compiled function holds."""
+        found = self._references.get(id(value))
+        if found is None:
+            found = self._references[id(value)] = Reference(label, value)
+        return found
+
+    def reference_source(self, label: str, value: Any) -> Source:
+        return ReferenceSource(self.reference(label, value))
+
+    def realize(self, item: Value | LazyValue) -> Value:
+        return self.wrap(item.real, item.source) if isinstance(item, LazyValue) else item
+
+    def wrap(self, real: Any, source: Source | None) -> Value:
+        """The value of an existing object. Without a source it is trusted to be the same at every call."""
+        raise NotImplementedError
+
+    def original_of(self, real: Any) -> Any:
+        """What a compiled function was made from; anything else is returned as it is."""
+        raise NotImplementedError
+
+    def is_compiled_apart(self, module: torch.nn.Module) -> bool:
+        """Whether calls of this module run a compiled form of its own, and hence are in no graph."""
+        raise NotImplementedError
+
+    def from_constant(self, real: Any) -> Value:
+        """The value of what a pure function of constants returned."""
+        raise NotImplementedError
+
+    def inline(self, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Run a Python function symbolically."""
+        raise NotImplementedError
+
+    def wrap_trusted_function(self, function: Any) -> Value:
+        """The value of a function that a class holds in a descriptor; the class entry is guarded
+        elsewhere."""
+        return self.wrap(function, None)
+
+    def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
+        """An exception that the captured program raises here; the caller raises the result."""
+        raise NotImplementedError
+
+    def handled_exception(self) -> Value | None:
+        """The exception whose handler runs: of this frame, or of one that called it."""
+        return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
+
+    def equal(self, one: Value, other: Value) -> bool:
+        """Whether containers take one for the other, by identity or ``==``, where the answer is known."""
+        raise NotImplementedError
+
+    def as_index(self, value: Value, what: str) -> int:
+        """``operator.index(value)``; ``what`` starts the text of the TypeError for something else."""
+        raise NotImplementedError
+
+    def less(self, one: Value, other: Value) -> bool:
+        """``one < other``."""
+        raise NotImplementedError
+
+    def text_of(self, value: Value) -> Value:
+        """``str(value)``."""
+        raise NotImplementedError
+
+    def representation_of(self, value: Value) -> Value:
+        """``repr(value)``."""
+        raise NotImplementedError
+
+    def format_of(self, value: Value, spec: Value) -> Value:
+        """``format(value, spec)``."""
+        raise NotImplementedError
+
+    def filled_format(self, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """``pattern.format(*args, **kwargs)``."""
+        raise NotImplementedError
+
+    def enum_attribute(self, member: Value, name: str) -> Value:
+        """An attribute of a member of an enumeration."""
+        raise NotImplementedError
+
+    def items_of(self, value: Value) -> list[Value]:
+        """All items of an iterable."""
+        items = []
+        iterator = value.iterate(self)
+        while (item := iterator.advance(self)) is not None:
+            items.append(item)
+        return items
+
+    def class_attribute(self, owner: Value, name: str) -> Value:
+        """An attribute that is looked up on the class of a value and bound to it."""
+        raise NotImplementedError
+
+    def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Record an operation on tensors; ``op`` is call_function or call_method."""
+        raise NotImplementedError
+
+    def call_tensor_nodes(
+        self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None
+    ) -> Value:
+        """Record a call whose arguments are nodes already; ``example_by`` computes its example in its stead."""
+        raise NotImplementedError
+
+    def add_scalar_node(self, op: str, target: Any, args: tuple[Any, ...], example: Any) -> Any:
+        """Record an operation whose result is a Python number; returns the node."""
+        raise NotImplementedError
+
+    def call_state_op(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """Record a change of a mode of torch and make it for the rest of the capture; returns the node."""
+        raise NotImplementedError
+
+    def stack_trace(self) -> str:
+        """The user's lines, outermost first, in the form of a traceback."""
+        raise NotImplementedError
+
+    def loaded_module(self, name: str) -> Value | None:
+        """A Python module that was imported already."""
+        raise NotImplementedError
+
+
+def constants_of(values: list[Value]) -> list[Any]:
+    """The real objects of values that are all known; raises NotConstant."""
+    return [value.as_constant() for value in values]

@@ -1,0 +1,219 @@
+"""Values that are known in full: literals, and what pure functions of literals return."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import re
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
+
+LITERAL_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.finfo,
+    torch.iinfo,
+)
+
+
+# Objects of C types that are immutable and compare by value: their methods are pure functions.
+FOLDED_TYPES = (
+    re.Pattern,
+    re.Match,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+)
+
+
+def is_literal(real: object) -> bool:
+    """Whether an object is immutable, compares by value, and prints as itself."""
+    return type(real) in LITERAL_TYPES or isinstance(real, (enum.Enum, np.dtype))
+
+
+class ConstantValue(Value):
+    """A literal."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def python_type(self) -> type:
+        return type(self.value)
+
+    def describe(self) -> str:
+        return f"the constant {self.value!r}"
+
+    def as_constant(self) -> Any:
+        return self.value
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.value
+
+    def truth(self, state: CaptureState) -> bool:
+        return bool(self.value)
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        if isinstance(self.value, range):
+            return list(self.value)
+        if isinstance(self.value, enum.Enum):
+            kinds: tuple[Any, ...] = (int, float, str)
+            plain: Any = next((cls for cls in kinds if isinstance(self.value, cls)), None)
+            if plain is None:
+                raise state.unsupported(
+                    "graph-argument", f"{self.value!r} as an argument of a tensor operation"
+                )
+            return plain(self.value)
+        return self.value
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if isinstance(self.value, enum.Enum):
+            return state.enum_attribute(self, name)
+        if name == "__class__":
+            return state.wrap(type(self.value), None)
+        try:
+            found = getattr(self.value, name)
+        except AttributeError as error:
+            raise state.raise_exception(AttributeError, str(error)) from None
+        if callable(found) and not isinstance(found, type):
+            return BuiltinMethod(self, name)
+        return state.from_constant(found)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if isinstance(self.value, enum.Enum) and name in ("__copy__", "__deepcopy__"):
+            return self
+        method = getattr(self.value, name, None)
+        if method is None:
+            raise state.raise_exception(
+                AttributeError, f"{type(self.value).__name__!r} object has no {name!r}"
+            )
+        if name == "join" and len(args) == 1:
+            return fold(state, lambda *items: method(items), state.items_of(args[0]), kwargs)
+        if name == "format" and isinstance(self.value, str):
+            return state.filled_format(self.value, args, kwargs)
+        return fold(state, method, args, kwargs)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if callable(self.value):
+            return self.get_attribute(state, "__call__").call(state, args, kwargs)
+        raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not callable")
+
+    def iterate(self, state: CaptureState) -> Value:
+        if not hasattr(type(self.value), "__iter__"):
+            raise state.raise_exception(TypeError, f"{type(self.value).__name__!r} object is not iterable")
+        return SequenceIterator([state.from_constant(item) for item in self.value])
+
+    def length(self, state: CaptureState) -> int:
+        if not hasattr(type(self.value), "__len__"):
+            raise state.raise_exception(
+                TypeError, f"object of type {type(self.value).__name__!r} has no len()"
+            )
+        return len(self.value)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if not hasattr(type(self.value), "__getitem__"):
+            raise state.raise_exception(
+                TypeError, f"{type(self.value).__name__!r} object is not subscriptable"
+            )
+        return fold(state, lambda index: self.value[index], [key], {})
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return bool(fold(state, lambda wanted: wanted in self.value, [item], {}).as_constant())
+
+
+def is_none(value: Value | None) -> bool:
+    """Whether a value is the constant None."""
+    return isinstance(value, ConstantValue) and value.python_type() is type(None)
+
+
+def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Call a pure function on known arguments. What it raises, the captured program raises."""
+    try:
+        real_args = constants_of(args)
+        real_kwargs = {key: value.as_constant() for key, value in kwargs.items()}
+    except NotConstant as error:
+        name = getattr(function, "__name__", str(function))
+        raise error.args[0].refuse_argument(state, name) from None
+    try:
+        result = function(*real_args, **real_kwargs)
+    except Exception as error:
+        raise state.raise_exception(type(error), *error.args) from None
+    return state.from_constant(result)
+
+
+class BuiltinMethod(Value):
+    """A method of a built-in type, bound to its object."""
+
+    def __init__(self, owner: Value, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def python_type(self) -> type:
+        return types.BuiltinMethodType
+
+    def describe(self) -> str:
+        return f"the method {self.name!r} of {self.owner.describe()}"
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        return self.owner.call_method(state, self.name, args, kwargs)
+
+
+TUPLE_ITERATOR = type(iter(()))
+
+
+class SequenceIterator(Value):
+    """An iterator over items that are all there; also the iterator of a list that may grow meanwhile."""
+
+    def __init__(self, items: list[Any], cls: type = TUPLE_ITERATOR, live_list: Value | None = None) -> None:
+        self.items = items
+        self.index = 0
+        self.cls = cls
+        # The list that the iterator runs over, while it does; None where nothing can change the items.
+        self.live_list = live_list
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        return True
+
+    def iterate(self, state: CaptureState) -> Value:
+        return self
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.index >= len(self.items):
+            self.items = []  # an iterator that has ended stays so, even if its list grows
+            self.live_list = None
+            self.index = 0
+            return None
+        item = state.realize(self.items[self.index])
+        self.items[self.index] = item
+        self.index += 1
+        return item

@@ -1,0 +1,321 @@
+"""Tuples, lists and slices: built in the frame, or existing and read item by item."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from compile_core.capture.values.base import CaptureState, LazyValue, Value
+from compile_core.capture.values.constants import (
+    BuiltinMethod,
+    ConstantValue,
+    SequenceIterator,
+    fold,
+    is_none,
+)
+
+Item = Value | LazyValue
+
+
+class ContainerValue(Value):
+    """What the containers share.
+
+    ``trusted`` marks an existing container without a source, which is read-only. ``owner`` is the instance of a
+    user's subclass whose content the container is.
+    """
+
+    methods: ClassVar[dict[str, Callable[..., Value]]] = {}
+    cls: type
+    trusted = False
+    owner: Value | None = None
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def truth(self, state: CaptureState) -> bool:
+        return self.length(state) != 0
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in self.methods:
+            return BuiltinMethod(self, name)
+        if not hasattr(self.cls, name):
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}"
+            )
+        return super().get_attribute(state, name)
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        raise state.raise_exception(TypeError, f"{self.cls.__name__!r} object is not callable")
+
+    def hash_key(self, state: CaptureState) -> Any:
+        raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        method = self.methods.get(name)
+        if method is None:
+            return self.get_attribute(state, name).call(state, args, kwargs)
+        try:
+            return method(self, state, *args, **kwargs)
+        except TypeError as error:
+            raise state.unsupported("container-method", f"{self.cls.__name__}.{name}: {error}") from error
+
+    def bound_method(self, name: str) -> Value:
+        return BuiltinMethod(self, name)
+
+    def before_change(self, state: CaptureState) -> None:
+        if self.trusted:
+            raise state.unsupported(
+                "library-state", f"a change of {self.describe()} that belongs to a library"
+            )
+        state.effects.container_changed(self)
+
+
+class SequenceValue(ContainerValue):
+    """A tuple, list, or a subclass of tuple with named fields. ``is_literal`` marks a constant of the code."""
+
+    is_literal = False
+
+    def __init__(self, items: list[Item], cls: type, source: Any = None) -> None:
+        self.items = items
+        self.cls = cls
+        self.source = source
+
+    def get(self, state: CaptureState, index: int) -> Value:
+        item = state.realize(self.items[index])
+        self.items[index] = item
+        return item
+
+    def all(self, state: CaptureState) -> list[Value]:
+        return [self.get(state, index) for index in range(len(self.items))]
+
+    def as_constant(self) -> Any:
+        items = [item.real if isinstance(item, LazyValue) else item.as_constant() for item in self.items]
+        if any(isinstance(item, LazyValue) for item in self.items):
+            return super().as_constant()
+        if self.cls in (tuple, list, torch.Size):
+            return self.cls(items)
+        if hasattr(self.cls, "_fields"):
+            return self.cls(*items)
+        return super().as_constant()
+
+    def hash_key(self, state: CaptureState) -> Any:
+        if not issubclass(self.cls, tuple) and self.cls.__hash__ is None:
+            raise state.raise_exception(TypeError, f"unhashable type: {self.cls.__name__!r}")
+        return tuple(item.hash_key(state) for item in self.all(state))
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        items = [item.graph_argument(state) for item in self.all(state)]
+        return items if self.cls is list else tuple(items)
+
+    def length(self, state: CaptureState) -> int:
+        return len(self.items)
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        if isinstance(key, SliceValue):
+            picked = list(range(len(self.items)))[key.as_constant()]
+            if self.cls is tuple and picked == list(range(len(self.items))):
+                return self
+            cls = self.cls if self.cls in (list, torch.Size) else tuple
+            items: list[Item] = [self.get(state, index) for index in picked]
+            return ListValue(items) if cls is list else SequenceValue(items, cls)
+        index = state.as_index(key, f"{self.cls.__name__} indices must be integers or slices")
+        if not -len(self.items) <= index < len(self.items):
+            raise state.raise_exception(IndexError, f"{self.cls.__name__} index out of range")
+        return self.get(state, index % len(self.items))
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        return any(state.equal(member, item) for member in self.all(state))
+
+    def iterate(self, state: CaptureState) -> Value:
+        # A list's iterator sees later changes of the list, so it shares the items.
+        if self.cls is list:
+            return SequenceIterator(self.items, type(iter([])), self)
+        return SequenceIterator(list(self.items), type(iter(())))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        fields = sequence_fields(self.cls)
+        if name in fields:
+            return self.get(state, fields.index(name))
+        if hasattr(self.cls, "_fields") and name not in self.methods:
+            return state.class_attribute(self, name)
+        return super().get_attribute(state, name)
+
+    def index(self, state: CaptureState, item: Value) -> Value:
+        for position, member in enumerate(self.all(state)):
+            if state.equal(member, item):
+                return ConstantValue(position)
+        if issubclass(self.cls, tuple):
+            raise state.raise_exception(ValueError, "tuple.index(x): x not in tuple")
+        raise state.raise_exception(
+            ValueError, f"{state.representation_of(item).as_constant()} is not in list"
+        )
+
+    def count(self, state: CaptureState, item: Value) -> Value:
+        return ConstantValue(sum(state.equal(member, item) for member in self.all(state)))
+
+    def numel(self, state: CaptureState) -> Value:
+        if self.cls is not torch.Size:
+            raise state.raise_exception(
+                AttributeError, f"{self.cls.__name__!r} object has no attribute 'numel'"
+            )
+        return state.wrap(math.prod, None).call(state, [self], {})
+
+    methods: ClassVar = {"index": index, "count": count, "numel": numel}
+
+
+class ListValue(SequenceValue):
+    """A list, with its changes."""
+
+    def __init__(self, items: list[Item], source: Any = None) -> None:
+        super().__init__(items, list, source)
+
+    def replace(self, state: CaptureState, items: list[Item]) -> None:
+        self.before_change(state)
+        self.items[:] = items
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        items = list(self.items)
+        if isinstance(key, SliceValue):
+            items[key.as_constant()] = state.items_of(value)
+        else:
+            index = _index(state, key)
+            if not -len(items) <= index < len(items):
+                raise state.raise_exception(IndexError, "list assignment index out of range")
+            items[index] = value
+        self.replace(state, items)
+
+    def delete_item(self, state: CaptureState, key: Value) -> None:
+        items = list(self.items)
+        if not isinstance(key, SliceValue):
+            index = _index(state, key)
+            if not -len(items) <= index < len(items):
+                raise state.raise_exception(IndexError, "list assignment index out of range")
+        del items[key.as_constant()]
+        self.replace(state, items)
+
+    def append(self, state: CaptureState, item: Value) -> Value:
+        self.replace(state, [*self.items, item])
+        return ConstantValue(None)
+
+    def extend(self, state: CaptureState, items: Value) -> Value:
+        self.replace(state, [*self.items, *state.items_of(items)])
+        return ConstantValue(None)
+
+    def repeat(self, state: CaptureState, times: Value) -> Value:
+        count = fold(state, operator.index, [times], {}).as_constant()
+        self.replace(state, self.items * count)
+        return self
+
+    def insert(self, state: CaptureState, index: Value, item: Value) -> Value:
+        items = list(self.items)
+        items.insert(_index(state, index), item)
+        self.replace(state, items)
+        return ConstantValue(None)
+
+    def pop(self, state: CaptureState, index: Value | None = None) -> Value:
+        position = -1 if index is None else _index(state, index)
+        if not -len(self.items) <= position < len(self.items):
+            text = "pop index out of range" if self.items else "pop from empty list"
+            raise state.raise_exception(IndexError, text)
+        items = list(self.items)
+        item = state.realize(items.pop(position))
+        self.replace(state, items)
+        return item
+
+    def remove(self, state: CaptureState, item: Value) -> Value:
+        for position, member in enumerate(self.all(state)):
+            if state.equal(member, item):
+                self.delete_item(state, ConstantValue(position))
+                return ConstantValue(None)
+        raise state.raise_exception(ValueError, "list.remove(x): x not in list")
+
+    def clear(self, state: CaptureState) -> Value:
+        self.replace(state, [])
+        return ConstantValue(None)
+
+    def reverse(self, state: CaptureState) -> Value:
+        self.replace(state, self.items[::-1])
+        return ConstantValue(None)
+
+    def copy(self, state: CaptureState) -> Value:
+        return ListValue(list(self.all(state)))
+
+    def sort(self, state: CaptureState, *, key: Value | None = None, reverse: Value | None = None) -> Value:
+        self.replace(state, list(sorted_values(state, self.all(state), key, reverse)))
+        return ConstantValue(None)
+
+    methods: ClassVar = SequenceValue.methods | {
+        "append": append,
+        "extend": extend,
+        "insert": insert,
+        "pop": pop,
+        "remove": remove,
+        "clear": clear,
+        "reverse": reverse,
+        "copy": copy,
+        "sort": sort,
+    }
+
+
+def sorted_values(
+    state: CaptureState, items: list[Value], key: Value | None, reverse: Value | None
+) -> list[Value]:
+    """Sort stably, with the same comparisons as Python."""
+    keyed = items
+    if key is not None and not is_none(key):
+        keyed = [key.call(state, [item], {}) for item in items]
+    backwards = reverse is not None and reverse.truth(state)
+    order = sorted(range(len(items)), key=lambda index: SortKey(state, keyed[index]), reverse=backwards)
+    return [items[index] for index in order]
+
+
+class SortKey:
+    """Compares as the captured program does; Python's sort asks for nothing but ``<``."""
+
+    def __init__(self, state: CaptureState, value: Value) -> None:
+        self.state = state
+        self.value = value
+
+    def __lt__(self, other: SortKey) -> bool:
+        return self.state.less(self.value, other.value)
+
+
+def sequence_fields(cls: type) -> tuple[str, ...]:
+    """Names of the fields of a named tuple or of torch's structured results."""
+    fields = getattr(cls, "_fields", None)
+    if fields is not None:
+        return tuple(fields)
+    if cls.__module__ == "torch.return_types":
+        return tuple(getattr(cls, "__match_args__", ()))
+    return ()
+
+
+def _index(state: CaptureState, key: Value) -> int:
+    return state.as_index(key, "list indices must be integers or slices")
+
+
+class SliceValue(Value):
+    """A slice object."""
+
+    def __init__(self, parts: list[Value]) -> None:
+        self.parts = parts
+
+    def python_type(self) -> type:
+        return slice
+
+    def as_constant(self) -> Any:
+        return slice(*(part.as_constant() for part in self.parts))
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return slice(*(part.graph_argument(state) for part in self.parts))
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in ("start", "stop", "step"):
+            return self.parts[("start", "stop", "step").index(name)]
+        return super().get_attribute(state, name)

@@ -1,0 +1,43 @@
+"""Existing objects that are known by identity: built-in functions, classes, whatever else a program asks little of."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.ir.sources import Source
+
+_NAMED_TYPES = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ModuleType,
+)
+
+
+class ReferenceValue(Value):
+    """An existing object, compared by identity."""
+
+    def __init__(self, real: Any, source: Source | None = None) -> None:
+        self.real = real
+        self.source = source
+
+    def python_type(self) -> type:
+        return type(self.real)
+
+    def describe(self) -> str:
+        kind = type(self.real).__name__
+        if isinstance(self.real, (*_NAMED_TYPES, type)):
+            return f"{kind} {self.real.__name__}"
+        return f"an object of type {kind}"
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.real
+
+    def truth(self, state: CaptureState) -> bool:
+        cls = type(self.real)
+        if not hasattr(cls, "__bool__") and not hasattr(cls, "__len__"):
+            return True
+        return super().truth(state)

@@ -1,0 +1,258 @@
+"""Sets and frozensets.
+
+The order in which a set gives out its members follows from their hashes and from the history of the set. A set whose
+members are the same objects at every call, with the same hashes, is therefore mirrored by a real set that undergoes
+the same operations; a set with other members has no order that a capture could know. The mirror of an existing set is
+the list of its members in their order, until it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.constants import ConstantValue, SequenceIterator
+from compile_core.capture.values.containers import ContainerValue, SequenceValue
+from compile_core.capture.values.hash_keys import ComputedKey
+from compile_core.capture.values.mappings import DictValue, DictView
+from compile_core.capture.values.references import ReferenceValue
+
+Members = dict[Any, Value]
+
+
+class SetValue(ContainerValue):
+    """A set or frozenset: ``members`` by their keys, ``mirror`` the real set of the keys, None without an order."""
+
+    def __init__(self, members: Members, cls: type = set, source: Any = None, mirror: Any = None) -> None:
+        self.members = members
+        self.cls = cls
+        self.source = source
+        self.mirror = mirror
+        self.original = dict(members) if source is not None else {}
+
+    def as_constant(self) -> Any:
+        if self.mirror is not None:
+            for member in self.members.values():
+                member.as_constant()
+            return self.cls(self.mirror)
+        return self.cls(member.as_constant() for member in self.members.values())
+
+    def hash_key(self, state: CaptureState) -> Any:
+        if self.cls is set:
+            raise state.raise_exception(TypeError, "unhashable type: 'set'")
+        return frozenset(self.members)
+
+    def length(self, state: CaptureState) -> int:
+        return len(self.members)
+
+    def contains(self, state: CaptureState, item: Value) -> bool:
+        key = frozenset(item.members) if isinstance(item, SetValue) else item.hash_key(state)
+        return self._has(state, key, item)
+
+    def _has(self, state: CaptureState, key: Any, item: Value) -> bool:
+        if self.source is not None and isinstance(key, ComputedKey):
+            raise state.unsupported("set", f"{item.describe()} looked up in a set from outside")
+        return key in self.members
+
+    def ordered(self, state: CaptureState) -> list[Value]:
+        """The members in the order of the real set."""
+        if len(self.members) > 1 and self.mirror is None:
+            raise state.unsupported("set-order", "the iteration order of a set", "iterate over sorted(...)")
+        return self.arranged()
+
+    def arranged(self) -> list[Value]:
+        """The members, in the order of the real set where that is known."""
+        return [self.members[key] for key in (self.members if self.mirror is None else self.mirror)]
+
+    def iterate(self, state: CaptureState) -> Value:
+        if self.source is not None and self.mirror is not None and len(self.members) > 1:
+            order = list(self.mirror)
+            state.guards.add([self.source], "list({0}) == {c0}", [order], f"the order of {self.source}")
+        return SetIterator(self, list(self.ordered(state)))
+
+    def before_change(self, state: CaptureState) -> None:
+        super().before_change(state)
+        if self.source is not None:
+            self.mirror = None  # its history is unknown
+
+    # Single members
+
+    def add(self, state: CaptureState, item: Value) -> Value:
+        key = item.hash_key(state)
+        self.before_change(state)
+        if not self._has(state, key, item):
+            self.members[key] = item
+            if self.mirror is not None and not is_stable(item):
+                self.mirror = None
+            if self.mirror is not None:
+                self.mirror.add(key)
+        return ConstantValue(None)
+
+    def discard(self, state: CaptureState, item: Value) -> Value:
+        if self.contains(state, item):
+            self._drop(state, item.hash_key(state))
+        return ConstantValue(None)
+
+    def remove(self, state: CaptureState, item: Value) -> Value:
+        if not self.contains(state, item):
+            raise state.raise_exception(KeyError, item)
+        self._drop(state, item.hash_key(state))
+        return ConstantValue(None)
+
+    def _drop(self, state: CaptureState, key: Any) -> None:
+        self.before_change(state)
+        del self.members[key]
+        if self.mirror is not None:
+            self.mirror.discard(key)
+
+    def pop(self, state: CaptureState) -> Value:
+        if not self.members:
+            raise state.raise_exception(KeyError, "pop from an empty set")
+        if self.mirror is None and len(self.members) > 1:
+            raise state.unsupported("set-order", "set.pop() of a set whose order is not known")
+        self.before_change(state)
+        key = next(iter(self.members)) if self.mirror is None else self.mirror.pop()
+        return self.members.pop(key)
+
+    def clear(self, state: CaptureState) -> Value:
+        self.before_change(state)
+        self.members.clear()
+        if self.mirror is not None:
+            self.mirror.clear()
+        return ConstantValue(None)
+
+    # Whole sets
+
+    def copy(self, state: CaptureState) -> Value:
+        if self.cls is frozenset:
+            return self
+        return self._computed(state, "copy", [])
+
+    def _computed(self, state: CaptureState, name: str, others: list[SetValue]) -> SetValue:
+        """What a method makes of this set and others."""
+        known = {}
+        for other in (*reversed(others), self):
+            known |= other.members
+        keys = getattr(set(self.members), name)(*(list(other.members) for other in others))
+        mirrors = [side.mirror for side in (self, *others)]
+        mirror = None
+        if all(isinstance(side, (set, frozenset)) for side in mirrors):
+            mirror = getattr(mirrors[0], name)(*mirrors[1:])
+        return SetValue({key: known[key] for key in keys}, self.cls, None, mirror)
+
+    def _change_to(self, state: CaptureState, name: str, others: list[SetValue]) -> Value:
+        """Change this set by the method of this name."""
+        made = self._computed(state, _RESULTS[name], others)
+        self.before_change(state)
+        if self.mirror is not None and made.mirror is not None:
+            getattr(self.mirror, name)(*(other.mirror for other in others))
+        else:
+            self.mirror = None
+        self.members = made.members
+        return ConstantValue(None)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if name in self._tests and len(args) == 1 and not kwargs:
+            (other,) = [as_set(state, value) for value in args]
+            return ConstantValue(getattr(set(self.members), name)(set(other.members)))
+        if name in _RESULTS and self.cls is set and not kwargs:
+            return self._change_to(state, name, [as_set(state, value) for value in args])
+        if name in _RESULTS.values() and not kwargs:
+            return self._computed(state, name, [as_set(state, value) for value in args])
+        return super().call_method(state, name, args, kwargs)
+
+    _tests: ClassVar = frozenset(["issubset", "issuperset", "isdisjoint"])
+    methods: ClassVar = {
+        "add": add,
+        "discard": discard,
+        "remove": remove,
+        "pop": pop,
+        "clear": clear,
+        "copy": copy,
+    }
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if hasattr(self.cls, name) and (name in self._tests or name in _RESULTS or name in _RESULTS.values()):
+            return self.bound_method(name)
+        return super().get_attribute(state, name)
+
+
+# The methods that change a set, and those that give the same as a new one.
+_RESULTS = {
+    "update": "union",
+    "intersection_update": "intersection",
+    "difference_update": "difference",
+    "symmetric_difference_update": "symmetric_difference",
+}
+
+# Operators of sets, with the names of their methods.
+OPERATORS = {"|": "union", "&": "intersection", "-": "difference", "^": "symmetric_difference"}
+IN_PLACE_OPERATORS = {
+    "|=": "update",
+    "&=": "intersection_update",
+    "-=": "difference_update",
+    "^=": "symmetric_difference_update",
+}
+
+
+class SetIterator(SequenceIterator):
+    """An iterator over a set, which must not be changed meanwhile."""
+
+    def __init__(self, owner: SetValue, items: list[Any]) -> None:
+        super().__init__(items, type(iter(set())))
+        self.owner = owner
+        self.count = len(items)
+
+    def advance(self, state: CaptureState) -> Value | None:
+        if self.items and len(self.owner.members) != self.count:
+            raise state.raise_exception(RuntimeError, "Set changed size during iteration")
+        return super().advance(state)
+
+
+def new_set(state: CaptureState, items: list[Value], cls: type = set) -> SetValue:
+    """A set of items that are added one after the other."""
+    made = SetValue({}, set, None, set())
+    for item in items:
+        made.add(state, item)
+    if cls is frozenset:
+        made = SetValue(
+            made.members, frozenset, None, None if made.mirror is None else frozenset(made.mirror)
+        )
+    return made
+
+
+def as_set(state: CaptureState, value: Value, cls: type | None = None) -> SetValue:
+    """An iterable as a set; its mirror is what Python would iterate over."""
+    content = getattr(value, "content", None)
+    if isinstance(content, SetValue):
+        value = content
+    if isinstance(value, SetValue):
+        if cls is None or (cls is value.cls is frozenset):
+            return value
+        known = isinstance(value.mirror, (set, frozenset))
+        mirror = cls(value.mirror) if known and cls is not None else None
+        return SetValue(dict(value.members), cls or value.cls, None, mirror)
+    if isinstance(value, DictView) and value.what == "keys":
+        value = value.owner
+    items = state.items_of(value)
+    made = new_set(state, items, cls or set)
+    if isinstance(value, DictValue) and made.mirror is not None:
+        made.mirror = (cls or set)(dict.fromkeys(item.hash_key(state) for item in items))
+    return made
+
+
+def is_stable(value: Value) -> bool:
+    """Whether a member is the same object with the same hash at every call for which the guards hold."""
+    if isinstance(value, ConstantValue):
+        is_nan = isinstance(value.value, float) and math.isnan(value.value)
+        return not is_nan
+    if isinstance(value, SequenceValue):
+        return issubclass(value.cls, tuple) and all(
+            isinstance(item, Value) and is_stable(item) for item in value.items
+        )
+    if isinstance(value, SetValue):
+        return value.cls is frozenset and value.mirror is not None
+    return isinstance(value, ReferenceValue)

@@ -1,0 +1,25 @@
+"""Nested tuples, lists and dictionaries whose parts are tensors and the like: what goes into calls and comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.containers import ListValue, SequenceValue
+from compile_core.capture.values.mappings import DictValue
+
+
+def map_parts(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:
+    """A copy of a value with what ``change`` makes of every part that is no tuple, list or plain dictionary."""
+    if isinstance(value, SequenceValue):
+        items: list[Any] = [map_parts(state, item, change) for item in value.all(state)]
+        return ListValue(items) if value.cls is list else SequenceValue(items, value.cls)
+    if isinstance(value, DictValue) and value.cls is dict:
+        value.guard_keys(state)
+        entries: dict[Any, Any] = {
+            key: (name, map_parts(state, value.get(state, key), change))
+            for key, (name, _) in list(value.entries.items())
+        }
+        return DictValue(entries, dict)
+    return change(value)

@@ -1,0 +1,292 @@
+"""Tensors: nodes of the graph with their fake tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from compile_core.ir.sources import AttributeSource, Source
+
+# Methods that answer from metadata alone, which the guards pin down.
+_METADATA_METHODS = frozenset(
+    [
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "storage_offset",
+        "get_device",
+        "is_signed",
+        "is_conj",
+        "is_neg",
+    ]
+)
+_METADATA = frozenset(
+    [
+        "shape",
+        "ndim",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "is_mps",
+        "is_xpu",
+        "layout",
+        "itemsize",
+        "nbytes",
+        "is_nested",
+        "is_sparse_csr",
+        "is_mtia",
+        "is_hpu",
+    ]
+)
+_VIEW_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+
+# In place or not, these would change what guards and the runner take for granted, or hand out data.
+_DENIED_METHODS = frozenset(
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "backward",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "squeeze_",
+        "unsqueeze_",
+        "as_strided_",
+        "detach_",
+        "share_memory_",
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "pin_memory",
+        "record_stream",
+        "apply_",
+        "map_",
+        "map2_",
+        "is_shared",
+        "is_pinned",
+        "rename",
+        "rename_",
+        "names",
+        "align_to",
+        "align_as",
+        "refine_names",
+        "to_sparse",
+        "is_set_to",
+        "equal",
+        "allclose",
+    ]
+)
+
+
+class TensorValue(Value):
+    """A tensor: ``node`` in the graph, ``fake`` for its metadata.
+
+    An input that was not rebound has a source and ``real``, the tensor of this call. ``changes`` holds its
+    attributes that were stored in the frame.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        fake: torch.Tensor,
+        cls: type,
+        source: Source | None = None,
+        real: torch.Tensor | None = None,
+    ) -> None:
+        self.node = node
+        self.fake = fake
+        self.cls = cls
+        self.source = source
+        self.real = real
+        self.changes: dict[str, Value] = {}
+        # The version of the data after the last operation that returned this tensor.
+        self.version = fake._version
+
+    def python_type(self) -> type:
+        return self.cls
+
+    def describe(self) -> str:
+        return f"the tensor {self.source or self.node.name}"
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return self.node
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self if self.real is None else self.real
+
+    def truth(self, state: CaptureState) -> bool:
+        raise state.unsupported(
+            "data-dependent-branch",
+            f"the truth value of {self.describe()} depends on its data",
+            "use torch.where, or keep the branch out of the compiled function",
+        )
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in _METADATA:
+            return state.from_constant(getattr(self.fake, name))
+        if name in _VIEW_ATTRIBUTES:
+            return state.call_tensor_op("call_function", getattr, [self, ConstantValue(name)], {})
+        if name == "__class__":
+            return state.wrap(self.cls, None)
+        read = ATTRIBUTE_READS.get(name)
+        if read is not None:
+            return read(state, self)
+        static = getattr(torch.Tensor, name, None)
+        if static is None:
+            own = {} if self.real is None else self.real.__dict__
+            if name in own or name.startswith("__"):
+                raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
+            if self.source is not None:
+                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+            raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
+        if callable(static) and not isinstance(static, property):
+            return BuiltinMethod(self, name)
+        raise state.unsupported(
+            "tensor-attribute", f"no rule for the attribute {name!r} of {self.describe()}"
+        )
+
+    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
+        store = ATTRIBUTE_STORES.get(name)
+        if store is None:
+            super().set_attribute(state, name, value)
+        else:
+            store(state, self, value)
+
+    def call_method(
+        self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
+    ) -> Value:
+        if not hasattr(torch.Tensor, name):
+            return self.get_attribute(state, name).call(state, args, kwargs)
+        if name in _METADATA_METHODS:
+            real = [argument.as_constant() for argument in args]
+            named = {key: argument.as_constant() for key, argument in kwargs.items()}
+            return state.from_constant(getattr(self.fake, name)(*real, **named))
+        if name == "type" and not args and not kwargs:
+            return ConstantValue(type_name(self.fake))
+        if name == "__len__":
+            return ConstantValue(self.length(state))
+        rule = METHOD_RULES.get(name)
+        if rule is not None:
+            found = rule(state, self, args, kwargs)
+            if found is not None:
+                return found
+        if name in _DENIED_METHODS or (name.startswith("__") and name not in _OPERATORS):
+            raise state.unsupported(
+                "tensor-method",
+                f"no rule for the method {name!r} of {self.describe()}",
+                "keep data-dependent Python values and autograd bookkeeping out of the compiled function",
+            )
+        return state.call_tensor_op("call_method", name, [self, *args], kwargs)
+
+    def iterate(self, state: CaptureState) -> Value:
+        if self.fake.dim() == 0:
+            raise state.raise_exception(TypeError, "iteration over a 0-d tensor")
+        items = state.call_tensor_op("call_method", "unbind", [self, ConstantValue(0)], {})
+        return SequenceIterator(list(state.items_of(items)))
+
+    def length(self, state: CaptureState) -> int:
+        if self.fake.dim() == 0:
+            raise state.raise_exception(TypeError, "len() of a 0-d tensor")
+        return int(self.fake.shape[0])
+
+    def get_item(self, state: CaptureState, key: Value) -> Value:
+        return state.call_tensor_op("call_function", operator.getitem, [self, key], {})
+
+    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
+        state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
+
+
+# Attributes with rules of their own, filled in by the files of rules.
+AttributeRead = Callable[[CaptureState, TensorValue], Value]
+ATTRIBUTE_READS: dict[str, AttributeRead] = {}
+ATTRIBUTE_STORES: dict[str, Callable[[CaptureState, TensorValue, Value], None]] = {}
+
+# Methods with rules of their own; a rule that gives None leaves the call to what holds for all methods.
+MethodRule = Callable[[CaptureState, TensorValue, list[Value], dict[str, Value]], Value | None]
+METHOD_RULES: dict[str, MethodRule] = {}
+
+
+def attribute_read(name: str) -> Callable[[AttributeRead], AttributeRead]:
+    """Register what reading this attribute of a tensor gives."""
+
+    def register(function: AttributeRead) -> AttributeRead:
+        ATTRIBUTE_READS[name] = function
+        return function
+
+    return register
+
+
+def method_rule(name: str) -> Callable[[MethodRule], MethodRule]:
+    """Register the rule of this method of tensors."""
+
+    def register(function: MethodRule) -> MethodRule:
+        METHOD_RULES[name] = function
+        return function
+
+    return register
+
+
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for stem in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    ]
+    for name in (stem, "r" + stem, "i" + stem)
+) | {
+    "__neg__",
+    "__pos__",
+    "__invert__",
+    "__abs__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+}
+
+
+def type_name(fake: torch.Tensor) -> str:
+    """The name of the class that was a tensor's type before there were dtypes."""
+    name = torch.empty(0, dtype=fake.dtype, device="cpu").type()
+    return name if fake.device.type == "cpu" else name.replace("torch.", f"torch.{fake.device.type}.", 1)
