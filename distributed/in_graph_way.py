@@ -175,6 +175,7 @@ class InGraphWay:
 
     def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Program:
         """One captured graph may serve several modules of one class, whose gradients go to places of their own."""
+        self.buckets.refuse_changed()
         positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
         pick_parameters = picker(positions)
         forms: list[tuple[tuple[Any, ...], frozenset[str], Program]] = []

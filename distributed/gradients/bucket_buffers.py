@@ -9,6 +9,8 @@ import torch
 from bucketing.bucket import BucketPlan
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 
+_address_of = torch.Tensor.data_ptr
+
 
 class BucketBuffers:
     """Buffers filled with zeros, so that the padding between gradients reduces to zero.
@@ -32,14 +34,27 @@ class BucketBuffers:
         self.flat: list[torch.Tensor] = []
         self.places: dict[str, torch.Tensor] = {}
         self.bucket_of: dict[str, int] = {}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._strides = strides
         for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
-            flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
-            self.flat.append(flat)
+            self.flat.append(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
+            self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
+        self._find_places()
+
+    def restore_places(self) -> None:
+        """Places are given to the program, as gradients; it may have put other memory into them, by ``grad.data``."""
+        if [*map(_address_of, self.places.values())] != self._addresses:
+            self._find_places()
+
+    def _find_places(self) -> None:
+        for bucket, flat in zip(self.plan.buckets, self.flat, strict=True):
             for parameter, offset in zip(bucket.parameters, bucket.offsets_elements, strict=True):
                 name = parameter.name
-                self.places[name] = flat.as_strided(parameters[name].shape, strides[name], offset)
-                self.bucket_of[name] = bucket.index
+                place = flat.as_strided(self._shapes[name], self._strides[name], offset)
+                # No view to autograd, so that programs may call ``grad.detach_()``.
+                self.places[name] = place.detach()
+        self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""

@@ -156,6 +156,22 @@ class GradientBuckets:
         assert self._buffers is not None
         return self._buffers.places[name]
 
+    def refuse_changed(self) -> None:
+        """
+        Raises:
+            CompileError: the gradient of a parameter, as that is now, has no place in the buckets.
+        """
+        if self._buffers is None:
+            return
+        self._buffers.restore_places()
+        for name, now in self.parameters.items():
+            place = self.place(name)
+            if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
+                raise CompileError(
+                    f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
+                    f"change a module's parameters before you make the DistributedDataParallel module"
+                )
+
     def adopt(self, plan: BucketPlan) -> None:
         """Uses this plan from now on; gradients that lie in the buckets of the one before move.
 
@@ -271,6 +287,7 @@ class GradientBuckets:
     def _open_round(self) -> None:
         assert self._buffers is not None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
+        self._buffers.restore_places()
         announced: dict[str, int] = {}
         # Programs store nothing where only gradients of inputs are asked for.
         for reference, names in self._announced if self._anchors.programs_store() else ():
@@ -428,3 +445,7 @@ class GradientBuckets:
             f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
             f"with use_reentrant=True; pass use_reentrant=False, or static_graph=True to DistributedDataParallel"
         )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {tensor.device}"

@@ -105,6 +105,27 @@ def gradients_set_to_none_or_to_zero_by_the_program() -> None:
 
 
 @case()
+def gradients_changed_through_their_data() -> None:
+    """As older programs clip and zero them."""
+    stock, compiled = pair(backend="aot_eager")
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step))).backward()
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+
+    check_steps(stock, compiled, run, steps=4)
+    for step in range(3):
+        for model in (stock, compiled):
+            for parameter in model.parameters():
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+            run(model, step)
+        check_gradients(stock, compiled, exact=True)
+    check_in_graph(compiled)
+
+
+@case()
 def parameters_replaced_in_place_by_an_average() -> None:
     """As weight averaging does between epochs."""
     stock, compiled = pair(backend="aot_eager")

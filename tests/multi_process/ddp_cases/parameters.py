@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compile_core import CompileError
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
@@ -139,6 +140,31 @@ def parameters_frozen_between_steps() -> None:
         loss_of(model(data(1))).backward()
         with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
             loss_of(model(data(2))).backward()
+
+
+@case()
+def parameters_converted_between_steps() -> None:
+    """Stock DDP goes on with buckets of the old type, and leaves each rank with gradients of its own."""
+    _, compiled = pair(backend="aot_eager")
+    loss_of(compiled(data(0))).backward()
+    compiled.double()
+    with pytest.raises(CompileError, match=r"first\.weight was float32.* and is float64"):
+        compiled(data(1).double())
+
+
+@case()
+def parameters_that_get_other_memory() -> None:
+    """Also memory of other strides, which stock DDP mixes up."""
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, steps=2)
+    for model in (stock, compiled):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+    check_steps(stock, compiled, steps=2)
+    weight = compiled.module.second.weight
+    weight.data = weight.data.t().contiguous().t()
+    check_steps(stock, compiled, steps=2)
+    check_in_graph(compiled)
 
 
 @case()
