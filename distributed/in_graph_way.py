@@ -140,9 +140,13 @@ class InGraphWay:
         buckets = self.buckets
         if len({parameter.device for parameter in buckets.parameters.values()}) > 1:
             return
-        buckets.averaging.group = bucket_group(buckets.group, buckets.device)
+        buckets.averaging.group = bucket_group(buckets.group, buckets.device, self._all_can_open)
         if buckets.averaging.group is not buckets.group:
             self._agreement.groups.add(buckets.averaging.group)
+
+    def _all_can_open(self, reason: str) -> bool:
+        what = "opens a communicator for gradient buckets"
+        return not self._agreement.settle(what, self._options.agreement_timeout_s, reason=reason)
 
     def _tell_others(self, error: BaseException) -> None:
         """A call raised. What a compilation raised, the others have been told already."""

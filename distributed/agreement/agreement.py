@@ -14,6 +14,7 @@ that it has, it begins when its ``FailureWatch`` sees the round.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,9 +88,7 @@ class Agreement:
         groups = self.groups = weakref.WeakSet[dist.ProcessGroup]()
 
         def abort_all() -> None:
-            abort()
-            for other in list(groups):
-                other.abort()
+            _at_once([abort, *(other.abort for other in groups)])
 
         self.watch = FailureWatch(
             bulletin,
@@ -315,8 +314,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
         def abort() -> None:
             living = reference()
             if living is not None:
-                with suppress(RuntimeError):  # a backend that cannot
-                    living.abort()
+                living.abort()
 
         def is_over() -> bool:
             return reference() not in _world.pg_map
@@ -335,6 +333,21 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 def describe_error(error: BaseException) -> str:
     """Its type, and what it says."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _at_once(aborts: Sequence[Callable[[], None]]) -> None:
+    """Ends the collectives of several groups on one device. In turn the first would wait until the device is at rest,
+    which it is not while collectives of another wait for ranks."""
+
+    def run(abort: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # a backend that cannot
+            abort()
+
+    threads = [threading.Thread(target=run, args=(abort,), daemon=True) for abort in aborts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _nothing(*_: Any) -> None:

@@ -7,17 +7,20 @@ where two did. That is how we explain that products take up to a third longer be
 clusters of eight, which leave more GPCs whole.
 
 The size is a property of a communicator, and that of the module's process group is shared with the program; so buckets
-have one of their own, for the same ranks.
+have one of their own, for the same ranks. Those must be all of the job's: torch may split the new communicator off that
+of the default group, which is a collective of all ranks, and names a group by how many a rank has made.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import DebugLevel, _get_default_group, get_debug_level
 
 _BLOCKS_IN_A_CLUSTER = 8
 _FIRST_WITH_CLUSTERS = (9, 0)
@@ -25,38 +28,46 @@ _FIRST_WITH_CLUSTERS = (9, 0)
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def bucket_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def bucket_group(
+    group: dist.ProcessGroup, device: torch.device, all_can: Callable[[str], bool]
+) -> dist.ProcessGroup:
     """The process group for the buckets of modules over ``group`` that lie on ``device``; ``group`` itself where
     nothing is to be gained, or the user has chosen a size of clusters.
 
     A collective, called on all ranks of the group.
+
+    Args:
+        all_can: a collective, too: is told why this rank cannot have another group, or "", and tells whether all can.
     """
-    if group not in _made:
-        if not _gains(group, device):
-            return group
-        known: Any = group._get_backend(device).options
-        options: Any = type(known)(is_high_priority_stream=known.is_high_priority_stream)
-        options.config = known.config
-        options.config.cga_cluster_size = _BLOCKS_IN_A_CLUSTER
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=known._timeout,
-            backend="nccl",
-            pg_options=options,
-            use_local_synchronization=True,
-            device_id=device,
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        _made[group] = made
-    return _made[group]
+    if group in _made:
+        return _made[group]
+    if dist.get_backend(group) != "nccl" or not 1 < group.size() == dist.get_world_size():
+        return group
+    if not all_can(_reason_against(group, device)):
+        return group
+    known: Any = group._get_backend(device).options
+    options: Any = type(known)(is_high_priority_stream=known.is_high_priority_stream)
+    options.config = known.config
+    options.config.cga_cluster_size = _BLOCKS_IN_A_CLUSTER
+    # NCCL splits no communicator that is in use.
+    torch.cuda.synchronize(device)
+    made = dist.new_group(timeout=known._timeout, backend="nccl", pg_options=options, device_id=device)
+    assert isinstance(made, dist.ProcessGroup)
+    _made[group] = made
+    return made
 
 
-def _gains(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if dist.get_backend(group) != "nccl" or group.size() == 1:
-        return False
+def _reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why this rank must not have another group, or "". Ranks may have other GPUs, and another environment."""
     if torch.cuda.get_device_capability(device) < _FIRST_WITH_CLUSTERS:
-        return False
+        return "its GPU has no clusters of thread blocks"
+    if get_debug_level() == DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps its process group"
+    bound = _get_default_group().bound_device_id
+    if bound not in (None, device):
+        return f"its default process group is bound to {bound}"
     backend: Any = group._get_backend(device)
-    config = backend.options.config
     # A size that nobody has chosen is a negative number.
-    return "NCCL_CGA_CLUSTER_SIZE" not in os.environ and config.cga_cluster_size < 0
+    if "NCCL_CGA_CLUSTER_SIZE" in os.environ or backend.options.config.cga_cluster_size >= 0:
+        return "the size of its clusters was chosen"
+    return ""

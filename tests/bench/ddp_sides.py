@@ -108,7 +108,7 @@ def _beside(running: Running) -> Running:
     # As our buckets travel.
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    group = bucket_group(world, flat.device)
+    group = bucket_group(world, flat.device, lambda reason: not reason)
 
     def step() -> Tensor:
         assert running.forward is not None
