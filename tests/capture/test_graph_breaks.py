@@ -227,7 +227,7 @@ def test_break_inside_a_range_of_the_profiler():
 
     compiled, graphs = compile_counting(ranges)
     for _ in range(2):
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             assert torch.equal(compiled(torch.ones(2)), ranges(torch.ones(2)))
     assert len(graphs) > 1
     assert sum(event.key == "some range" for event in profiler.key_averages()) == 1
