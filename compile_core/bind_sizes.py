@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from compile_core import config
-from compile_core.capture.torch_rules.global_state import normal_tensors
+from compile_core.capture import normal_tensors
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import (
     GraphSignature,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.capture.torch_rules.global_state import normal_tensors
+from compile_core.capture import normal_tensors
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.observe.stage_times import timed
