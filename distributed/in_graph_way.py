@@ -32,7 +32,7 @@ from distributed.agreement.graph_fingerprint import graph_fingerprint
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.collectives.bucket_group import bucket_group
-from distributed.ddp_module import process_group, reduced_parameters
+from distributed.ddp_module import process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
@@ -41,6 +41,7 @@ from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
 from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_reducer
+from distributed.reducer.wrapped_parameters import reduced_parameters
 
 logger = logging.getLogger(__name__)
 

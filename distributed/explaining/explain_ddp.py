@@ -19,7 +19,7 @@ from compile_core.api import compile
 from compile_core.compiled_module import CompiledModule
 from compile_core.errors import CompileError
 from distributed.compile_ddp import CompiledDDP, inspect_ddp
-from distributed.ddp_module import process_group, reduced_parameters
+from distributed.ddp_module import process_group
 from distributed.explaining.ddp_explanation import DDPExplanation, Segment
 from distributed.explaining.record_timeline import (
     Recorder,
@@ -28,6 +28,7 @@ from distributed.explaining.record_timeline import (
 )
 from distributed.planning.ddp_planner import describe
 from distributed.reducer.stock_buckets import stock_buckets
+from distributed.reducer.wrapped_parameters import reduced_parameters
 
 # In the first steps programs are compiled and costs are measured; at most so many, then the plan is settled.
 _SETTLING_STEPS = 12

@@ -50,9 +50,7 @@ class AccumulationNodes:
     ) -> None:
         self._parameters = parameters
         # Nobody else keeps these alive, and hooks go with them.
-        self.by_name: dict[str, Any] = {
-            name: get_gradient_edge(parameter).node for name, parameter in parameters.items()
-        }
+        self.by_name: dict[str, Any] = {name: _node_of(parameter) for name, parameter in parameters.items()}
         self._hooks: list[Mapping[int, Any]] = []
         for name, node in self.by_name.items():
             before = node.register_prehook(_Notice(reached))
@@ -90,6 +88,15 @@ def refuse_new_hooks(names: Iterable[str]) -> None:
             f"hooks were registered on {', '.join(names)} between the forward and the backward of a "
             f"compiled DistributedDataParallel module; register them before the forward"
         )
+
+
+def _node_of(parameter: torch.nn.Parameter) -> Any:
+    is_trained = parameter.requires_grad
+    try:
+        # It may be frozen for now.
+        return get_gradient_edge(parameter.requires_grad_()).node
+    finally:
+        parameter.requires_grad_(is_trained)
 
 
 def put_first(handle: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.reducer.wrapped_parameters import as_wrapped, forget_parameters, remember_parameters
+
 # The logger holds the reducer, too.
 _ATTRIBUTES = ("reducer", "logger")
 _MARK = "_gradsplit_parked_reducer"
@@ -24,6 +26,7 @@ _MARK = "_gradsplit_parked_reducer"
 def park_reducer(ddp: DistributedDataParallel) -> None:
     """Lets go of the module's reducer until somebody asks for it; no backward through it may be under way."""
     _prepare_class()
+    remember_parameters(ddp)
     attributes = vars(ddp)
     for name in _ATTRIBUTES:
         attributes.pop(name, None)
@@ -68,9 +71,11 @@ def _prepare_class() -> None:
 def _make(ddp: DistributedDataParallel) -> None:
     del vars(ddp)[_MARK]
     ddp.logger = None  # as the constructor has it
-    parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    with as_wrapped(ddp):
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    forget_parameters(ddp)
     if ddp.static_graph:
         # What the module has done once for a reducer before this one.
         ddp._static_graph_delay_allreduce_enqueued = False

@@ -12,6 +12,8 @@ import torch
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.reducer.wrapped_parameters import as_wrapped
+
 
 def are_final(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer's buckets stay as they are."""
@@ -40,7 +42,8 @@ def stock_buckets(
     if are_final(ddp):
         # Asked once a graph: the reducer makes zeros as large as all gradients for its answer.
         return [list(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
-    parameters, are_sparse = ddp._build_params_for_reducer()
+    with as_wrapped(ddp):
+        parameters, are_sparse = ddp._build_params_for_reducer()
     place_of = {parameter: place for place, parameter in enumerate(parameters)}
     ready = [place_of[parameter] for parameter in ready_order if parameter in place_of]
     order = [*ready, *sorted(set(place_of.values()) - set(ready), reverse=True)]

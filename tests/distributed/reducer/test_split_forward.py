@@ -15,10 +15,11 @@ from compile_core.options import parse_options
 from compile_core.planners import CompileRequest
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import process_group, reduced_parameters
+from distributed.ddp_module import process_group
 from distributed.reducer.graph_in_ddp import GraphInDDP
 from distributed.reducer.split_forward import SplitForward
 from distributed.reducer.stock_buckets import stock_buckets
+from distributed.reducer.wrapped_parameters import reduced_parameters
 from distributed.reducer_way import ReducerWay
 
 EAGER = CompileRequest(resolve_backend("eager"), parse_options(None, None), fullgraph=True)

@@ -143,6 +143,41 @@ def parameters_frozen_between_steps() -> None:
 
 
 @case()
+def parameters_frozen_in_the_first_call() -> None:
+    """As those of a GAN's generator, whose first call makes images for the other module."""
+    stock, compiled = pair(backend="aot_eager")
+    for model in (stock, compiled):
+        model.requires_grad_(False)
+        model(data(0))
+        model.requires_grad_(True)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
+    for model in (stock, compiled):
+        model.requires_grad_(False)
+    # It is made again, for all parameters.
+    assert compiled._orig_mod.reducer is not None
+    for model in (stock, compiled):
+        model.requires_grad_(True)
+    check_steps(stock, compiled._orig_mod)
+
+
+@case()
+def parameters_thawed_before_the_first_call() -> None:
+    """They needed no gradients when the module was wrapped, so they stay each rank's own."""
+
+    def make() -> Net:
+        net = Net()
+        net.first.requires_grad_(False)
+        return net
+
+    stock, compiled = pair(make, backend="aot_eager")
+    for model in (stock, compiled):
+        model.requires_grad_(True)
+    check_steps(stock, compiled, synchronised=False)
+    check_in_graph(compiled)
+
+
+@case()
 def parameters_converted_between_steps() -> None:
     """Stock DDP goes on with buckets of the old type, and leaves each rank with gradients of its own."""
     _, compiled = pair(backend="aot_eager")

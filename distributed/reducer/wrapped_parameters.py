@@ -1,0 +1,57 @@
+"""Which parameters stock DDP reduces: those that required gradients when the module was wrapped.
+
+A program may freeze others later, and thaw them, as the two modules of a GAN are in turn. Torch looks at what requires
+gradients now wherever it makes a reducer, and does not note what it found; but the reducer knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+# What is known of a reducer that was let go.
+_REMEMBERED = "_gradsplit_reduced_parameters"
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients the module reduces, by name; a tied one has its first name only."""
+    reduced = set(_of_reducer(ddp))
+    return {name: parameter for name, parameter in ddp.module.named_parameters() if parameter in reduced}
+
+
+def remember_parameters(ddp: DistributedDataParallel) -> None:
+    """The module is about to lose its reducer."""
+    vars(ddp)[_REMEMBERED] = _of_reducer(ddp)
+
+
+def forget_parameters(ddp: DistributedDataParallel) -> None:
+    """The module has a reducer again."""
+    vars(ddp).pop(_REMEMBERED, None)
+
+
+@contextmanager
+def as_wrapped(ddp: DistributedDataParallel) -> Iterator[None]:
+    """While this lasts, those of the module's parameters require gradients that did when it was wrapped."""
+    reduced = set(_of_reducer(ddp))
+    changed = [p for p in ddp.module.parameters() if p.requires_grad != (p in reduced)]
+    _toggle(changed)
+    try:
+        yield
+    finally:
+        _toggle(changed)
+
+
+def _of_reducer(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    remembered = vars(ddp).get(_REMEMBERED)
+    if remembered is not None:
+        return remembered
+    # For its answer it makes zeros as large as all gradients.
+    return [tensor for bucket in ddp.reducer._get_zeros_like_grad_buckets() for tensor in bucket.parameters()]
+
+
+def _toggle(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(not parameter.requires_grad)
