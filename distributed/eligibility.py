@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from distributed.ddp_module import process_group
+from distributed.group_backend import backend_of
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
@@ -26,9 +28,10 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
             return reason
     if reason := _reason_switched_on(ddp):
         return reason
-    backend = dist.get_backend(ddp.process_group)
+    backend = backend_of(process_group(ddp), ddp.device)
     if backend not in _REDUCING_BACKENDS:
-        return f"the process group's backend is {backend}, not one of {', '.join(_REDUCING_BACKENDS)}"
+        known = ", ".join(_REDUCING_BACKENDS)
+        return f"the process group's backend is {backend or 'none for this device'}, not one of {known}"
     return ""
 
 

@@ -74,7 +74,7 @@ class InGraphWay:
         group = process_group(ddp)
         self._agreement = agreement_of(group)
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
-        averaging = Averaging(group, options.gradient_compression)
+        averaging = Averaging(group, ddp.device, options.gradient_compression)
         parameters, stepper = reduced_parameters(ddp), None
         if options.step_in_backward is not None:
             optimizer = PartialOptimizer(options.step_in_backward, parameters)

@@ -320,7 +320,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
             return reference() not in _world.pg_map
 
         ranks = dist.get_process_group_ranks(group)
-        on_device = dist.get_backend(group) == "nccl"
+        on_device = "nccl" in dist.get_backend_config(group)
         found = _agreements[group] = Agreement(
             Bulletin.of_group(group), dist.get_rank(), ranks, abort, is_over, on_device
         )

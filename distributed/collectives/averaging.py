@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distributed.group_backend import backend_of
+
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +41,7 @@ class Averaging:
 
     Args:
         group: over which ranks.
+        device: where buckets lie.
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
 
     Attributes:
@@ -48,8 +51,10 @@ class Averaging:
             ranks. 1 where the collective itself averages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, compression: str | None = None) -> None:
-        self.on_streams = dist.get_backend(group) == "nccl"
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, compression: str | None = None
+    ) -> None:
+        self.on_streams = backend_of(group, device) == "nccl"
         self.factor = 1.0 if self.on_streams else 1.0 / group.size()
         self.group = group
         self._wire_type = None if compression is None else WIRE_TYPES[compression]

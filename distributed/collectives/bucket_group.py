@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, _get_default_group, get_debug_level
 
+from distributed.group_backend import backend_of
+
 _BLOCKS_IN_A_CLUSTER = 8
 _FIRST_WITH_CLUSTERS = (9, 0)
 
@@ -41,7 +43,7 @@ def bucket_group(
     """
     if group in _made:
         return _made[group]
-    if dist.get_backend(group) != "nccl" or not 1 < group.size() == dist.get_world_size():
+    if backend_of(group, device) != "nccl" or not 1 < group.size() == dist.get_world_size():
         return group
     if not all_can(_reason_against(group, device)):
         return group

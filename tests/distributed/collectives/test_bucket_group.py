@@ -63,7 +63,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return Group(2)
 
     monkeypatch.delenv("NCCL_CGA_CLUSTER_SIZE", raising=False)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(under_test, "_get_default_group", lambda: Group(2))
