@@ -95,6 +95,9 @@ class Averaging:
             # NCCL would take 1/world in 16 bits.
             torch.mul(flat, 1.0 / self.group.size(), out=wire)
             work = self.group.allreduce([wire], self._sum_options)
+        # Should a backward break off, nobody waits for the last stream that uses them.
+        for used in (flat, wire):
+            used.record_stream(from_wire)
         with torch.cuda.stream(from_wire):
             work.wait()
             flat.copy_(wire)

@@ -139,6 +139,8 @@ class GradientBuckets:
         self._absent: frozenset[str] = frozenset()
         self._next_absent: frozenset[str] = frozenset()
         self._works: list[Work] = []
+        # The streams on which gradients of the round were stored: the engine runs a backward on those of the forward.
+        self._writers: set[torch.cuda.Stream] = set()
         # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
         self._storing = True
 
@@ -243,6 +245,8 @@ class GradientBuckets:
             self._scratch.clear()
             return
         assert self._round is not None and self._buffers is not None
+        if self._scratch:
+            self._await_writers()
         for name, contribution in self._scratch.items():
             if name not in self._absent:
                 self._refuse_late(name)
@@ -277,6 +281,7 @@ class GradientBuckets:
                 torch.mul(found.detach(), self.factor, out=place)
             else:
                 if name in self._round.stored:
+                    self._await_writers()
                     place.add_(found.detach(), alpha=self.factor)
                 else:
                     torch.mul(found.detach(), self.factor, out=place)
@@ -341,6 +346,8 @@ class GradientBuckets:
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
+        if self.averaging.on_streams:
+            self._writers.add(torch.cuda.current_stream(self.device))
         if self.static_graph is not None:
             self.static_graph.check(names)
         self._round.arrived(names)
@@ -357,6 +364,7 @@ class GradientBuckets:
     def _start(self, bucket: int) -> None:
         assert self._buffers is not None and self._round is not None
         self._watch.at_point()
+        self._await_writers()
         names = self._buffers.names[bucket]
         # As a rule all have come, to where nothing was before.
         if self._set_aside or not self._round.stored.issuperset(names):
@@ -374,6 +382,13 @@ class GradientBuckets:
             self._stepper.reducing(names, work)
         if self.observer is not None:
             self.observer.collective_started(bucket, self.averaging.wire_bytes(flat), work)
+
+    def _await_writers(self) -> None:
+        """What is queued next on the current stream finds all that was stored."""
+        for stream in self._writers:
+            here = torch.cuda.current_stream(stream.device)
+            if stream != here:
+                here.wait_stream(stream)
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""
@@ -431,6 +446,7 @@ class GradientBuckets:
         self._round = None
         self.expecting = expecting
         self._works.clear()
+        self._writers.clear()
         self._before.clear()
         self._set_aside.clear()
         self._scratch.clear()

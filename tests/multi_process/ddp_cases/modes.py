@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,4 +124,36 @@ def evaluation_on_one_rank_alone() -> None:
                 with model.no_sync():
                     loss_of(model(data(0, rows))).backward()
         check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+class _Slow(torch.autograd.Function):
+    """The stream is busy for a while before gradients come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(50_000_000)
+        return gradient
+
+
+@case("cuda")
+def forwards_on_another_stream() -> None:
+    """The engine runs backwards there, too, and what awaits all-reduces runs on the caller's stream."""
+    other = torch.cuda.Stream()
+
+    def run(model: Any, step: int) -> None:
+        x = data(step)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            loss = loss_of(_Slow.apply(model(x)))
+        torch.cuda.current_stream().wait_stream(other)
+        loss.backward()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, steps=1)
+    check_steps(stock, compiled, run, steps=7)
     check_in_graph(compiled)
