@@ -10,6 +10,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from compile_core.compiled_module import CompiledModule
 from distributed import inspect_ddp
 from tests.multi_process.ddp_cases.checkpointing import Checkpointed
 from tests.multi_process.ddp_cases.graph_breaks import Broken
@@ -49,6 +52,7 @@ class Trained:
         self.model = model
         # Stock DDP refuses a second use of a parameter there, and autograd.
         self.is_reentrant = is_reentrant
+        self.is_compiled = isinstance(model, CompiledModule)
         # Its broadcast of buffers was a change of what an earlier forward had saved.
         was_refused = torch.__version__ < (2, 13) and any(True for _ in model.buffers())
         self.takes_two_forwards = not is_reentrant and not was_refused
@@ -175,6 +179,52 @@ def some_gradients_none(trained: Trained, seed: int) -> None:
 @action
 def a_gradient_of_the_programs(trained: Trained, seed: int) -> None:
     trained.weight.grad = torch.full_like(trained.weight, 0.25)
+
+
+@action
+def gradients_changed_through_their_data(trained: Trained, seed: int) -> None:
+    if trained.model.gradient_as_bucket_view:  # stock DDP loses such a gradient
+        return
+    for parameter in trained.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data.clamp(-0.05, 0.05)
+
+
+@action
+def parameters_that_get_other_memory(trained: Trained, seed: int) -> None:
+    for parameter in trained.model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+@action
+def forward_of_a_frozen_module(trained: Trained, seed: int) -> None:
+    trained.model.requires_grad_(False)
+    trained.loss(seed)
+    trained.model.requires_grad_(True)
+
+
+@action
+def backward_in_a_thread(trained: Trained, seed: int) -> None:
+    loss = trained.loss(seed)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(loss.backward).result()
+
+
+@action
+def backward_that_breaks_off(trained: Trained, seed: int) -> None:
+    """On all ranks; what is left of it is nobody's. Stock DDP cannot go on then."""
+    trained.optimizer.zero_grad()
+    if not trained.is_compiled or trained.is_reentrant or any(True for _ in trained.model.buffers()):
+        return
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    x = data(seed).requires_grad_()
+    x.register_hook(fail)
+    with suppress(ArithmeticError):
+        loss_of(trained.model(x)).backward()
+    trained.optimizer.zero_grad()
 
 
 @action
