@@ -10,6 +10,8 @@ from distributed.group_backend import backend_of
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
+# Methods that a call consists of.
+_STEPS = ("forward", "_run_ddp_forward", "_pre_forward", "_post_forward", "_sync_buffers")
 
 
 def reason_for_reducer(ddp: DistributedDataParallel) -> str:
@@ -20,6 +22,7 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
         (ddp.mixed_precision is not None, "DDP's own mixed precision is on"),
         (bool(ddp._delay_all_reduce_params), "some all-reduces are delayed"),
         (ddp._use_python_reducer, "torch's Python reducer is on"),
+        (_has_other_steps(type(ddp)), f"{type(ddp).__name__} does something else in a call"),
         (_has_sparse_gradients(ddp.module), "a module has sparse gradients"),
         (_has_optimizers_in_backward(ddp.module), "optimizers step in the backward"),
     )
@@ -49,7 +52,24 @@ def _reason_switched_on(ddp: DistributedDataParallel) -> str:
         return "a communication hook is registered"
     if hasattr(ddp, "buffer_hook"):
         return "a buffer hook is registered"
+    if "forward" in vars(ddp):
+        return "its forward was replaced"
     return ""
+
+
+def has_own_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether a call is another than stock DDP's."""
+    kind = type(ddp)
+    return (
+        kind.forward is not DistributedDataParallel.forward
+        or kind._run_ddp_forward is not DistributedDataParallel._run_ddp_forward
+        or "forward" in vars(ddp)
+    )
+
+
+def _has_other_steps(kind: type[DistributedDataParallel]) -> bool:
+    """Whether a subclass has a say in what a call does."""
+    return any(getattr(kind, name) is not getattr(DistributedDataParallel, name) for name in _STEPS)
 
 
 def _has_sparse_gradients(module: torch.nn.Module) -> bool:

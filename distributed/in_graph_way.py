@@ -32,7 +32,7 @@ from distributed.agreement.graph_fingerprint import graph_fingerprint
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.collectives.bucket_group import bucket_group
-from distributed.ddp_module import process_group
+from distributed.ddp_module import CalledForward, process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
@@ -84,9 +84,14 @@ class InGraphWay:
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)
         self._compiled: list[Program] = []
+        self._called = CalledForward(ddp)
+        self._make_functions()
+
+    def _make_functions(self) -> None:
+        request = self._request
         make = functools.partial(
             CompiledFunction,
-            ddp.module,
+            self._ddp.module,
             fullgraph=request.fullgraph,
             dynamic=request.dynamic,
             cache_limit=request.options.cache_size_limit,
@@ -109,6 +114,8 @@ class InGraphWay:
         ddp, buckets = self._ddp, self.buckets
         self._agreement.watch.at_point()
         buckets.begin_forward()
+        if self._called.has_changed():
+            self._make_functions()
         if not is_synchronised(ddp):
             args, kwargs = self._prepare(args, kwargs)
             ddp.require_forward_param_sync = False

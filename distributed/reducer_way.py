@@ -21,7 +21,8 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import process_group
+from distributed.ddp_module import CalledForward, process_group
+from distributed.eligibility import has_own_forward
 from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 
@@ -37,12 +38,16 @@ class ReducerWay:
     """
 
     def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, timeout_s: float) -> None:
-        module = ddp.module
         self._ddp = ddp
         self._request = request
         self._timeout_s = timeout_s
         self.graphs: list[GraphInDDP] = []
-        self.forward = CompiledFunction(
+        self._called = CalledForward(ddp)
+        self.forward = self._make_forward()
+
+    def _make_forward(self) -> CompiledFunction:
+        module, request = self._ddp.module, self._request
+        return CompiledFunction(
             module._orig_mod if isinstance(module, CompiledModule) else module,
             self._compile,
             fullgraph=request.fullgraph,
@@ -52,7 +57,9 @@ class ReducerWay:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
-        if type(ddp).forward is not DistributedDataParallel.forward:
+        if self._called.has_changed():
+            self.forward = self._make_forward()
+        if has_own_forward(ddp):
             return ddp.forward(*inputs, **kwargs)
         is_reduced = not (ddp._use_python_reducer or ddp._delay_all_reduce_all_params)
         with record_function("DistributedDataParallel.forward"):

@@ -72,7 +72,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "ddp_options": ("collectives",),
     "eligibility": ("ddp_module", "group_backend"),
     "in_graph_way": (*PARTS, "ddp_module", "ddp_options"),
-    "reducer_way": ("agreement", "ddp_module", "reducer"),
+    "reducer_way": ("agreement", "ddp_module", "eligibility", "reducer"),
     "compile_ddp": (
         "agreement",
         "gradients",

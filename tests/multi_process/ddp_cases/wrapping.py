@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
 from compile_core.graph_compiler import gradsplit
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
+    DEVICE,
     Net,
     case,
     check_buffers,
     check_gradients,
     check_in_graph,
+    check_reducer,
     check_steps,
     data,
+    is_in_graph,
     loss_of,
+    pair,
     stock_ddp,
 )
 
@@ -136,3 +141,56 @@ def wrapped_by_torchs_compile() -> None:
     compiled = compile_core.compile(torch.compile(other, backend="eager"), backend="aot_eager")
     check_steps(stock, compiled)
     check_in_graph(compiled)
+
+
+class _Tripled(DistributedDataParallel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * 3
+
+
+class _Transparent(DistributedDataParallel):
+    """As many programs have it, for the attributes of the module."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+@case()
+def subclasses_of_ddp() -> None:
+    """What they do in a call is done; those that have no part in it go the in-graph way."""
+    for kind in (_Tripled, _Transparent):
+        models: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            models.append(kind(Net().to(DEVICE)))
+        stock, compiled = models[0], compile_core.compile(models[1], backend="aot_eager")
+        check_steps(stock, compiled)
+        if kind is _Tripled:
+            check_reducer(compiled, "_Tripled does something else in a call")
+        else:
+            check_in_graph(compiled)
+            assert compiled.third is compiled.module.third
+
+
+def _triple(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda *args: forward(*args) * 3
+
+
+@case()
+def forwards_that_are_replaced() -> None:
+    """On the wrapped module, and on DDP's, between steps."""
+    for options in ({}, {"find_unused_parameters": True}):
+        stock, compiled = pair(backend="aot_eager", **options)
+        check_steps(stock, compiled, exact=False)
+        for model in (stock, compiled):
+            _triple(model.module)
+        check_steps(stock, compiled, exact=False)
+        assert is_in_graph(compiled) is not bool(options)
+        for model in (stock, compiled._orig_mod):
+            _triple(model)
+        check_steps(stock, compiled, exact=False)
+        assert not is_in_graph(compiled)
