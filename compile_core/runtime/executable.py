@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from compile_core.errors import InternalError
 from compile_core.ir.communicator import Communicator, RegionObserver
+from compile_core.ir.pick import picker
 from compile_core.ir.schedule import Schedule
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
@@ -92,13 +94,26 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
 
 
 def _only_region(schedule: Schedule, regions: Mapping[str, Region]) -> Region | None:
-    """The region that is all of the schedule, if there is one: it needs nobody to pass values on."""
+    """What runs a schedule that is one region, which needs nobody to pass values on; ``None`` for another."""
     if len(schedule.computes) != 1:
         return None
     (compute,) = schedule.computes
-    if (compute.inputs, compute.outputs) != (schedule.inputs, schedule.outputs):
+    region = regions[compute.name]
+    if (compute.inputs, compute.outputs) == (schedule.inputs, schedule.outputs):
+        return region
+    places: dict[str | None, int] = {name: place for place, name in enumerate(compute.outputs)}
+    places[None] = len(places)
+    if not places.keys() >= {*schedule.outputs}:
         return None
-    return regions[compute.name]
+    pick_inputs = picker([schedule.inputs.index(name) for name in compute.inputs])
+    pick_outputs = picker([places[name] for name in schedule.outputs])
+
+    def run(inputs: list[torch.Tensor]) -> Sequence[Any]:
+        arguments = [*pick_inputs(inputs)]
+        inputs.clear()
+        return pick_outputs((*region(arguments), None))
+
+    return run
 
 
 def _lifetimes(schedule: Schedule) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:

@@ -145,3 +145,20 @@ def test_a_region_that_is_all_gets_the_list_itself():
     recorder = run.observer = Recorder()
     run([torch.ones(2)])
     assert recorder.events == ["region started", "region finished"]
+
+
+def test_a_region_that_leaves_inputs_and_results_out():
+    seen = []
+
+    def both(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.append(len(arguments))
+        first, second = arguments
+        arguments.clear()
+        return [first + second, first - second]
+
+    steps = compute("only", "x y", "total difference")
+    run = link(schedule("x unused y", ("difference", None, "total"), steps), {"only": both}, None)
+    inputs = [torch.full((2,), 5.0), torch.zeros(1), torch.full((2,), 3.0)]
+    difference, nothing, total = run(inputs)
+    assert seen == [2] and inputs == [] and nothing is None
+    assert difference.tolist() == [2.0, 2.0] and total.tolist() == [8.0, 8.0]
