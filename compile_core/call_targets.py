@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Any
 
 import torch
 
-from compile_core.capture import argument_names
+from compile_core.capture import argument_names, compile_function
 from compile_core.capture.directives import is_disabled
 from compile_core.capture.object_model.libraries import is_library_name
 from compile_core.ir.sources import identifier_of, variable_of
 
 # The owner of a function that is bound to no object.
 NO_OWNER: Any = object()
+
+_UNUSED_DEFAULT: Any = object()
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,32 @@ def signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str,
         parts.append(f"**{rest[0]}")
     passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
     return ", ".join(parts), ", ".join(passed)
+
+
+def bound_function(target: Target, name: str, body: str, constants: Mapping[str, Any]) -> types.FunctionType:
+    """A function with the signature of the target's own, which binds arguments as Python does.
+
+    Args:
+        body: its lines. ``{passed}`` stands for the frame's arguments, each of which may be ``_gs_default``.
+        constants: what the body names. The parameters keep the user's names, so all else is named as no program does.
+    """
+    function = target.function
+    signature, passed = signature_text(function, skip_first=target.owner is not NO_OWNER)
+    if target.cells_argument:
+        signature = f"_gs_cells, {signature}"
+        passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
+    if not passed:
+        body = body.replace(", {passed})", ")").replace("({passed},)", "()")
+    body = indent(body.replace("{passed}", passed), "    ")
+    made = compile_function(
+        f"def {name}({signature}):\n{body}", name, {**constants, "_gs_default": _UNUSED_DEFAULT}
+    )
+    assert isinstance(made, types.FunctionType)
+    made.__defaults__ = function.__defaults__
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__ = function.__qualname__
+    made.__name__ = function.__name__
+    return made
 
 
 def plain_call_text(target: Target) -> str:

@@ -21,12 +21,12 @@ from compile_core.call_targets import (
     NO_OWNER,
     ModulesApart,
     Target,
+    bound_function,
     call_object,
     find_callee_target,
     find_target,
     method_target,
     plain_call_text,
-    signature_text,
 )
 from compile_core.capture import (
     COMPILED_APART,
@@ -45,7 +45,7 @@ from compile_core.capture import (
 )
 from compile_core.capture.code_objects.plain_frames import PlainFrames
 from compile_core.capture.directives import disabled_frame, leave_alone
-from compile_core.entry_table import CompiledGraph, Entry, EntryTable
+from compile_core.entry_table import CompiledGraph, Entry, EntryTable, GraphCall
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
@@ -131,6 +131,7 @@ class CompiledFunction:
         self._runs_plain = False
         self._call_plain = self._make_plain_call()
         self._dispatch = self._make_dispatch()
+        self._find_graph_call = self._bound("find", "return _gs_table.find_graph_call(({passed},))\n")
         functools.update_wrapper(self, self._target)
         _living[next(_numbers)] = self
 
@@ -138,6 +139,14 @@ class CompiledFunction:
         if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
             return self._hooked_calls(self._target.__code__)(self._owner, *args, **kwargs)
         return self._dispatch(*args, **kwargs)
+
+    def find_graph_call(self, *args: Any, **kwargs: Any) -> GraphCall | None:
+        """What a call with these arguments is, if it is one of a compiled graph; nothing runs yet."""
+        if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
+            return None
+        if not any(entry.is_one_graph for entry in self._table.entries):
+            return None
+        return self._find_graph_call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Compiled functions are descriptors as functions are, so that methods can be compiled in a class body."""
@@ -199,40 +208,30 @@ class CompiledFunction:
         return tuple(self._callees.values())
 
     def _make_dispatch(self) -> Callable[..., Any]:
-        """A function with the target's own signature, which binds as Python does and walks the table."""
-        function = self._target
-        signature, passed = signature_text(function, skip_first=self._owner is not NO_OWNER)
-        if self._cells_argument:
-            signature = f"_gs_cells, {signature}"
-            passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
-        # The parameters keep the user's names, so everything else has a name that no program uses.
-        text = (
-            f"def dispatch({signature}):\n"
-            "    for _gs_entry in _gs_table.entries:\n"
-            f"        _gs_inputs = _gs_entry.check({passed})\n"
-            "        if type(_gs_inputs) is list:\n"
-            "            if _gs_entry.run is None:\n"
-            f"                return _gs_plain({passed})\n"
-            "            if _gs_entry is not _gs_table.entries[0]:\n"
-            "                _gs_move_to_front(_gs_entry)\n"
-            f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
-            f"    return _gs_miss(({passed}{',' if passed else ''}))\n"
-        ).replace("_gs_inputs, )", "_gs_inputs)")
+        """A function with the target's own signature, which walks the table."""
+        return self._bound(
+            "dispatch",
+            "for _gs_entry in _gs_table.entries:\n"
+            "    _gs_inputs = _gs_entry.check({passed})\n"
+            "    if type(_gs_inputs) is list:\n"
+            "        if _gs_entry.run is None:\n"
+            "            return _gs_plain({passed})\n"
+            "        if _gs_entry is not _gs_table.entries[0]:\n"
+            "            _gs_move_to_front(_gs_entry)\n"
+            "        return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
+            "return _gs_miss(({passed},))\n",
+        )
+
+    def _bound(self, name: str, body: str) -> Callable[..., Any]:
         constants = {
             "_gs_table": self._table,
             "_gs_plain": self._call_plain,
             "_gs_move_to_front": self._table.move_to_front,
             "_gs_miss": self._miss,
-            "_gs_default": _UNUSED_DEFAULT,
             "_gs_first": self._owner,
         }
-        made = compile_function(text, "dispatch", constants)
-        assert isinstance(made, types.FunctionType)
-        made.__defaults__ = function.__defaults__
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__qualname__ = function.__qualname__
-        made.__name__ = function.__name__
-        return made
+        target = Target(self._target, self._owner, self._is_module_call, self._cells_argument)
+        return bound_function(target, name, body, constants)
 
     def _make_plain_call(self) -> Callable[..., Any]:
         """Call the original with the bound arguments."""
@@ -486,9 +485,6 @@ def reset() -> None:
     for function in living_functions():
         function.reset()
     _logged_locations.clear()
-
-
-_UNUSED_DEFAULT: Any = object()
 
 
 def _original_of(value: Any) -> Any:

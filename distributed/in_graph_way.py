@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,16 +18,12 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketing.bucket import BucketPlan
-from compile_core.bind_sizes import GraphOfManySizes
-from compile_core.capture import normal_tensors
 from compile_core.compiled_function import CompiledFunction
 from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.pick import picker
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement.agreed_graphs import AgreedGraphs
 from distributed.agreement.agreement import Statement, agreement_of, describe_error
-from distributed.agreement.graph_fingerprint import graph_fingerprint
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.collectives.bucket_group import bucket_group
@@ -36,6 +31,7 @@ from distributed.ddp_module import CalledForward, process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
+from distributed.graph_forms import GraphForms
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
@@ -81,9 +77,9 @@ class InGraphWay:
             stepper = StepInBackward(optimizer, parameters, averaging.on_streams)
         self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch, stepper)
         self.settler = PlanSettler(self.buckets)
-        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
-        self._planner = DDPPlanner(ddp, self.buckets)
-        self._compiled: list[Program] = []
+        self._broadcast = BufferBroadcast(ddp, self.buckets.group)
+        self._planner = DDPPlanner(ddp, self.buckets, self._broadcast)
+        self._forms: list[GraphForms] = []
         self._called = CalledForward(ddp)
         self._make_functions()
 
@@ -103,12 +99,7 @@ class InGraphWay:
     @property
     def graphs(self) -> list[CompiledGraph]:
         """What was compiled for calls whose gradients are reduced."""
-        return [
-            program
-            for compiled in self._compiled
-            if isinstance(compiled, (CompiledGraph, GraphOfManySizes))
-            for program in compiled.programs
-        ]
+        return [graph for forms in self._forms for graph in forms.graphs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ddp, buckets = self._ddp, self.buckets
@@ -117,8 +108,12 @@ class InGraphWay:
         if self._called.has_changed():
             self._make_functions()
         if not is_synchronised(ddp):
-            args, kwargs = self._prepare(args, kwargs)
+            sends_buffers = ddp._check_sync_bufs_pre_fwd()
             ddp.require_forward_param_sync = False
+            args, kwargs = self._moved(args, kwargs)
+            if sends_buffers:
+                self._broadcast.start()
+                self._broadcast.finish()
             return self._local(*args, **kwargs)
         if buckets.missing:
             raise RuntimeError(_unused(buckets.missing, buckets.static_graph is not None))
@@ -127,11 +122,13 @@ class InGraphWay:
                 "_set_static_graph() was called after a step; call it before the first, on all ranks"
             )
         self.settler.begin_forward()
-        args, kwargs = self._prepare(args, kwargs)
+        sends_buffers = ddp._check_sync_bufs_pre_fwd()
         ddp.require_forward_param_sync = True
+        args, kwargs = self._moved(args, kwargs)
         self._planner.hooked = buckets.hooked()
+        run = self._run_with_buffers if sends_buffers else self._synchronised
         try:
-            result = self._synchronised(*args, **kwargs)
+            result = run(*args, **kwargs)
         except BaseException as error:
             self._tell_others(error)
             raise
@@ -172,62 +169,34 @@ class InGraphWay:
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
         return plan
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``DDP.forward`` does before it calls the module."""
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """On the module's device."""
         ddp = self._ddp
-        if ddp._check_sync_bufs_pre_fwd():
-            self._broadcast_buffers()
-        if ddp.device_ids:
-            device = torch.device(ddp.device_type, ddp.device_ids[0])
-            moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
-            return moved[0][0], moved[1][0]
-        return args, kwargs
+        if not ddp.device_ids:
+            return args, kwargs
+        device = torch.device(ddp.device_type, ddp.device_ids[0])
+        moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
+        return moved[0][0], moved[1][0]
 
-    def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Program:
-        """One captured graph may serve several modules of one class, whose gradients go to places of their own."""
+    def _run_with_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Rank 0's buffers are sent: before the forward, or under one that is a graph which waits for them itself."""
+        call = self._synchronised.find_graph_call(*args, **kwargs)
+        self._broadcast.start()
+        try:
+            if call is None:
+                self._broadcast.finish()
+                return self._synchronised(*args, **kwargs)
+            if not (isinstance(call.compiled, GraphForms) and call.compiled.awaits_buffers(call.inputs)):
+                self._broadcast.finish()
+            return call()
+        finally:
+            self._broadcast.finish()
+
+    def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
         self.buckets.refuse_changed()
-        positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
-        pick_parameters = picker(positions)
-        forms: list[tuple[tuple[Any, ...], frozenset[str], Program]] = []
-
-        fingerprint = graph_fingerprint(captured)
-
-        def compile_form(inputs: Sequence[Any]) -> Program:
-            with normal_tensors():
-                return compile_graph(
-                    captured,
-                    inputs,
-                    backend=self._request.backend,
-                    options=self._request.options,
-                    planner=self._planner,
-                )
-
-        def form_for(inputs: Sequence[Any]) -> Program:
-            parameters, hooked = pick_parameters(inputs), self._planner.hooked
-            for known, known_hooked, program in forms:
-                if hooked == known_hooked and all(map(operator.is_, known, parameters)):
-                    return program
-            if len(forms) == _MOST_FORMS:
-                logger.warning(
-                    "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
-                )
-                return captured.module
-            program = self._agreed_graphs.compile(fingerprint, lambda: compile_form(inputs))
-            forms.append((parameters, hooked, program))
-            self._compiled.append(program)
-            return program
-
-        form_for(inputs)
-
-        def run(*inputs: Any) -> Sequence[torch.Tensor]:
-            program = form_for(inputs)
-            if isinstance(program, GraphOfManySizes) and not program.is_compiled_for(inputs):
-                self._agreed_graphs.compile(fingerprint, lambda: program.compiled_for(inputs))
-            return program(*inputs)
-
-        return run
+        forms = GraphForms(captured, self._request, self._planner, self._agreed_graphs, inputs)
+        self._forms.append(forms)
+        return forms
 
 
 def _unused(names: Sequence[str], is_static: bool) -> str:

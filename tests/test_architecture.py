@@ -71,7 +71,8 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "planning": ("collectives", "gradients", "reducer"),
     "ddp_options": ("collectives",),
     "eligibility": ("ddp_module", "group_backend"),
-    "in_graph_way": (*PARTS, "ddp_module", "ddp_options"),
+    "graph_forms": ("agreement", "planning"),
+    "in_graph_way": (*PARTS, "ddp_module", "ddp_options", "graph_forms"),
     "reducer_way": ("agreement", "ddp_module", "eligibility", "reducer"),
     "compile_ddp": (
         "agreement",

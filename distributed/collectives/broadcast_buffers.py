@@ -2,7 +2,8 @@
 
 Stock DDP looks for the buffers in all modules each time, and copies each into and out of the message by itself: for a
 deep network that is milliseconds of the host's time, in front of the first kernel of a step. Here what was found is
-only compared, the message is one piece of memory, and copies are one call for all buffers of a dtype.
+only compared, the message is one piece of memory, and copies are one call for all buffers of a dtype. A broadcast is
+started and finished apart: a forward that only brings buffers up to date runs in between.
 """
 
 from __future__ import annotations
@@ -34,27 +35,47 @@ class BufferBroadcast:
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
         self._buffers: list[torch.Tensor] = []
+        self._identities: set[int] = set()
+        self._storages: set[int] = set()
         self._addresses: list[int] | None = None
         self._messages: list[_Message] = []
+        self._under_way: list[tuple[_Message, Any]] = []
 
-    def __call__(self) -> None:
+    def start(self) -> None:
+        """Sends the buffers as they are now, once what was started before is finished."""
+        self.finish()
         if self._tables.changed():
             self._tables = _Tables(self._ddp.module)
             self._addresses = None
         if self._addresses is None or self._addresses != [*map(_address_of, self._buffers)]:
             self._find_buffers()
-        is_root = self._group.rank() == 0
         for message in self._messages:
-            if is_root:
+            if self._group.rank() == 0:
                 message.pack()
-            self._group.broadcast([message.flat], self._options).wait()
-            if not is_root:
+            self._under_way.append((message, self._group.broadcast([message.flat], self._options)))
+
+    def finish(self) -> None:
+        """The buffers have their values for whatever comes next: on the current stream, if they are on a GPU."""
+        while self._under_way:
+            message, work = self._under_way.pop(0)
+            work.wait()
+            if self._group.rank() != 0:
                 message.unpack()
+
+    def sends(self, tensor: torch.Tensor) -> bool:
+        """Whether this is one of the buffers that were sent last."""
+        return id(tensor) in self._identities
+
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of one of them."""
+        return tensor.untyped_storage().data_ptr() in self._storages
 
     def _find_buffers(self) -> None:
         ignored = self._ddp.parameters_to_ignore
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
         self._addresses = [*map(_address_of, self._buffers)]
+        self._identities = {*map(id, self._buffers)}
+        self._storages = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
         self._messages = [
             _Message([buffer for buffer in self._buffers if buffer.device == device]) for device in devices

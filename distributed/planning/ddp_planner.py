@@ -11,8 +11,10 @@ from bucketing.bucket import BucketPlan, Parameter
 from bucketing.reducer_plan import reducer_plan
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.late_inputs import LateInputs
 from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
+from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.planning.cut_backward import cut_backward
 from distributed.planning.plan_segments import plan_segments
@@ -46,8 +48,11 @@ class DDPPlanner:
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, buckets: GradientBuckets, broadcast: BufferBroadcast
+    ) -> None:
         self._ddp = ddp
+        self._broadcast = broadcast
         self.buckets = buckets
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
@@ -70,6 +75,24 @@ class DDPPlanner:
             graph.backward, gradients, segments, self.buckets.factor, self.buckets.strides
         )
         return schedule, self.buckets
+
+    def late_inputs(self, inputs: Sequence[torch.Tensor]) -> LateInputs | None:
+        """The module's buffers, which rank 0 sends before each forward; see ``SchedulePlanner``."""
+        if not self._ddp._check_sync_bufs_pre_fwd():
+            return None
+        late = frozenset(position for position, given in enumerate(inputs) if self._broadcast.sends(given))
+        if self.alias_buffers([given for position, given in enumerate(inputs) if position not in late]):
+            return None
+        return LateInputs(late, self._broadcast.finish)
+
+    def alias_buffers(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these lies in the memory of a buffer, and is none."""
+        broadcast = self._broadcast
+        return any(
+            isinstance(tensor, torch.Tensor) and broadcast.shares_memory(tensor)
+            for tensor in tensors
+            if not broadcast.sends(tensor)
+        )
 
     def first_plan(self) -> BucketPlan:
         """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""

@@ -1,0 +1,122 @@
+"""A captured graph, compiled for calls whose gradients are reduced.
+
+One graph may serve several modules of one class, whose gradients go to places of their own, and parameters that have
+hooks now and none in the next step: it is compiled in a form for each set of parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.bind_sizes import GraphOfManySizes
+from compile_core.capture import normal_tensors
+from compile_core.ir.captured import CapturedGraph
+from compile_core.ir.pick import picker
+from compile_core.pipeline import CompiledGraph, compile_graph
+from compile_core.planners import CompileRequest
+from distributed.agreement.agreed_graphs import AgreedGraphs
+from distributed.agreement.graph_fingerprint import graph_fingerprint
+from distributed.planning.ddp_planner import DDPPlanner
+
+logger = logging.getLogger(__name__)
+
+_MOST_FORMS = 256
+
+
+@dataclass(frozen=True)
+class _Form:
+    parameters: tuple[Any, ...]
+    hooked: frozenset[str]
+    program: Any
+
+
+class GraphForms:
+    """The forms of one graph; called with its inputs, it runs the one for these.
+
+    Args:
+        captured: the graph.
+        request: how it is compiled.
+        planner: of the module.
+        agreed_graphs: with which the ranks agree on it.
+        inputs: of the first call, for which it is compiled at once.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        request: CompileRequest,
+        planner: DDPPlanner,
+        agreed_graphs: AgreedGraphs,
+        inputs: Sequence[Any],
+    ) -> None:
+        self._captured = captured
+        self._request = request
+        self._planner = planner
+        self._agreed_graphs = agreed_graphs
+        self._fingerprint = graph_fingerprint(captured)
+        self._forms: list[_Form] = []
+        is_parameter = [isinstance(given, torch.nn.Parameter) for given in inputs]
+        self._pick_parameters = picker([k for k, holds in enumerate(is_parameter) if holds])
+        self._pick_others = picker([k for k, holds in enumerate(is_parameter) if not holds])
+        self._form_for(inputs)
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """What was compiled."""
+        return [
+            program
+            for form in self._forms
+            if isinstance(form.program, (CompiledGraph, GraphOfManySizes))
+            for program in form.program.programs
+        ]
+
+    def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
+        program = self._form_for(inputs)
+        if isinstance(program, GraphOfManySizes) and program.known_for(inputs) is None:
+            self._agreed_graphs.compile(self._fingerprint, lambda: program.compiled_for(inputs))
+        return program(*inputs)
+
+    def awaits_buffers(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these inputs may begin before buffers have their values, as it waits for them itself."""
+        program = self._known_form(inputs)
+        if isinstance(program, GraphOfManySizes):
+            program = program.known_for(inputs)
+        if not isinstance(program, CompiledGraph) or not program.awaits_inputs:
+            return False
+        return not self._planner.alias_buffers(self._pick_others(inputs))
+
+    def _known_form(self, inputs: Sequence[Any]) -> Any:
+        parameters, hooked = self._pick_parameters(inputs), self._planner.hooked
+        for form in self._forms:
+            if hooked == form.hooked and all(map(operator.is_, form.parameters, parameters)):
+                return form.program
+        return None
+
+    def _form_for(self, inputs: Sequence[Any]) -> Any:
+        program = self._known_form(inputs)
+        if program is not None:
+            return program
+        if len(self._forms) == _MOST_FORMS:
+            logger.warning(
+                "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
+            )
+            return self._captured.module
+        program = self._agreed_graphs.compile(self._fingerprint, lambda: self._compile(inputs))
+        self._forms.append(_Form(self._pick_parameters(inputs), self._planner.hooked, program))
+        return program
+
+    def _compile(self, inputs: Sequence[Any]) -> Any:
+        with normal_tensors():
+            return compile_graph(
+                self._captured,
+                inputs,
+                backend=self._request.backend,
+                options=self._request.options,
+                planner=self._planner,
+            )
