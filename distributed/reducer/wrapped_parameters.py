@@ -48,8 +48,13 @@ def _of_reducer(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     remembered = vars(ddp).get(_REMEMBERED)
     if remembered is not None:
         return remembered
-    # For its answer it makes zeros as large as all gradients.
-    return [tensor for bucket in ddp.reducer._get_zeros_like_grad_buckets() for tensor in bucket.parameters()]
+    try:
+        # For its answer it makes zeros as large as all gradients.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:
+        # It cannot where any gradient is sparse. What requires gradients now is the next best.
+        return ddp._build_params_for_reducer()[0]
+    return [tensor for bucket in buckets for tensor in bucket.parameters()]
 
 
 def _toggle(parameters: Iterable[torch.Tensor]) -> None:
