@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -10,6 +11,8 @@ from bucketing.bucket import BucketPlan
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 
 _address_of = torch.Tensor.data_ptr
+# torch exports it without declaring it.
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 class BucketBuffers:
@@ -36,30 +39,64 @@ class BucketBuffers:
         self.bucket_of: dict[str, int] = {}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._strides = strides
+        self._offsets: dict[str, int] = {}
         for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
             self.flat.append(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
-        self._find_places()
+            self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
+        self._find_places(self._offsets)
+        # As long as nobody else has any of them.
+        self._holders = max(map(sys.getrefcount, self.places.values()))
+        self._views = [*map(_views_of, self.flat)]
 
-    def restore_places(self) -> None:
-        """Places are given to the program, as gradients; it may have put other memory into them, by ``grad.data``."""
-        if [*map(_address_of, self.places.values())] != self._addresses:
-            self._find_places()
+    def restore_places(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Places are given to the program, as gradients. It may have put other memory into them, by ``grad.data``; and
+        what it holds that is no gradient any more keeps its values, and is no place.
 
-    def _find_places(self) -> None:
-        for bucket, flat in zip(self.plan.buckets, self.flat, strict=True):
-            for parameter, offset in zip(bucket.parameters, bucket.offsets_elements, strict=True):
-                name = parameter.name
-                place = flat.as_strided(self._shapes[name], self._strides[name], offset)
-                # No view to autograd, so that programs may call ``grad.detach_()``.
-                self.places[name] = place.detach()
+        Args:
+            gradients: by parameter, what is its gradient now.
+        """
+        free = [name for name, place in self.places.items() if gradients[name] is not place]
+        for name in free:
+            if sys.getrefcount(self.places[name]) > self._holders:
+                self.places[name].data = self.places[name].clone()
+        addresses = [*map(_address_of, self.places.values())]
+        if addresses != self._addresses:
+            self._find_places(
+                name
+                for name, now, before in zip(self.places, addresses, self._addresses, strict=True)
+                if now != before
+            )
+        viewed = [index for index, flat in enumerate(self.flat) if _views_of(flat) > self._views[index]]
+        for index in viewed:
+            if not set(free).isdisjoint(self.names[index]):
+                self.flat[index] = torch.zeros_like(self.flat[index])
+                self._find_places(self.names[index])
+
+    def is_kept(self, name: str) -> bool:
+        """Whether somebody has the place, or a view of its bucket, besides the parameter whose gradient it is."""
+        bucket = self.bucket_of[name]
+        held = sys.getrefcount(self.places[name]) > self._holders + 1
+        return held or _views_of(self.flat[bucket]) > self._views[bucket]
+
+    def _find_places(self, names: Iterable[str]) -> None:
+        for name in names:
+            flat = self.flat[self.bucket_of[name]]
+            place = flat.as_strided(self._shapes[name], self._strides[name], self._offsets[name])
+            # No view to autograd, so that programs may call ``grad.detach_()``.
+            self.places[name] = place.detach()
         self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""
         place = self.places[name]
         return tensor is place or tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+
+
+def _views_of(flat: torch.Tensor) -> int:
+    """How many tensors there are in its memory."""
+    return _use_count(flat.untyped_storage()._cdata)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:

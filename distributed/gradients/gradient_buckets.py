@@ -165,7 +165,8 @@ class GradientBuckets:
         """
         if self._buffers is None:
             return
-        self._buffers.restore_places()
+        if self._round is None:
+            self._restore_places()
         for name, now in self.parameters.items():
             place = self.place(name)
             if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
@@ -173,6 +174,10 @@ class GradientBuckets:
                     f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
                     f"change a module's parameters before you make the DistributedDataParallel module"
                 )
+
+    def _restore_places(self) -> None:
+        assert self._buffers is not None
+        self._buffers.restore_places({name: parameter.grad for name, parameter in self.parameters.items()})
 
     def adopt(self, plan: BucketPlan) -> None:
         """Uses this plan from now on; gradients that lie in the buckets of the one before move.
@@ -183,9 +188,12 @@ class GradientBuckets:
         if self._round is not None:
             raise InternalError("bucket plans cannot change during a backward")
         before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters, self._all_strides)
+        if before is None:
+            return
         for name, parameter in self.parameters.items():
-            if before is not None and parameter.grad is not None and before.hold(name, parameter.grad):
-                parameter.grad = self._buffers.places[name].copy_(parameter.grad)
+            if parameter.grad is None or not before.hold(name, parameter.grad) or before.is_kept(name):
+                continue
+            parameter.grad = self._buffers.places[name].copy_(parameter.grad)
 
     def begin_forward(self) -> None:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
@@ -292,7 +300,7 @@ class GradientBuckets:
     def _open_round(self) -> None:
         assert self._buffers is not None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
-        self._buffers.restore_places()
+        self._restore_places()
         announced: dict[str, int] = {}
         # Programs store nothing where only gradients of inputs are asked for.
         for reference, names in self._announced if self._anchors.programs_store() else ():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     case,
@@ -19,6 +21,7 @@ from tests.multi_process.ddp_harness import (
     data,
     loss_of,
     pair,
+    plain_step,
 )
 
 
@@ -123,6 +126,58 @@ def gradients_changed_through_their_data() -> None:
             run(model, step)
         check_gradients(stock, compiled, exact=True)
     check_in_graph(compiled)
+
+
+@case()
+def gradients_that_the_program_keeps() -> None:
+    """As it does to combine those of several losses: they are its own when no parameter has them any more."""
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda gradient: gradient,
+        torch.flatten,
+        torch.detach,
+    )
+
+    def run(model: Any, step: int) -> None:
+        kept = []
+        for part in range(2):
+            loss_of(model(data(2 * step + part))).backward()
+            kept.append([views[step % 3](parameter.grad) for parameter in model.parameters()])
+            for parameter in model.parameters():
+                parameter.grad = None
+        for parameter, first, second in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = (first - 0.5 * second).view_as(parameter)
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run, steps=6)
+    places = inspect_ddp(compiled).buckets._buffers.flat
+    addresses = [flat.data_ptr() for flat in places]
+    # What nobody keeps stays where it is, as what is kept by itself.
+    for step in (0, 3, 6):
+        for model in (stock, compiled):
+            plain_step(model, step) if step else run(model, step)
+        check_gradients(stock, compiled, exact=True)
+    assert [flat.data_ptr() for flat in places] == addresses
+    check_in_graph(compiled)
+
+
+@case()
+def views_of_gradients_that_are_set_to_zero() -> None:
+    """They see what is accumulated, as the gradients stay the tensors that they are, also when buckets are planned
+    anew; so do references to them."""
+    for view in (torch.flatten, lambda gradient: gradient):
+        stock, compiled = pair(backend="aot_eager")
+        views: list[list[torch.Tensor]] = []
+        for model in (stock, compiled):
+            plain_step(model, 0)
+            views.append([view(parameter.grad) for parameter in model.parameters()])
+        for step in range(1, 8):
+            for model in (stock, compiled):
+                model.zero_grad(set_to_none=False)
+                plain_step(model, step)
+            check_gradients(stock, compiled, exact=True)
+            for expected, found in zip(*views, strict=True):
+                check_close(found, expected)
+        check_in_graph(compiled)
 
 
 @case()
