@@ -29,6 +29,7 @@ from compile_core.errors import CompileError
 from distributed.agreement.bulletin import Bulletin
 from distributed.agreement.failure_watch import FailureWatch
 from distributed.agreement.graph_fingerprint import digest_of, first_difference
+from distributed.agreement.session import meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
@@ -84,6 +85,8 @@ class Agreement:
         self._is_compiling = False
         self._alone_seen = 0
         self._alone: dict[int, float] = {}
+        if len(self._ranks) == 1:
+            self._meet("is alone", 0)
         look_further = weakref.WeakMethod(self._look_for_others)
         groups = self.groups = weakref.WeakSet[dist.ProcessGroup]()
 
@@ -152,6 +155,8 @@ class Agreement:
             BaseException: from ``compile``; the job has failed.
         """
         self.watch.at_point()
+        if not self._bulletin.has_session:  # before any round, as to evaluate
+            return compile()
         number = self._bulletin.count("alone", 1)
         self._bulletin.post(f"alone/{number}", {"rank": self._rank, "what": what, "timeout_s": timeout_s})
         try:
@@ -171,8 +176,16 @@ class Agreement:
         finally:
             self._is_compiling = False
 
+    def _meet(self, what: str, timeout_s: float) -> None:
+        def absent(ranks: Sequence[int]) -> str:
+            return _did_not_come(ranks, timeout_s, f"rank {self._rank} {what}")
+
+        meet(self._bulletin, self._rank, self._ranks, _turns(timeout_s), absent)
+
     def _begin(self, what: str, timeout_s: float) -> int:
         self.watch.at_point()
+        if not self._bulletin.has_session:
+            self._meet(what, timeout_s)
         number = self._next_round
         self._next_round += 1
         opened = {"rank": self._rank, "what": what, "timeout_s": timeout_s}
@@ -199,16 +212,14 @@ class Agreement:
         return bulletin.read(f"{number}/verdict")
 
     def _wait(self, name: str, number: int, deadline: float, timeout_s: float) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self._bulletin.has(name):
+        for _ in _turns(deadline - time.monotonic()):
+            if self._bulletin.has(name):
+                return
             self.watch.look()
             error = self._bulletin.read_if_there(f"{number}/error")
             if error is not None:
                 self._end(error)
-            if time.monotonic() > deadline:
-                self._end(self._who_is_missing(number, timeout_s))
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._end(self._who_is_missing(number, timeout_s))
 
     def _judge(self, number: int) -> str:
         """The reason that counts; ends the job where ranks decided differently."""
@@ -247,10 +258,7 @@ class Agreement:
         what = f"rank {opened['rank']} {opened['what']}"
         absent = [rank for rank in missing if rank not in begun]
         if absent:
-            return (
-                f"rank {_listed(absent)} did not come to an agreement within {timeout_s:g} s while {what}. It may have "
-                f"failed, or not called the compiled module, or have nothing to compile because it runs another graph"
-            )
+            return _did_not_come(absent, timeout_s, what)
         if begun:
             return (
                 f"rank {_listed(begun)} did not end a compilation within {timeout_s:g} s while {what}. Its process "
@@ -352,6 +360,25 @@ def _at_once(aborts: Sequence[Callable[[], None]]) -> None:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def _turns(seconds: float) -> Iterator[None]:
+    """Times to look for something, until so long has passed."""
+    deadline, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while True:
+        is_last = time.monotonic() > deadline
+        yield
+        if is_last:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _did_not_come(ranks: Sequence[int], timeout_s: float, what: str) -> str:
+    return (
+        f"rank {_listed(ranks)} did not come to an agreement within {timeout_s:g} s while {what}. It may have "
+        f"failed, or not called the compiled module, or have nothing to compile because it runs another graph"
+    )
 
 
 def _says_end(announced: Mapping[str, Any]) -> str:

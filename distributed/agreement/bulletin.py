@@ -25,10 +25,19 @@ class Bulletin:
 
     Args:
         store: where entries are kept; used by nobody else.
+
+    Attributes:
+        has_session: entries are those of the ranks that there are now, and not of a process group before.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("gradsplit", store)
+        self.has_session = False
+
+    def enter(self, session: str) -> None:
+        """From now on entries are those of a session; see ``meet``."""
+        self._store = PrefixStore(session, self._store)
+        self.has_session = True
 
     @staticmethod
     def of_group(group: dist.ProcessGroup) -> Bulletin:

@@ -154,7 +154,7 @@ class FailureWatch:
 
     def _look(self, connection_ended: bool = False) -> None:
         with self._lock:
-            if self.failure:
+            if self.failure or not self._bulletin.has_session:
                 return
             posted = self._bulletin.read_if_there(_FAILURE)
             if posted is not None:
@@ -168,7 +168,8 @@ class FailureWatch:
 
     def _post(self, message: str) -> None:
         with self._lock:
-            if self.failure:
+            # Before a session nobody waits for this rank but for that.
+            if self.failure or not self._bulletin.has_session:
                 return
             try:
                 self.failure = self._bulletin.post_first(_FAILURE, message)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from compile_core.errors import CompileError
 from distributed.agreement import failure_watch
@@ -35,8 +35,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ranks:
     """Some ranks over one store; ``run`` has each do its part in a thread, and gives what came of it."""
 
-    def __init__(self, size: int = 2, before_abort: Callable[[], Any] = int) -> None:
-        store = HashStore()
+    def __init__(
+        self,
+        size: int = 2,
+        before_abort: Callable[[], Any] = int,
+        store: Store | None = None,
+        first_late_s: float = 0,
+    ) -> None:
+        store = store or HashStore()
         self.aborted: list[int] = []
 
         def abort(rank: int) -> None:
@@ -47,6 +53,12 @@ class Ranks:
             Agreement(Bulletin(store), rank, range(size), partial(abort, rank), lambda: False, True)
             for rank in range(size)
         ]
+
+        def begin(agreement: Agreement) -> None:
+            time.sleep(first_late_s if agreement is self.all[0] else 0)
+            agreement.settle("begins", 5)
+
+        self.run(*[begin] * size)
 
     def run(self, *parts: Callable[[Agreement], Any]) -> list[Any]:
         outcomes: list[Any] = [None] * len(parts)
@@ -206,6 +218,26 @@ def test_ranks_that_compile_do_not_mind_others_that_take_as_long() -> None:
         return compiled
 
     assert Ranks().run(alone, alone) == ["compiled"] * 2
+
+
+def test_entries_of_a_process_group_before_are_no_news() -> None:
+    """As under torchrun, whose store outlives the groups of its processes."""
+    store = HashStore()
+    for first_late_s in (0, 0.2):  # then the others find the invitation of the time before
+        ranks = Ranks(store=store, first_late_s=first_late_s)
+        assert ranks.run(compiling(GRAPH), compiling(GRAPH)) == ["compiled"] * 2
+        check_all_told(
+            ranks.run(compiling(GRAPH), compiling(OTHER)), "rank 1 captured another graph than rank 0"
+        )
+
+
+def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
+    store = HashStore()
+    Ranks(store=store)
+    for comes, message in ((0, "rank 1 did not come"), (1, "rank 0 did not come")):
+        agreement = Agreement(Bulletin(store), comes, range(2), lambda: None, lambda: False, True)
+        with pytest.raises(CompileError, match=message):
+            agreement.settle("begins", 0.2)
 
 
 def test_a_failure_stays() -> None:
