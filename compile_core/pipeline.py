@@ -209,7 +209,9 @@ def compile_stages(
         parts = split or SplitForward(graph)
         at_once = {output: given for output, given in updated.items() if output not in parts.outputs}
         finish_updates = parts.updates and _start_regions(parts.updates, backend, options, dump)
-        schedule = whole_schedule("forward", parts.first.forward, at_once, graph.num_outputs)
+        # What passes to the updates leaves a recording; else it may lie among what is kept for the backward.
+        visible = parts.first if options.cuda_graphs else graph
+        schedule = whole_schedule("forward", parts.first.forward, at_once, visible.num_outputs)
         finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:

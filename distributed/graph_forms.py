@@ -89,7 +89,7 @@ class GraphForms:
             program = program.known_for(inputs)
         if not isinstance(program, CompiledGraph) or not program.awaits_inputs:
             return False
-        return not self._planner.alias_buffers(self._pick_others(inputs))
+        return not self._planner.broadcast.alias(self._pick_others(inputs))
 
     def _known_form(self, inputs: Sequence[Any]) -> Any:
         parameters, hooked = self._pick_parameters(inputs), self._planner.hooked

@@ -74,10 +74,12 @@ def place_buffers(program: LoopProgram) -> Placement:
 
 
 def _kept_results(program: LoopProgram) -> set[str]:
-    """The results that may share memory: nobody sees them, and each is one tensor only."""
+    """The results that may share memory, as nobody sees them."""
     returned = Counter(view.buffer for view in program.outputs if view is not None)
-    kept = {view.buffer for k, view in enumerate(program.outputs) if view is not None and k in program.kept}
-    return {name for name in kept if returned[name] == 1}
+    kept = Counter(
+        view.buffer for k, view in enumerate(program.outputs) if view is not None and k in program.kept
+    )
+    return {name for name, count in kept.items() if returned[name] == count}
 
 
 def _positions_in_use(program: LoopProgram) -> dict[str, tuple[int, int]]:

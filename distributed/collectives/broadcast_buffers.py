@@ -9,7 +9,7 @@ started and finished apart: a forward that only brings buffers up to date runs i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -66,9 +66,13 @@ class BufferBroadcast:
         """Whether this is one of the buffers that were sent last."""
         return id(tensor) in self._identities
 
-    def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of one of them."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+    def alias(self, tensors: Iterable[Any]) -> bool:
+        """Whether any of these lies in the memory of one of them without being one."""
+        others = [tensor for tensor in tensors if id(tensor) not in self._identities]
+        return any(
+            isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._storages
+            for tensor in others
+        )
 
     def _find_buffers(self) -> None:
         ignored = self._ddp.parameters_to_ignore

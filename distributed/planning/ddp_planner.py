@@ -45,6 +45,7 @@ class DDPPlanner:
 
     Attributes:
         buckets: where gradients go.
+        broadcast: of the module's buffers.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
@@ -52,7 +53,7 @@ class DDPPlanner:
         self, ddp: DistributedDataParallel, buckets: GradientBuckets, broadcast: BufferBroadcast
     ) -> None:
         self._ddp = ddp
-        self._broadcast = broadcast
+        self.broadcast = broadcast
         self.buckets = buckets
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
@@ -80,19 +81,10 @@ class DDPPlanner:
         """The module's buffers, which rank 0 sends before each forward; see ``SchedulePlanner``."""
         if not self._ddp._check_sync_bufs_pre_fwd():
             return None
-        late = frozenset(position for position, given in enumerate(inputs) if self._broadcast.sends(given))
-        if self.alias_buffers([given for position, given in enumerate(inputs) if position not in late]):
+        late = frozenset(position for position, given in enumerate(inputs) if self.broadcast.sends(given))
+        if self.broadcast.alias(inputs):
             return None
-        return LateInputs(late, self._broadcast.finish)
-
-    def alias_buffers(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether any of these lies in the memory of a buffer, and is none."""
-        broadcast = self._broadcast
-        return any(
-            isinstance(tensor, torch.Tensor) and broadcast.shares_memory(tensor)
-            for tensor in tensors
-            if not broadcast.sends(tensor)
-        )
+        return LateInputs(late, self.broadcast.finish)
 
     def first_plan(self) -> BucketPlan:
         """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""

@@ -95,7 +95,7 @@ def test_what_others_see_has_memory_of_its_own():
 
 
 def test_results_that_nobody_sees_share_memory():
-    """What is seen, what is returned twice, what others than kernels touch, and what is large does not."""
+    """What is seen as well, what others than kernels touch, and what is large does not."""
     large = TensorSpec.contiguous((1 << 13,), torch.float32, torch.device("cpu"))
     double = TensorSpec.contiguous((3,), torch.float64, torch.device("cpu"))
     buffers = {**dict.fromkeys("xabcdefr", spec(3)), "l": large, "w": double}
@@ -104,8 +104,8 @@ def test_results_that_nobody_sees_share_memory():
         doubling("w", "x", "w", 3),
         extern(torch.ops.aten.relu.default, (whole("f", 3),), "r"),
     )
-    outputs = tuple(View(name, buffers[name].shape, (1,)) for name in "aabcdefrlw")
-    program = LoopProgram("test", ("x",), (), buffers, {}, steps, outputs, kept=frozenset(range(3, 10)))
+    outputs = tuple(View(name, buffers[name].shape, (1,)) for name in "aabbcddefrlw")
+    program = LoopProgram("test", ("x",), (), buffers, {}, steps, outputs, kept=frozenset(range(3, 12)))
     placement = place_buffers(program)
     assert sorted(placement.places) == ["c", "d", "e"]
     assert [place.offset_bytes for _, place in sorted(placement.places.items())] == [0, 128, 256]
@@ -121,17 +121,18 @@ def test_kept_results_are_views_of_one_buffer(tmp_path: Path):
         doubling(target, source, target, 10)
         for source, target in (("x", "t"), ("t", "a"), ("a", "b"), ("b", "seen"))
     )
-    outputs = (flat["seen"], View("a", (5, 2), (1, 5)), None, View("b", (2, 5), (5, 1)))
-    program = LoopProgram("test", ("x",), (), buffers, {}, steps, outputs, kept=frozenset({1, 2, 3}))
+    outputs = (flat["seen"], View("a", (5, 2), (1, 5)), None, View("b", (2, 5), (5, 1)), flat["a"])
+    program = LoopProgram("test", ("x",), (), buffers, {}, steps, outputs, kept=frozenset({1, 2, 3, 4}))
     sources = [generate(step, buffers) for step in steps]
     run = link_program(program, sources, build(sources, tmp_path))
     x = torch.arange(10.0).view(2, 5)
     for _ in range(2):
-        seen, a, nothing, b = run([x])
+        seen, a, nothing, b, again = run([x])
         assert nothing is None
         torch.testing.assert_close(seen, 16 * x.flatten())
         torch.testing.assert_close(a, 4 * x.t())
         torch.testing.assert_close(b, 8 * x)
+        torch.testing.assert_close(again, 4 * x.flatten())
         assert b.data_ptr() - a.data_ptr() == 128
         assert (
             a.untyped_storage().data_ptr()
