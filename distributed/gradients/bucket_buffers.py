@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from bucketing.bucket import BucketPlan
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 
 _address_of = torch.Tensor.data_ptr
+_holders_of = sys.getrefcount
 # torch exports it without declaring it.
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -46,21 +47,22 @@ class BucketBuffers:
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self._find_places(self._offsets)
+        self._owners = [parameters[name] for name in self.places]
         # As long as nobody else has any of them.
-        self._holders = max(map(sys.getrefcount, self.places.values()))
+        self._holders = max(map(_holders_of, self.places.values()))
         self._views = [*map(_views_of, self.flat)]
 
-    def restore_places(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+    def restore_places(self) -> None:
         """Places are given to the program, as gradients. It may have put other memory into them, by ``grad.data``; and
         what it holds that is no gradient any more keeps its values, and is no place.
 
-        Args:
-            gradients: by parameter, what is its gradient now.
+        Called in every step, so the loops that always run are C's.
         """
-        free = [name for name, place in self.places.items() if gradients[name] is not place]
-        for name in free:
-            if sys.getrefcount(self.places[name]) > self._holders:
-                self.places[name].data = self.places[name].clone()
+        holders = [*map(_holders_of, self.places.values())]
+        if max(holders) > self._holders:
+            for place, owner, count in zip(self.places.values(), self._owners, holders, strict=True):
+                if count > self._holders and owner.grad is not place:
+                    place.data = place.clone()
         addresses = [*map(_address_of, self.places.values())]
         if addresses != self._addresses:
             self._find_places(
@@ -68,16 +70,25 @@ class BucketBuffers:
                 for name, now, before in zip(self.places, addresses, self._addresses, strict=True)
                 if now != before
             )
-        viewed = [index for index, flat in enumerate(self.flat) if _views_of(flat) > self._views[index]]
-        for index in viewed:
-            if not set(free).isdisjoint(self.names[index]):
+        views = [*map(_views_of, self.flat)]
+        if views != self._views:
+            self._leave_viewed(views)
+
+    def _leave_viewed(self, views: Sequence[int]) -> None:
+        free = {
+            name
+            for (name, place), owner in zip(self.places.items(), self._owners, strict=True)
+            if owner.grad is not place
+        }
+        for index, names in enumerate(self.names):
+            if views[index] > self._views[index] and not free.isdisjoint(names):
                 self.flat[index] = torch.zeros_like(self.flat[index])
-                self._find_places(self.names[index])
+                self._find_places(names)
 
     def is_kept(self, name: str) -> bool:
         """Whether somebody has the place, or a view of its bucket, besides the parameter whose gradient it is."""
         bucket = self.bucket_of[name]
-        held = sys.getrefcount(self.places[name]) > self._holders + 1
+        held = _holders_of(self.places[name]) > self._holders + 1
         return held or _views_of(self.flat[bucket]) > self._views[bucket]
 
     def _find_places(self, names: Iterable[str]) -> None:

@@ -166,7 +166,7 @@ class GradientBuckets:
         if self._buffers is None:
             return
         if self._round is None:
-            self._restore_places()
+            self._buffers.restore_places()
         for name, now in self.parameters.items():
             place = self.place(name)
             if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
@@ -174,10 +174,6 @@ class GradientBuckets:
                     f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
                     f"change a module's parameters before you make the DistributedDataParallel module"
                 )
-
-    def _restore_places(self) -> None:
-        assert self._buffers is not None
-        self._buffers.restore_places({name: parameter.grad for name, parameter in self.parameters.items()})
 
     def adopt(self, plan: BucketPlan) -> None:
         """Uses this plan from now on; gradients that lie in the buckets of the one before move.
@@ -300,7 +296,7 @@ class GradientBuckets:
     def _open_round(self) -> None:
         assert self._buffers is not None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
-        self._restore_places()
+        self._buffers.restore_places()
         announced: dict[str, int] = {}
         # Programs store nothing where only gradients of inputs are asked for.
         for reference, names in self._announced if self._anchors.programs_store() else ():
