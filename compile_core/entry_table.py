@@ -105,6 +105,8 @@ class EntryTable:
             if type(inputs) is list:
                 if not entry.is_one_graph:
                     return None
+                if entry is not self.entries[0]:
+                    self.move_to_front(entry)
                 assert entry.compiled is not None and entry.run is not None
                 run = functools.partial(entry.run, entry.compiled, inputs, *arguments)
                 return GraphCall(entry.compiled, inputs, run)
