@@ -8,6 +8,7 @@ buckets would add up unrelated numbers.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,9 @@ class CompiledDDP:
             if reason := self._reason_for_reducer():
                 raise ValueError(_no_step(reason))
             self._in_graph = InGraphWay(ddp, request, self._options)
-        self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: self._run)
+        # It lies among the constants of code, where Python's collector does not look.
+        run = weakref.WeakMethod(self._run)
+        self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: run() or method)
 
     @property
     def options(self) -> DDPOptions:

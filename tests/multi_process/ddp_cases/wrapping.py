@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from tests.multi_process.ddp_harness import (
     is_in_graph,
     loss_of,
     pair,
+    plain_step,
     stock_ddp,
 )
 
@@ -194,3 +197,20 @@ def forwards_that_are_replaced() -> None:
             _triple(model)
         check_steps(stock, compiled, exact=False)
         assert not is_in_graph(compiled)
+
+
+@case()
+def modules_that_are_let_go() -> None:
+    """With their parameters, buckets and programs, also if they had hooks."""
+    for has_hook in (False, True):
+        ddp = stock_ddp()
+        if has_hook:
+            ddp.register_forward_hook(lambda module, args, output: output * 2)
+        compiled = compile_core.compile(ddp, backend="aot_eager")
+        for step in range(2):
+            plain_step(compiled, step)
+        buckets = inspect_ddp(compiled).buckets
+        living = [weakref.ref(whole) for whole in (ddp, ddp.module.first.weight, buckets)]
+        del ddp, compiled, buckets
+        gc.collect()
+        assert [reference() for reference in living] == [None] * 3
