@@ -17,7 +17,7 @@ from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduc
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_cpp
 from compile_core.lowering.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.passes import NestAnalysis, stored_buffers
+from compile_core.lowering.passes import NestAnalysis, stored_buffers, value_dtypes
 from compile_core.lowering.tiling import CpuTiling, is_transposed
 from compile_core.lowering.tiling_axes import parallel_axes
 
@@ -67,7 +67,7 @@ class BodyWriter:
         vector = tiling.vector_axis
         self.by_column = bool(self.nest.reduced_axes) and vector is not None and vector < self.parallel
         self.columns = tiling.blocks[vector] if self.by_column and vector is not None else 1
-        self.dtypes = [value_dtype(statement) for statement in self.nest.body]
+        self.dtypes = value_dtypes(self.nest)
         self.reductions = {
             n: CppReduction(n, statement, self._accumulated_dtype(statement), self.by_column)
             for n, statement in enumerate(self.nest.body)
@@ -307,11 +307,6 @@ def _terms(offset: int, strides: Sequence[int]) -> list[str]:
         if stride:
             terms.append(f"i{axis}" if stride == 1 else f"i{axis} * {stride}LL")
     return terms
-
-
-def value_dtype(statement: Statement) -> torch.dtype:
-    """The dtype of a statement's value; a store has none and answers anything."""
-    return torch.bool if isinstance(statement, Store) else statement.dtype
 
 
 def _gathers(statement: Statement) -> bool:

@@ -23,9 +23,8 @@ from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
 from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering import scalar_triton
-from compile_core.lowering.codegen_cpp_body import value_dtype
 from compile_core.lowering.online_sums import OnlineSum, online_sums
-from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of
+from compile_core.lowering.passes import NestAnalysis, Pass, analyse, buffers_of, value_dtypes
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
 from compile_core.lowering.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
 from compile_core.lowering.triton_reductions import TileReduction
@@ -92,7 +91,7 @@ class TritonWriter:
         self.tiling = tiling or tile_for_gpu(nest)
         self.analysis: NestAnalysis = analyse(nest, 0)
         self.parallel = parallel_axes(nest)
-        self.dtypes = [value_dtype(statement) for statement in nest.body]
+        self.dtypes = value_dtypes(nest)
         self.x = self.side("x", self.tiling.x_axes, self.tiling.x_block)
         self.y = self.side("y", self.tiling.y_axes, self.tiling.y_block)
         self.r = self.side("r", range(self.parallel, len(nest.extents)), self.tiling.r_block)

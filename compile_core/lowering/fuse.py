@@ -22,8 +22,9 @@ import torch
 from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
 from compile_core.ir.step_effects import reads, writes
 from compile_core.lowering.batch_nests import batch_key
-from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified, without_dead_statements
+from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, simplified
 from compile_core.lowering.fuse_match import NoMatchError, axis_terms, match
+from compile_core.lowering.live_statements import without_dead_statements
 from compile_core.lowering.lower_body import BodyBuilder
 from compile_core.lowering.one_term_sums import without_one_term_sums
 from compile_core.lowering.step_order import direct_dependencies, topological_order

@@ -6,7 +6,7 @@ folding and interning of equal statements happen along the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -23,8 +23,8 @@ from compile_core.ir.loops import (
     Reduce,
     Statement,
     Store,
-    operands,
 )
+from compile_core.lowering.live_statements import without_dead_statements
 from compile_core.lowering.lower_body import BodyBuilder
 
 # For each old axis, its terms (new axis, coefficient); an axis of extent 1 has none.
@@ -109,46 +109,6 @@ class OtherPointsError(Exception):
     def __init__(self, buffer: str) -> None:
         super().__init__(f"{buffer} is read at other points than it is written")
         self.buffer = buffer
-
-
-def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:
-    """The body without values that no store depends on, renumbered."""
-    live = live_statements(body)
-    return only_statements(body, live)
-
-
-def live_statements(body: Sequence[Statement], results: Iterable[int] = ()) -> list[int]:
-    """The statements that stores and ``results`` depend on, these included."""
-    needed = set(results)
-    for number in range(len(body) - 1, -1, -1):
-        statement = body[number]
-        if number in needed or isinstance(statement, Store):
-            needed.add(number)
-            needed.update(operands(statement))
-    return sorted(needed)
-
-
-def only_statements(body: Sequence[Statement], kept: Sequence[int]) -> tuple[Statement, ...]:
-    """The body of these statements, which need no others, renumbered."""
-    new_number = {old: new for new, old in enumerate(kept)}
-    return tuple(_renumbered(body[old], new_number) for old in kept)
-
-
-def _renumbered(statement: Statement, new_number: dict[int, int]) -> Statement:
-    if isinstance(statement, Apply):
-        return replace(statement, arguments=tuple(new_number[argument] for argument in statement.arguments))
-    if isinstance(statement, Reduce):
-        return replace(statement, argument=new_number[statement.argument])
-    if isinstance(statement, (Load, Store)):
-        gathers = tuple(
-            replace(gather, value=new_number[gather.value]) for gather in statement.access.gathers
-        )
-        access = replace(statement.access, gathers=gathers)
-        mask = None if statement.mask is None else new_number[statement.mask]
-        if isinstance(statement, Store):
-            return Store(access, new_number[statement.value], mask)
-        return replace(statement, access=access, mask=mask)
-    return statement
 
 
 def remapped(

@@ -29,8 +29,8 @@ from compile_core.ir.loops import (
     View,
 )
 from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.live_statements import renumbered
 from compile_core.lowering.tiling_axes import cut_axis, with_axes
-from compile_core.lowering.tiling_rounds import renumbered
 
 aten = torch.ops.aten
 

@@ -30,7 +30,8 @@ from compile_core.ir.loops import (
 )
 from compile_core.ir.step_effects import reads, writes
 from compile_core.lowering.fuse import Refusal
-from compile_core.lowering.fuse_axes import OtherPointsError, Transplant, live_statements, only_statements
+from compile_core.lowering.fuse_axes import OtherPointsError, Transplant
+from compile_core.lowering.live_statements import live_statements, only_statements
 from compile_core.lowering.lower_body import BodyBuilder
 from compile_core.lowering.passes import analyse, buffers_of
 from compile_core.lowering.step_order import direct_dependencies, topological_order

@@ -24,7 +24,7 @@ from compile_core.ir.loops import LoopProgram, View
 from compile_core.ir.schedule import Compute
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.index_rules import INDEX_RULES
-from compile_core.lowering.lower_body import compute_dtype
+from compile_core.lowering.lower_body import compute_dtype, is_loop_dtype
 from compile_core.lowering.lower_builder import ProgramBuilder, pointwise, static_spec
 from compile_core.lowering.lower_calls import lower_call
 from compile_core.lowering.lower_concatenation import Concatenations, parts_along_last_dim, reduce_parts
@@ -33,7 +33,6 @@ from compile_core.lowering.lower_plan import (
     INLINE,
     MEMORY,
     GraphPlan,
-    is_loop_dtype,
     plan_graph,
     use_kind,
 )

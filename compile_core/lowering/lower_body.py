@@ -15,6 +15,12 @@ import torch
 
 from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store
 
+_LOOP_DTYPES = frozenset(
+    {
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    }
+)  # fmt: skip
 NARROW_FLOATS = frozenset({torch.float16, torch.bfloat16})
 
 _COMPARISONS = {
@@ -33,6 +39,11 @@ _COMMUTATIVE = frozenset(
         "bitwise_and", "bitwise_or", "bitwise_xor",
     }
 )  # fmt: skip
+
+
+def is_loop_dtype(dtype: torch.dtype) -> bool:
+    """Whether bodies can compute with elements of ``dtype``."""
+    return dtype in _LOOP_DTYPES
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from compile_core.ir.loops import View
 from compile_core.ir.random_operators import is_random
 from compile_core.lowering.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from compile_core.lowering.index_rules import INDEX_RULES, SHAPE_READERS
+from compile_core.lowering.lower_body import is_loop_dtype
 from compile_core.lowering.lower_pooling import POOLING
 from compile_core.lowering.reduction_rules import is_reduction
 from compile_core.lowering.scalar_rules import is_pointwise
@@ -104,18 +105,6 @@ def _is_real(node: torch.fx.Node) -> bool:
     return all(
         is_loop_dtype(tensor.dtype) for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)
     )
-
-
-_LOOP_DTYPES = frozenset(
-    {
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    }
-)  # fmt: skip
-
-
-def is_loop_dtype(dtype: torch.dtype) -> bool:
-    return dtype in _LOOP_DTYPES
 
 
 def numel_of(node: torch.fx.Node) -> int:

@@ -24,10 +24,9 @@ from compile_core.ir.loops import (
     Store,
     operands,
 )
-from compile_core.lowering.fuse_axes import without_dead_statements
+from compile_core.lowering.live_statements import renumbered, without_dead_statements
 from compile_core.lowering.lower_body import BodyBuilder
 from compile_core.lowering.tiling_axes import parallel_axes, with_axes
-from compile_core.lowering.tiling_rounds import renumbered
 
 # Operations of one argument that keep zero, between the choice of the term and the sum.
 _KEEP_ZERO = frozenset({"round_to", "cast", "neg"})

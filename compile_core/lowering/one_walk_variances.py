@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from compile_core.ir.loops import Apply, Constant, LoopNest, Reduce, Statement
-from compile_core.lowering.fuse_axes import without_dead_statements
+from compile_core.lowering.live_statements import without_dead_statements
 from compile_core.lowering.tiling_axes import parallel_axes
 
 

@@ -23,8 +23,7 @@ from compile_core.ir.loops import Access, BandNest, Load, LoopNest, LoopProgram,
 from compile_core.ir.schedule import Compute
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.lower_body import compute_dtype
-from compile_core.lowering.lower_plan import is_loop_dtype
+from compile_core.lowering.lower_body import compute_dtype, is_loop_dtype
 from compile_core.lowering.tiling_axes import simplify
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from compile_core.errors import InternalError
 from compile_core.ir.loops import (
     Apply,
@@ -117,6 +119,11 @@ def buffers_of(nest: LoopNest) -> tuple[str, ...]:
 
 def stored_buffers(nest: LoopNest) -> frozenset[str]:
     return frozenset(statement.access.buffer for statement in nest.body if isinstance(statement, Store))
+
+
+def value_dtypes(nest: LoopNest) -> list[torch.dtype]:
+    """The dtype of each statement's value; a store has none and answers anything."""
+    return [torch.bool if isinstance(statement, Store) else statement.dtype for statement in nest.body]
 
 
 def analyse(nest: LoopNest, keep_limit: int) -> NestAnalysis:

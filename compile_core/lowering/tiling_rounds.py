@@ -19,6 +19,7 @@ import torch
 
 from compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store, operands
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.live_statements import renumbered
 from compile_core.lowering.passes import NestAnalysis, analyse
 from compile_core.lowering.tiling_axes import parallel_axes
 
@@ -153,25 +154,3 @@ def _body(
         if n in kept:
             body.append(Store(kept[n], number[n]))
     return tuple(body)
-
-
-def renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
-    """A statement whose operands have moved."""
-    match statement:
-        case Apply(arguments=arguments):
-            return replace(statement, arguments=tuple(number[a] for a in arguments))
-        case Reduce(argument=argument):
-            return replace(statement, argument=number[argument])
-        case Load(access=access, mask=mask):
-            mask = None if mask is None else number[mask]
-            return replace(statement, access=regathered(access, number), mask=mask)
-        case Store(access=access, value=value, mask=mask):
-            mask = None if mask is None else number[mask]
-            return Store(regathered(access, number), number[value], mask)
-        case _:
-            return statement
-
-
-def regathered(access: Access, number: Mapping[int, int]) -> Access:
-    """An access whose gathered values have moved."""
-    return replace(access, gathers=tuple(replace(g, value=number[g.value]) for g in access.gathers))

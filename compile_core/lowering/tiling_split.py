@@ -32,10 +32,11 @@ from compile_core.ir.loops import (
 )
 from compile_core.ir.step_effects import reads
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.live_statements import regathered, renumbered
 from compile_core.lowering.one_walk_variances import has_deviations, one_walk_variances, sum_beside
 from compile_core.lowering.passes import NestAnalysis, analyse, buffers_of, stored_buffers
 from compile_core.lowering.tiling_axes import parallel_axes, simplify
-from compile_core.lowering.tiling_rounds import has_several_rounds, regathered, renumbered, split_rounds
+from compile_core.lowering.tiling_rounds import has_several_rounds, split_rounds
 from compile_core.lowering.tiling_triton import tile_for_gpu
 
 _ENOUGH_PROGRAMS = 128

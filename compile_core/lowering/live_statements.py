@@ -1,0 +1,53 @@
+"""Which statements of a body are needed, and a body of those alone: all that stay get new numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from compile_core.ir.loops import Access, Apply, Load, Reduce, Statement, Store, operands
+
+
+def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:
+    """The body without values that no store depends on, renumbered."""
+    live = live_statements(body)
+    return only_statements(body, live)
+
+
+def live_statements(body: Sequence[Statement], results: Iterable[int] = ()) -> list[int]:
+    """The statements that stores and ``results`` depend on, these included."""
+    needed = set(results)
+    for number in range(len(body) - 1, -1, -1):
+        statement = body[number]
+        if number in needed or isinstance(statement, Store):
+            needed.add(number)
+            needed.update(operands(statement))
+    return sorted(needed)
+
+
+def only_statements(body: Sequence[Statement], kept: Sequence[int]) -> tuple[Statement, ...]:
+    """The body of these statements, which need no others, renumbered."""
+    new_number = {old: new for new, old in enumerate(kept)}
+    return tuple(renumbered(body[old], new_number) for old in kept)
+
+
+def renumbered(statement: Statement, number: Mapping[int, int]) -> Statement:
+    """A statement whose operands have moved."""
+    match statement:
+        case Apply(arguments=arguments):
+            return replace(statement, arguments=tuple(number[a] for a in arguments))
+        case Reduce(argument=argument):
+            return replace(statement, argument=number[argument])
+        case Load(access=access, mask=mask):
+            mask = None if mask is None else number[mask]
+            return replace(statement, access=regathered(access, number), mask=mask)
+        case Store(access=access, value=value, mask=mask):
+            mask = None if mask is None else number[mask]
+            return Store(regathered(access, number), number[value], mask)
+        case _:
+            return statement
+
+
+def regathered(access: Access, number: Mapping[int, int]) -> Access:
+    """An access whose gathered values have moved."""
+    return replace(access, gathers=tuple(replace(g, value=number[g.value]) for g in access.gathers))
