@@ -17,9 +17,9 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.errors import InternalError
 from compile_core.ir.captured import CapturedFrame, CapturedGraph
 from compile_core.ir.schedule import Compute
-from compile_core.lowering.extern_rules import fallback_calls
-from compile_core.lowering.fuse import fuse_and_explain
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.fuse import fuse_and_explain
+from compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
+from compile_core.lowering.graph_to_loops.lower import lower
 from compile_core.observe.dump import StageDump
 from compile_core.observe.explanation import BreakReason, ExplainedGuard, ExplainOutput
 from compile_core.observe.observer import Observer

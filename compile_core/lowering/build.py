@@ -10,16 +10,16 @@ from compile_core.errors import Unsupported
 from compile_core.ir.kernels import BuiltKernel, KernelSource
 from compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.build_cpp import start_cpp
-from compile_core.lowering.build_triton import start_triton
-from compile_core.lowering.codegen_bands import generate_bands
-from compile_core.lowering.codegen_cpp import generate_cpp
-from compile_core.lowering.codegen_cpp_batch import generate_cpp_batch
-from compile_core.lowering.codegen_product import generate_product
-from compile_core.lowering.codegen_triton import generate_triton
-from compile_core.lowering.codegen_triton_batch import generate_triton_batch
-from compile_core.lowering.kernel_bases import rebased
-from compile_core.lowering.passes import buffers_of
+from compile_core.lowering.cpp_kernels.build_cpp import start_cpp
+from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from compile_core.lowering.cpp_kernels.codegen_cpp_batch import generate_cpp_batch
+from compile_core.lowering.nests.kernel_bases import rebased
+from compile_core.lowering.nests.passes import buffers_of
+from compile_core.lowering.triton_kernels.build_triton import start_triton
+from compile_core.lowering.triton_kernels.codegen_bands import generate_bands
+from compile_core.lowering.triton_kernels.codegen_product import generate_product
+from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from compile_core.lowering.triton_kernels.codegen_triton_batch import generate_triton_batch
 
 
 def start_build(

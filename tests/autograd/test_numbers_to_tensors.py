@@ -18,7 +18,7 @@ from compile_core.errors import Unsupported
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.numbers import is_number
 from compile_core.ir.print_graph import print_graph
-from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from compile_core.observe.stage_times import Stopwatch
 
 VALUES = (0.5, 2.0, -1.5, float("nan"), -0.0, float("inf"), 1e-40)

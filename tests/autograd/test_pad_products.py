@@ -22,9 +22,9 @@ from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.regions import whole_schedule
 from compile_core.ir.verify_graphs import verify_joint, verify_partition
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.decompositions import decomposition_table
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
 from tests.autograd.compare_with_eager import captured, fakes
 from tests.lowering.loop_evaluator import evaluate
 

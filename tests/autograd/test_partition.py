@@ -9,7 +9,7 @@ from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured, fakes, partitioned_graph
 
 

@@ -19,8 +19,8 @@ import torch
 
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import LoopProgram
-from compile_core.lowering.build_triton import write_module
-from compile_core.lowering.triton_compiler import import_function, triton
+from compile_core.lowering.triton_kernels.build_triton import write_module
+from compile_core.lowering.triton_kernels.triton_compiler import import_function, triton
 from compile_core.runtime.link_program import LinkedProgram, link_program
 from compile_core.toolchain.disk_cache import content_key
 from tests.lowering.product_programs import on

@@ -24,7 +24,7 @@ from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, LoopProgram, Step
 from compile_core.ir.schedule import Compute
 from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from compile_core.observe.dump import StageDump
 from compile_core.options import CompileOptions
 from compile_core.pipeline import compile_graph

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from compile_core.ir.loops import LoopNest, ProductNest
-from compile_core.lowering.codegen_product import generate_product
-from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.triton_kernels.codegen_product import generate_product
+from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.lowering_harness import compare
 from tests.lowering.product_programs import PROGRAMS, product_program

@@ -16,9 +16,9 @@ import torch
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL
-from compile_core.lowering import build_cpp, cpp_machine
 from compile_core.lowering.build import build, start_build
-from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.lowering.cpp_kernels import build_cpp, cpp_machine
+from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
 from compile_core.toolchain import cpp_compiler
 from tests.lowering.codegen_nests import inputs_for, residual_add, softmax
 
@@ -79,7 +79,7 @@ def test_a_damaged_object_is_rebuilt_and_not_loaded(
     script = (
         "import sys; from pathlib import Path; from tests.lowering.codegen_nests import softmax\n"
         "from compile_core.lowering.build import build\n"
-        "from compile_core.lowering.codegen_cpp import generate_cpp\n"
+        "from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp\n"
         "build([generate_cpp(*softmax(3, 5))], Path(sys.argv[1]))"
     )
     subprocess.run(

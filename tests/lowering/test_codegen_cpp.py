@@ -15,7 +15,7 @@ from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import Gather
 from compile_core.lowering.build import build, generate
-from compile_core.lowering.codegen_cpp import generate_cpp
+from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
 from tests.lowering.codegen_nests import (
     BOOL,
     CPU,

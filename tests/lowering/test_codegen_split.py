@@ -9,8 +9,8 @@ import torch
 
 from compile_core.ir.loops import Load, LoopNest, LoopProgram
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.codegen_triton import generate_triton
-from compile_core.lowering.tiling_split import split_nest, split_reductions
+from compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
+from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import (
     BOOL,
     F32,

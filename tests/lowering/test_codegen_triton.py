@@ -17,11 +17,11 @@ import torch
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import Load, Store
-from compile_core.lowering import build_triton, triton_compiler
-from compile_core.lowering.build_triton import compile_triton_for
-from compile_core.lowering.codegen_triton import generate_triton
-from compile_core.lowering.tiling_axes import simplify
-from compile_core.lowering.tiling_triton import tile_for_gpu
+from compile_core.lowering.nests.order_axes import simplify
+from compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from compile_core.lowering.triton_kernels import build_triton, triton_compiler
+from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from compile_core.ir.loops import LoopNest, Store
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
 from tests.autograd.compare_with_eager import check
 from tests.lowering.lowering_harness import compute_of, trace
 

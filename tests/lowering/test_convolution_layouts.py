@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_core
 from compile_core.autograd.trace_joint import trace_joint
-from compile_core.lowering.convolution_layouts import view
-from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.decompositions.convolution_layouts import view
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import assert_same, captured, fakes
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ import compile_core
 from compile_core.autograd.simplify import simplify
 from compile_core.ir.loops import LoopNest, Reduce
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering import embedding_gradients
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.decompositions import embedding_gradients
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compare, compute_of, nests, trace
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from compile_core.ir.loops import Load, LoopProgram, Store
-from compile_core.lowering.fuse import fuse_and_explain
-from compile_core.lowering.fuse_axes import simplified
-from compile_core.lowering.lower import lower
-from compile_core.lowering.tiling_axes import simplify
+from compile_core.lowering.fusion.fuse import fuse_and_explain
+from compile_core.lowering.graph_to_loops.lower import lower
+from compile_core.lowering.nests.change_axes import simplified
+from compile_core.lowering.nests.order_axes import simplify
 from tests.lowering.codegen_nests import flat_positions, positions
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 

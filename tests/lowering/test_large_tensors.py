@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import compile_core
-from compile_core.lowering.build_triton import compile_triton_for
-from compile_core.lowering.codegen_cpp import generate_cpp
-from compile_core.lowering.codegen_triton import generate_triton
+from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import Case, NestBuilder, softmax, transpose
 
 ROWS, COLUMNS = 2**16 + 3, 2**15 + 5

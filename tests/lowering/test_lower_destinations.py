@@ -11,9 +11,9 @@ from torch import Tensor
 from compile_core.errors import Unsupported
 from compile_core.ir.loops import LoopProgram
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
-from compile_core.lowering.tiling_axes import simplify
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
+from compile_core.lowering.nests.order_axes import simplify
 from tests.lowering.convolution_programs import LAYOUTS, inputs, weight_gradient
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from compile_core.ir.loops import ExternCall
 from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.extern_rules import fallback_calls
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
+from compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import check, check_module, compute_of, nests, trace, trace_joint
 

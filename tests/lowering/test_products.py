@@ -13,12 +13,12 @@ import compile_core
 from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, ProductTile
 from compile_core.ir.print_loops import print_program
 from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering import choose_products as choosing
-from compile_core.lowering.build_triton import compile_triton_for
-from compile_core.lowering.choose_products import choose_products, tiles_for
-from compile_core.lowering.codegen_product import generate_product
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
+from compile_core.lowering.products import choose_products as choosing
+from compile_core.lowering.products.choose_products import choose_products, tiles_for
+from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from compile_core.lowering.triton_kernels.codegen_product import generate_product
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.product_programs import PROGRAMS, on, product_program, products
 from tests.lowering.run_interpreted import check_interpreted

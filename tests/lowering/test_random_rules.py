@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_core.ir.counter_random import INTEGERS, NORMAL, SEED_STRIDE, UNIFORM, random_bits
 from compile_core.lowering.build import build, generate
-from compile_core.lowering.fuse import fuse
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.fuse import fuse
+from compile_core.lowering.graph_to_loops.lower import lower
 from compile_core.runtime.link_program import link_program
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from compile_core.ir.loops import ExternCall
-from compile_core.lowering.batch_nests import batch_nests
 from compile_core.lowering.build import build, generate
-from compile_core.lowering.build_triton import compile_triton_for
-from compile_core.lowering.lower import lower
+from compile_core.lowering.fusion.batch_nests import batch_nests
+from compile_core.lowering.graph_to_loops.lower import lower
+from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from compile_core.runtime.link_program import link_program
 from compile_core.runtime.region_interpreter import region_interpreter
 from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, momentum_in_place

@@ -17,7 +17,7 @@ from compile_core.errors import CompileError
 from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
 from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step, View
 from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.passes import buffers_of
+from compile_core.lowering.nests.passes import buffers_of
 from compile_core.runtime import link_program as link_program_module
 from compile_core.runtime import region_interpreter as loader
 from compile_core.runtime.encode_program import encode_program

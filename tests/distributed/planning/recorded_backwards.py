@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from compile_core.autograd.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.ir.graphs import PartitionedGraph
-from compile_core.lowering.decompositions import decomposition_table
+from compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured
 from tests.lowering.move_graph import on_gpu
 

@@ -1,0 +1,1 @@
+"""A nest as C++, and the compiler that builds it."""

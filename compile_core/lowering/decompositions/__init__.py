@@ -1,0 +1,1 @@
+"""Operators that are taken apart before there are loops."""

@@ -1,0 +1,295 @@
+"""Which ATen operators the joint trace takes apart, and how.
+
+Torch's own decomposition registry covers most of them; the operators named in ``_FROM_TORCH`` are taken from
+it. The functions below replace those of the registry that would cost memory traffic or accuracy once they are
+loops:
+
+* losses by class index scatter in the registry; here their gradients compare the class axis with the target,
+  which is pure index arithmetic and fuses;
+* normalisations compute the variance in two passes, as accurate as eager's, and never divide by a variance
+  twice.
+
+What is not listed stays whole: matrix products, convolutions, attention, most pooling, sorting, random numbers and
+scatters run as torch's own kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+from compile_core.lowering.decompositions import convolution_layouts
+from compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
+from compile_core.lowering.decompositions.decompose_pooling import (
+    avg_pool2d,
+    avg_pool2d_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
+from compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
+
+aten = torch.ops.aten
+
+_FROM_TORCH = (
+    # activations
+    aten.gelu_backward, aten.silu, aten.silu_backward, aten.hardtanh, aten.hardtanh_backward, aten.hardswish,
+    aten.hardswish_backward, aten.hardsigmoid, aten.hardsigmoid_backward, aten.leaky_relu,
+    aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.celu, aten.selu, aten.softplus,
+    aten.softplus_backward, aten.tanh_backward, aten.sigmoid_backward, aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.glu, aten.glu_backward, aten.threshold,
+    aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink, aten._prelu_kernel,
+    aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit, aten.logit_backward,
+    # softmax
+    aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
+    aten.logsumexp,
+    # losses
+    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
+    aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
+    # normalisation
+    aten.native_group_norm, aten.native_group_norm_backward, aten.native_batch_norm,
+    aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
+    aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward, aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional, aten._batch_norm_no_update, aten.batch_norm_backward,
+    aten._fused_rms_norm, aten._fused_rms_norm_backward,
+    # arithmetic
+    aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp, aten.logaddexp2,
+    aten.nan_to_num, aten.frac, aten.sgn, aten.heaviside, aten.sinc, aten.isposinf, aten.isneginf,
+    aten.clamp_min, aten.clamp_max, aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill,
+    aten.addr, aten.addmv, aten.mv, aten.dot, aten.vdot,
+    # reductions
+    aten.std, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.dist, aten.count_nonzero, aten.trace,
+    aten.nansum,
+    # shapes and indices
+    aten.tril, aten.triu, aten.slice_backward, aten.select_backward, aten.diagonal_backward,
+    aten.stack, aten.roll, aten.rot90, aten.expand_as,
+    aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros, aten.ones,
+    aten.eye, aten.linspace, aten.fill, aten.zero, aten.upsample_nearest2d, aten.native_dropout_backward,
+)  # fmt: skip
+
+
+def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """The table for ``make_fx(decomposition_table=...)`` when tracing for ``"cpu"`` or ``"cuda"``.
+
+    Both kinds of device share one table: what differs between them (the dtype of saved statistics) the
+    decompositions see from their arguments.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"there are decompositions for cpu and cuda, not for {device_type!r}")
+    table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
+    table.update(foreach_decompositions())
+    table.update(_OWN)
+    if device_type == "cuda":
+        table.update(_FOR_TENSOR_CORES)
+    return table
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which eager's kernels compute: float32 for 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+    x = self.to(_compute_dtype(self.dtype))
+    if approximate == "tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        result = 0.5 * x * (1 + torch.tanh(inner))
+    else:
+        result = x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+    return result.to(self.dtype)
+
+
+def _native_layer_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(input.dim() - len(normalized_shape), input.dim()))
+    x = input.to(_compute_dtype(input.dtype))
+    mean = torch.mean(x, dims, keepdim=True)
+    centered = x - mean
+    rstd = torch.rsqrt(torch.mean(centered * centered, dims, keepdim=True) + eps)
+    result = centered * rstd
+    if weight is not None:
+        result = result * weight
+    if bias is not None:
+        result = result + bias
+    if input.device.type == "cpu":  # eager keeps the statistics in the input's dtype there
+        mean, rstd = mean.to(input.dtype), rstd.to(input.dtype)
+    return result.to(input.dtype), mean, rstd
+
+
+def _native_layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dtype = _compute_dtype(input.dtype)
+    outer = list(range(input.dim() - len(normalized_shape)))
+    dims = list(range(len(outer), input.dim()))
+    grad, x = grad_out.to(dtype), input.to(dtype)
+    normalized = (x - mean) * rstd
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        scaled = grad * weight if weight is not None else grad
+        count = prod(normalized_shape)
+        along_ones = torch.sum(scaled, dims, keepdim=True)
+        along_x = torch.sum(scaled * normalized, dims, keepdim=True)
+        grad_input = (rstd * (scaled - (along_ones + normalized * along_x) * (1.0 / count))).to(input.dtype)
+    if output_mask[1] and weight is not None:
+        grad_weight = _sum_outer(grad * normalized, outer).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        grad_bias = _sum_outer(grad, outer).to(bias.dtype)
+    return grad_input, grad_weight, grad_bias
+
+
+def _sum_outer(value: Tensor, dims: list[int]) -> Tensor:
+    return torch.sum(value, dims) if dims else value
+
+
+# A softmax divides once a row: a quotient an element is most of the time of a kernel over short rows.
+def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = self.to(_compute_dtype(self.dtype))
+    result_dtype = x.dtype if half_to_float else self.dtype
+    if x.numel() == 0:
+        return x.to(result_dtype).clone()
+    exponentials = torch.exp(x - torch.amax(x, dim, keepdim=True))
+    total = torch.sum(exponentials, dim, keepdim=True)
+    return (exponentials * torch.reciprocal(total)).to(result_dtype)
+
+
+def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Attention's softmax: a row in which everything is masked, by minus infinity, is 0 and not NaN."""
+    result_dtype = dtype or self.dtype
+    x = self.to(_compute_dtype(result_dtype))
+    if x.numel() == 0:
+        return x.to(result_dtype).clone()
+    largest = torch.amax(x, dim, keepdim=True)
+    exponentials = torch.exp(x - torch.where(largest == -torch.inf, 0.0, largest))
+    total = torch.sum(exponentials, dim, keepdim=True)
+    return (exponentials * torch.reciprocal(torch.where(total == 0.0, 1.0, total))).to(result_dtype)
+
+
+def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = self.to(_compute_dtype(self.dtype))
+    result_dtype = x.dtype if half_to_float else self.dtype
+    if x.numel() == 0:
+        return x.to(result_dtype).clone()
+    shifted = x - torch.amax(x, dim, keepdim=True)
+    return (shifted - torch.log(torch.sum(torch.exp(shifted), dim, keepdim=True))).to(result_dtype)
+
+
+def _var_mean(
+    self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = [d % self.dim() for d in dim] if dim else list(range(self.dim()))
+    count = prod(self.shape[d] for d in dims)
+    x = self.to(_compute_dtype(self.dtype))
+    mean = torch.mean(x, dims, keepdim=True)
+    centered = x - mean
+    squares = torch.sum(centered * centered, dims, keepdim=True)
+    divisor = max(count - (1 if correction is None else correction), 0)
+    variance = squares / divisor
+    if not keepdim:
+        shape = [size for d, size in enumerate(self.shape) if d not in dims]
+        mean, variance = mean.reshape(shape), variance.reshape(shape)
+    return variance.to(self.dtype), mean.to(self.dtype)
+
+
+def _var(
+    self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
+
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _class_weights(
+    self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Targets with ignored ones replaced by a valid class, and the weight of each sample (0 where
+    ignored).
+    """
+    valid = target != ignore_index
+    safe = torch.where(valid, target, 0)
+    dtype = _compute_dtype(self.dtype)
+    weights = (
+        weight[safe].to(dtype) if weight is not None else torch.ones((), dtype=dtype, device=self.device)
+    )
+    return safe, torch.where(valid, weights, torch.zeros((), dtype=dtype, device=self.device))
+
+
+def _nll_loss_forward(
+    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    class_dim = 0 if self.dim() < 2 else 1
+    safe, weights = _class_weights(self, target, weight, ignore_index)
+    picked = torch.gather(self, class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
+    losses = -picked.to(_compute_dtype(self.dtype)) * weights
+    total = torch.sum(weights)
+    if reduction == _NONE and self.dim() > 1:
+        return losses.to(self.dtype), torch.zeros((), dtype=self.dtype, device=self.device)
+    loss = torch.sum(losses)
+    if reduction == _MEAN:
+        loss = loss / total
+    return loss.to(self.dtype), total.to(self.dtype)
+
+
+def _nll_loss_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    class_dim = 0 if self.dim() < 2 else 1
+    safe, weights = _class_weights(self, target, weight, ignore_index)
+    grad = grad_output / total_weight if reduction == _MEAN else grad_output
+    slope = -(grad * weights)
+    classes = torch.arange(self.shape[class_dim], device=self.device)
+    classes = classes.view([-1] + [1] * (self.dim() - class_dim - 1))
+    hit = safe.unsqueeze(class_dim) == classes
+    return torch.where(hit, slope.unsqueeze(class_dim), 0.0).to(self.dtype)
+
+
+def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
+
+
+_OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.gelu.default: _gelu,
+    aten.native_layer_norm.default: _native_layer_norm,
+    aten.native_layer_norm_backward.default: _native_layer_norm_backward,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+    aten.nll_loss_forward.default: _nll_loss_forward,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_forward.default: _nll_loss_forward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    aten.stack.default: _stack,
+    aten.embedding_dense_backward.default: embedding_dense_backward,
+    aten.avg_pool2d.default: avg_pool2d,
+    aten.avg_pool2d_backward.default: avg_pool2d_backward,
+    aten.max_pool2d_with_indices.default: max_pool2d,
+    aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
+}
+
+_FOR_TENSOR_CORES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.convolution.default: convolution_layouts.convolution,
+    aten.convolution_backward.default: convolution_layouts.convolution_backward,
+    aten.view.default: convolution_layouts.view,
+}

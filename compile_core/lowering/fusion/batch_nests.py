@@ -1,0 +1,218 @@
+"""One kernel for nests that do the same to other buffers, as an optimizer does to its parameters.
+
+Nests whose statements are equal but for the buffers' names, and where they begin in them, become one ``NestBatch`` if
+none needs another's result: over one axis whatever its length, on a GPU also over several axes of the same lengths,
+with reductions or without. They are found by a key, the print of their statements with the buffers numbered.
+
+The members of a batch run at one place, where the first or the last of them was, so that some of them run earlier or
+later than they would. What is held in memory for that in the meantime may be few bytes: a batch saves the start of
+kernels, which is worth little where buffers are large. An input that is read for the last time counts, too, as it may
+be what the backward gets from the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
+from compile_core.ir.step_effects import reads, writes
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.lowering.fusion.overwrite_inputs import cannot_fail
+from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from compile_core.lowering.nests.kernel_bases import separated
+from compile_core.lowering.nests.order_axes import simplify
+from compile_core.lowering.nests.passes import buffers_of
+
+_MOST_HELD_BYTES = 1 << 24
+# On a GPU each is an argument of the kernel: there may be 4 KiB of them, and each takes time to compile.
+_MOST_POINTERS = 256
+
+
+def batch_nests(program: LoopProgram) -> LoopProgram:
+    """Joins nests into batches; the program computes the same."""
+    alike: dict[str, list[int]] = {}
+    for number, step in enumerate(program.steps):
+        key = batch_key(step, program.buffers)
+        if key is not None:
+            alike.setdefault(key, []).append(number)
+    candidates = [numbers for numbers in alike.values() if len(numbers) > 1]
+    return _Batching(program).run(candidates) if candidates else program
+
+
+def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
+    """What nests of one batch have in common; ``None`` for a step that can be in none."""
+    if not isinstance(step, LoopNest):
+        return None
+    specs = [buffers[name] for name in buffers_of(step)]
+    kinds = {spec.device.type for spec in specs}
+    if kinds == {"cuda"}:
+        step, places = separated(simplify(step), buffers)
+        specs = [buffers[name] for name, _ in places.values()]
+    elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1 or _gathers(step):
+        return None
+    space: object = len(step.extents)
+    if len(step.extents) > 1 or step.reduced_axes:
+        space = (step.extents, step.reduced_axes)
+    elif kinds == {"cuda"}:
+        # One odd size would cost all members their wide accesses.
+        space = (space, prod(step.extents) % 16 == 0)
+    numbered = {name: f"{k}" for k, name in enumerate(buffers_of(step))}
+    body = []
+    for statement in step.body:
+        if isinstance(statement, Load | Store):
+            access = replace(statement.access, buffer=numbered[statement.access.buffer])
+            statement = replace(statement, access=access)
+        body.append(statement)
+    # The print of a number tells 0.0 from -0.0, and 1 from True.
+    return repr((space, [(spec.dtype, spec.device) for spec in specs], body))
+
+
+def _gathers(nest: LoopNest) -> bool:
+    """C++ kernels stop at an index that is out of range."""
+    return any(isinstance(s, Load | Store) and s.access.gathers for s in nest.body)
+
+
+@dataclass
+class _Gathered:
+    """Members of a batch to be, and between which places it must run: behind ``after``, before ``until``."""
+
+    members: list[int]
+    after: float
+    until: float
+
+
+class _Batching:
+    """Steps by number; a batch takes the place of its first member.
+
+    Attributes:
+        direct: the steps that a step directly depends on.
+        before: all steps that must run before a step, as a bit set over step numbers.
+        position: where a step runs, among the places that the steps had at the beginning.
+        read, written: the buffers of a step.
+        last_reader: by buffer, the step that reads it last.
+    """
+
+    def __init__(self, program: LoopProgram) -> None:
+        self.program = program
+        self.steps: dict[int, Step] = dict(enumerate(program.steps))
+        self.direct = dict(enumerate(direct_dependencies(program.steps)))
+        self._keep_failures_first()
+        self.followers: dict[int, set[int]] = {number: set() for number in self.steps}
+        self.before: dict[int, int] = {}
+        self.position: dict[int, float] = {}
+        self.read = {number: reads(step) for number, step in self.steps.items()}
+        self.written = {number: writes(step) for number, step in self.steps.items()}
+        self.last_reader: dict[str, int] = {}
+        for number in self.steps:
+            self.position[number] = number
+            self.before[number] = 0
+            for other in self.direct[number]:
+                self.before[number] |= self.before[other] | 1 << other
+                self.followers[other].add(number)
+            self.last_reader.update(dict.fromkeys(self.read[number], number))
+        returned = {view.buffer for view in program.outputs if view is not None}
+        self.kept = {*returned, *program.destinations, *program.constants}
+
+    def _keep_failures_first(self) -> None:
+        """What might fail stays before the inputs get new values; see ``overwrite_inputs``."""
+        if self.program.overwritten:
+            failing = {number for number, step in self.steps.items() if not cannot_fail(step)}
+            for number, step in self.steps.items():
+                if not writes(step).isdisjoint(self.program.overwritten):
+                    self.direct[number] |= failing
+
+    def run(self, candidates: Sequence[Sequence[int]]) -> LoopProgram:
+        for alike in candidates:
+            left = list(alike)
+            while len(left) > 1:
+                batch = self._gather(left)
+                left = [number for number in left if number not in batch.members]
+                if len(batch.members) > 1:
+                    self._join(batch)
+        order = topological_order(self.direct, self.position)
+        return replace(self.program, steps=tuple(self.steps[number] for number in order))
+
+    def _gather(self, numbers: Sequence[int]) -> _Gathered:
+        """The first of these steps, and those of the others that it can be run together with."""
+        batch = _Gathered([], -1, len(self.program.steps))
+        chosen = 0
+        touched: set[str] = set()
+        written: set[str] = set()
+        for number in numbers:
+            names = self.read[number] | self.written[number]
+            if self.before[number] & chosen or written & self.written[number]:
+                continue
+            on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
+            if on_gpu and len(touched | names) > _MOST_POINTERS:
+                break
+            more = _Gathered(
+                [*batch.members, number],
+                max((self.position[other] for other in self.direct[number]), default=-1),
+                min((self.position[other] for other in self.followers[number]), default=batch.until),
+            )
+            more.after, more.until = max(batch.after, more.after), min(batch.until, more.until)
+            if batch.members and self._held_bytes(more, self._place(more)) > _MOST_HELD_BYTES:
+                continue
+            batch = more
+            chosen |= 1 << number
+            touched |= names
+            written |= self.written[number]
+        return batch
+
+    def _place(self, batch: _Gathered) -> float:
+        """Where a batch is to run: at one end of where it can, that at which less is held."""
+        latest = min(self.position[batch.members[-1]], batch.until - 0.5)
+        earliest = max(self.position[batch.members[0]], batch.after + 0.5)
+        if earliest >= latest:
+            return earliest  # what needs its results waits
+        return min((latest, earliest), key=lambda place: self._held_bytes(batch, place))
+
+    def _held_bytes(self, batch: _Gathered, place: float) -> int:
+        """What would be free before ``place``, or not yet there at it, if the members ran where they were."""
+        names: set[str] = set()
+        for number in batch.members:
+            position = self.position[number]
+            if position < place:
+                read = self.read[number]
+                names |= {name for name in read if self.position[self.last_reader[name]] < place}
+            elif position > place:
+                names |= self.written[number].difference(self.program.overwritten)
+        return sum(self.program.buffers[name].bytes for name in names - self.kept)
+
+    def _join(self, batch: _Gathered) -> None:
+        first, *others = batch.members
+        place = self._place(batch)
+        gone, chosen = set(others), sum(1 << number for number in batch.members)
+        before = 0
+        for number in batch.members:
+            before |= self.before[number]
+        self.steps[first] = self._joined(batch.members)
+        self.position[first] = place
+        self.direct[first] = set[int]().union(*(self.direct[number] for number in batch.members))
+        self.followers[first] = set[int]().union(*(self.followers[number] for number in batch.members))
+        self.before[first] = before
+        for number in others:
+            del self.steps[number], self.direct[number], self.followers[number], self.before[number]
+        for number in self.direct[first]:
+            self.followers[number] = (self.followers[number] - gone) | {first}
+        for number in self.followers[first]:
+            self.direct[number] = (self.direct[number] - gone) | {first}
+        for number, earlier in self.before.items():
+            if earlier & chosen:
+                self.before[number] = (earlier & ~chosen) | before | 1 << first
+        for kinds in (self.read, self.written):
+            kinds[first] = kinds[first].union(*(kinds.pop(number) for number in others))
+        for name in self.read[first]:
+            if self.last_reader[name] in gone or self.position[self.last_reader[name]] < place:
+                self.last_reader[name] = first
+
+    def _joined(self, numbers: Sequence[int]) -> NestBatch:
+        members: list[LoopNest] = []
+        for number in numbers:
+            step = self.steps[number]
+            assert isinstance(step, LoopNest)
+            on_gpu = self.program.buffers[buffers_of(step)[0]].device.type == "cuda"
+            members.append(simplify(step) if on_gpu else step)
+        return NestBatch(f"{members[0].name}_batch_of_{len(members)}", tuple(members))

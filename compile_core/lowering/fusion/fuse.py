@@ -1,0 +1,349 @@
+"""Stage 5, second half: fewer nests that move fewer bytes.
+
+Pairs of nests that touch a common buffer are candidates. The one that promises to save most bytes is joined
+first, if the two have a common iteration space and no other step must run between them; joining repeats until
+nothing is left. A load of what the joined nest itself stored becomes the stored value; a temporary that
+nobody reads any more is not stored at all. Joined nests have one body, so equal loads and operations of both
+happen once.
+
+The greedy order by bytes follows the "fusion for memory" heuristics of Kennedy & McKinley (1994) and
+TorchInductor's scheduler. Its limits: no nest is split or recomputed here, and a nest has one set of reduced
+axes, so row sums and column sums of one matrix stay apart here (``join_columns.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
+from compile_core.ir.step_effects import reads, writes
+from compile_core.lowering.fusion.batch_nests import batch_key
+from compile_core.lowering.fusion.one_term_sums import without_one_term_sums
+from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from compile_core.lowering.nests.body_builder import BodyBuilder
+from compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
+from compile_core.lowering.nests.live_statements import without_dead_statements
+from compile_core.lowering.nests.match_axes import NoMatchError, axis_terms, match
+
+# Beyond these, registers and compile time cost more than memory traffic saves.
+_MOST_STATEMENTS = 400
+_MOST_BUFFERS = 28
+# Nests without a flow between them are joined only this near: joining keeps both sets of buffers alive.
+_HORIZONTAL_REACH = 24
+# Nests that share nothing but their iteration space are joined only this near, to start one kernel less.
+_SIBLING_REACH = 4
+# Nests that do the same are not joined for sharing as little as this, a learning rate or the count of steps.
+_BATCH_BYTES = 256
+# What starting a kernel is worth, in bytes.
+_LAUNCH_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two nests that share memory traffic and were not joined.
+
+    Attributes:
+        first, second: names of the nests in the fused program.
+        bytes: what joining them would have saved.
+        reason: why not.
+    """
+
+    first: str
+    second: str
+    bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.first} + {self.second}: {self.reason} ({self.bytes} bytes)"
+
+
+def fuse(program: LoopProgram) -> LoopProgram:
+    """Joins nests; the program computes the same values from the same inputs."""
+    return fuse_and_explain(program)[0]
+
+
+def fuse_and_explain(program: LoopProgram) -> tuple[LoopProgram, tuple[Refusal, ...]]:
+    """``fuse``, and the pairs of the result's nests that stayed apart although they share memory traffic."""
+    return _Fusion(program).run()
+
+
+class _Fusion:
+    """Steps by number; a joined nest takes the place of its two parts.
+
+    Attributes:
+        steps: what is left, by step number.
+        before: all steps that must run before a step, as a bit set over step numbers.
+        direct: those that it depends on directly.
+        position, last_position: where the first and the last part of a step were at the beginning.
+        step_at: the step by its position.
+    """
+
+    def __init__(self, program: LoopProgram) -> None:
+        self.program = program
+        self.steps: dict[int, Step] = {}
+        self.before: dict[int, int] = {}
+        self.direct: dict[int, set[int]] = {}
+        self.readers: dict[str, set[int]] = {}
+        self.writers: dict[str, set[int]] = {}
+        self.refused: dict[tuple[int, int], Refusal] = {}
+        self.position: dict[int, int] = {}
+        self.step_at: dict[int, int] = {}
+        self.last_position: dict[int, int] = {}
+        returned = {view.buffer for view in program.outputs if view is not None}
+        self.kept = returned | set(program.inputs) | set(program.destinations)
+
+    def buffer_dtype(self, name: str) -> torch.dtype:
+        return self.program.buffers[name].dtype
+
+    def run(self) -> tuple[LoopProgram, tuple[Refusal, ...]]:
+        self._build_dependencies()
+        heap = [entry for number in self.steps for entry in self._candidates(number)]
+        heapq.heapify(heap)
+        while heap:
+            worth, first, second = heapq.heappop(heap)
+            if first not in self.steps or second not in self.steps:
+                continue
+            if -worth <= _LAUNCH_BYTES + _BATCH_BYTES and self._may_be_batched(first, second):
+                continue
+            if self._join(first, second):
+                for entry in self._candidates(second):
+                    heapq.heappush(heap, entry)
+        order = topological_order(self.direct, self.position)
+        steps = _renamed(self._simplified(self.steps[number]) for number in order)
+        touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
+        buffers = {name: spec for name, spec in self.program.buffers.items() if name in touched}
+        constants = {name: tensor for name, tensor in self.program.constants.items() if name in touched}
+        named = zip(order, steps, strict=True)
+        names = {number: step.name for number, step in named if isinstance(step, LoopNest)}
+        refusals = tuple(
+            replace(refusal, first=names[pair[0]], second=names[pair[1]])
+            for pair, refusal in self.refused.items()
+            if pair[0] in names and pair[1] in names
+        )
+        program = replace(self.program, buffers=buffers, constants=constants, steps=tuple(steps))
+        return program, tuple(sorted(refusals, key=lambda refusal: -refusal.bytes))
+
+    def _simplified(self, step: Step) -> Step:
+        if not isinstance(step, LoopNest):
+            return step
+        return simplified(without_one_term_sums(step, self.buffer_dtype), self.buffer_dtype)
+
+    # -- dependencies
+
+    def _build_dependencies(self) -> None:
+        steps = [self._simplified(step) for step in _without_dead_nests(self.program.steps, self.kept)]
+        for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
+            self.steps[number] = step
+            self.position[number] = self.last_position[number] = number
+            self.step_at[number] = number
+            for name in reads(step):
+                self.readers.setdefault(name, set()).add(number)
+            for name in writes(step):
+                self.writers.setdefault(name, set()).add(number)
+            self.direct[number] = direct
+            self.before[number] = 0
+            for other in direct:
+                self.before[number] |= self.before[other] | 1 << other
+
+    # -- candidates
+
+    def _candidates(self, number: int) -> list[tuple[int, int, int]]:
+        """Heap entries ``(-bytes, earlier step, later step)`` of the pairs that a step could be joined in."""
+        step = self.steps[number]
+        if not isinstance(step, LoopNest):
+            return []
+        saved: dict[int, int] = {}
+        flows: set[int] = set()
+        for name in reads(step) | writes(step):
+            size = self._touched_bytes(step, name)
+            readers, writers = self.readers.get(name, set()), self.writers.get(name, set())
+            for other in (readers | writers) - {number}:
+                if not isinstance(self.steps[other], LoopNest):
+                    continue
+                flow = (other in writers) != (number in writers)
+                dies = flow and len(readers) == 1 and name not in self.kept
+                both_write = other in writers and number in writers
+                saved[other] = saved.get(other, 0) + (0 if both_write else size) * (2 if dies else 1)
+                if flow:
+                    flows.add(other)
+        entries = []
+        for place in range(
+            self.position[number] - _SIBLING_REACH, self.position[number] + _SIBLING_REACH + 1
+        ):
+            other = self.step_at.get(place, number)
+            sibling = self.steps[other]
+            close = self._span(number, other) <= _SIBLING_REACH
+            if close and other != number and isinstance(sibling, LoopNest) and _alike(step, sibling):
+                saved.setdefault(other, 0)
+        for other, size in saved.items():
+            first, second = self._in_order(number, other)
+            near = self._span(number, other) <= _HORIZONTAL_REACH
+            if other in flows or near:
+                entries.append((-(size + _LAUNCH_BYTES), first, second))
+        return entries
+
+    def _touched_bytes(self, nest: LoopNest, name: str) -> int:
+        """The bytes of a buffer, or of those of its elements of which the nest reads or writes one each."""
+        spec = self.program.buffers[name]
+        accesses = [s.access for s in nest.body if isinstance(s, Load | Store) and s.access.buffer == name]
+        if any(any(access.strides) or access.gathers for access in accesses):
+            return spec.bytes
+        return min(spec.bytes, len(accesses) * spec.dtype.itemsize)
+
+    def _may_be_batched(self, one: int, other: int) -> bool:
+        """Whether two nests do the same to different buffers, as to an optimizer's parameters: then ``batch_nests``
+        makes one kernel of them and of all others that do, which a joined nest would stay out of."""
+        first, second = self.steps[one], self.steps[other]
+        assert isinstance(first, LoopNest) and isinstance(second, LoopNest)
+        # Two sums over long columns hold too much to be batched.
+        if self.before[other] >> one & 1 or first.reduced_axes or len(first.body) != len(second.body):
+            return False
+        if writes(first) & writes(second):
+            return False  # parts of one tensor
+        key = batch_key(first, self.program.buffers)
+        return key is not None and key == batch_key(second, self.program.buffers)
+
+    def _span(self, one: int, other: int) -> int:
+        """How many steps apart the first and the last part of two nests were at the beginning."""
+        last = max(self.last_position[one], self.last_position[other])
+        return last - min(self.position[one], self.position[other])
+
+    def _in_order(self, one: int, other: int) -> tuple[int, int]:
+        if self.before[one] >> other & 1:
+            return other, one
+        if self.before[other] >> one & 1:
+            return one, other
+        return (one, other) if self.position[one] < self.position[other] else (other, one)
+
+    # -- joining
+
+    def _join(self, first: int, second: int) -> bool:
+        """Joins two nests into the number of the second, or notes why not."""
+        earlier, later = self.steps[first], self.steps[second]
+        assert isinstance(earlier, LoopNest) and isinstance(later, LoopNest)
+        try:
+            if self.before[first] >> second & 1:
+                raise NoMatchError("they depend on each other through other steps")
+            for other in self.direct[second] - {first}:
+                if self.before[other] >> first & 1:
+                    raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
+            joined = self._joined_nest(earlier, later)
+        except (NoMatchError, OtherPointsError) as reason:
+            size = self._shared_bytes(earlier, later)
+            self.refused[first, second] = Refusal(earlier.name, later.name, size, str(reason))
+            return False
+        self._replace(first, second, joined)
+        return True
+
+    def _joined_nest(self, earlier: LoopNest, later: LoopNest) -> LoopNest:
+        if reads(earlier) & writes(later):
+            raise NoMatchError("the later one overwrites what the earlier one reads")
+        found = match(earlier, later, self.buffer_dtype)
+        builder = BodyBuilder(found.extents, self.buffer_dtype)
+        transplant = Transplant(builder)
+        transplant.copy(found.first, axis_terms(found.first_axes))
+        transplant.copy(found.second, axis_terms(found.second_axes))
+        if not _alike(earlier, later) and not self._saves(earlier, later, builder):
+            raise NoMatchError("they read the same buffers at different points")
+        body = without_dead_statements(builder.statements)
+        if len(body) > _MOST_STATEMENTS:
+            raise NoMatchError("the joined body would be too long")
+        if len({s.access.buffer for s in body if isinstance(s, (Load, Store))}) > _MOST_BUFFERS:
+            raise NoMatchError("the joined nest would touch too many buffers")
+        origins = tuple(dict.fromkeys([*earlier.origins, *later.origins]))
+        return LoopNest(later.name, found.extents, found.reduced_axes, body, origins)
+
+    def _saves(self, earlier: LoopNest, later: LoopNest, builder: BodyBuilder) -> bool:
+        """Whether any load became unnecessary, or both fill one buffer."""
+        if writes(earlier) & (writes(later) | reads(later)):
+            return True
+        loads = sum(isinstance(s, Load) for nest in (earlier, later) for s in nest.body)
+        return sum(isinstance(s, Load) for s in builder.statements) < loads
+
+    def _shared_bytes(self, earlier: LoopNest, later: LoopNest) -> int:
+        shared = (reads(earlier) | writes(earlier)) & reads(later)
+        return sum(self.program.buffers[name].bytes for name in shared)
+
+    def _replace(self, first: int, second: int, joined: LoopNest) -> None:
+        parts = self.steps[first], self.steps[second]
+        for index, touched in ((self.readers, reads), (self.writers, writes)):
+            for name in touched(parts[0]) | touched(parts[1]):
+                index[name].difference_update((first, second))
+        loaded = reads(joined)
+        joined = _without_stores(
+            joined, {name for name in writes(joined) if name not in loaded and not self._is_needed(name)}
+        )
+        for name in reads(joined):
+            self.readers.setdefault(name, set()).add(second)
+        for name in writes(joined):
+            self.writers.setdefault(name, set()).add(second)
+        self.direct[second] = (self.direct[first] | self.direct[second]) - {first, second}
+        before = (self.before[first] | self.before[second]) & ~(1 << first) & ~(1 << second)
+        self.before[second] = before
+        self.steps[second] = joined
+        self.last_position[second] = max(self.last_position[first], self.last_position[second])
+        del self.step_at[self.position[first]], self.step_at[self.position[second]]
+        self.position[second] = min(self.position[first], self.position[second])
+        self.step_at[self.position[second]] = second
+        del self.steps[first], self.direct[first], self.before[first]
+        for number, direct in self.direct.items():
+            if first in direct:
+                direct.discard(first)
+                direct.add(second)
+            if self.before[number] >> first & 1 or self.before[number] >> second & 1:
+                self.before[number] = (self.before[number] & ~(1 << first)) | before | 1 << second
+
+    def _is_needed(self, name: str) -> bool:
+        return name in self.kept or bool(self.readers.get(name))
+
+
+def _without_dead_nests(steps: Sequence[Step], kept: set[str]) -> list[Step]:
+    """The steps but for nests whose results nobody reads, as where the position of the largest of one is wanted."""
+    needed, alive = set(kept), list[Step]()
+    for step in reversed(steps):
+        if not isinstance(step, LoopNest) or writes(step) & needed:
+            needed |= reads(step)
+            alive.append(step)
+    return alive[::-1]
+
+
+def _without_stores(nest: LoopNest, dead: set[str]) -> LoopNest:
+    """The nest without its stores to some buffers, and without what only these needed."""
+    if not dead:
+        return nest
+    # a dead store becomes a constant, so that the other values keep their numbers
+    body = [
+        Constant(0, torch.int64) if isinstance(s, Store) and s.access.buffer in dead else s for s in nest.body
+    ]
+    return replace(nest, body=without_dead_statements(body))
+
+
+def _alike(one: LoopNest, other: LoopNest) -> bool:
+    """Whether two nests have the same iteration space, up to the order of axes."""
+    if one.reduced_axes != other.reduced_axes:
+        return False
+    parallel = len(one.extents) - one.reduced_axes
+    return (
+        len(one.extents) == len(other.extents)
+        and sorted(one.extents[:parallel]) == sorted(other.extents[:parallel])
+        and sorted(one.extents[parallel:]) == sorted(other.extents[parallel:])
+    )
+
+
+def _step_name(step: Step) -> str:
+    return str(step.target) if isinstance(step, ExternCall) else step.name
+
+
+def _renamed(steps: Iterable[Step]) -> list[Step]:
+    """Names nests after the kinds of nodes that they compute, each with its position among the nests."""
+    renamed: list[Step] = []
+    for step in steps:
+        if isinstance(step, LoopNest):
+            kinds = dict.fromkeys(origin.rstrip("0123456789").rstrip("_") for origin in step.origins)
+            step = replace(step, name=f"{'_'.join(['fused', *kinds])[:56].rstrip('_')}_{len(renamed)}")
+        renamed.append(step)
+    return renamed

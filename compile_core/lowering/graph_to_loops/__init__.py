@@ -1,0 +1,1 @@
+"""A region's graph becomes loop nests and calls of torch's kernels."""

@@ -1,0 +1,243 @@
+"""What the lowering decides about a graph before it emits anything.
+
+Three questions, answered by one walk from the outputs to the inputs: which nodes are alive; which must lie in
+memory because a torch kernel or the caller reads them; and by how many separate nests an inlined value would
+be computed. Destinations of results are carried back through views to the node that computes the data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from compile_core.ir.loops import View
+from compile_core.ir.random_operators import is_random
+from compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
+from compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
+from compile_core.lowering.graph_to_loops.lower_pooling import POOLING
+from compile_core.lowering.graph_to_loops.reduction_rules import is_reduction
+from compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
+from compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
+from compile_core.lowering.nests.body_builder import is_loop_dtype
+
+aten = torch.ops.aten
+
+# How a node uses its arguments.
+INLINE, RE_INDEX, NEST, MEMORY = "inline", "re-index", "nest", "memory"
+
+
+@dataclass
+class GraphPlan:
+    """Facts by node.
+
+    Attributes:
+        alive: nodes that outputs or side effects depend on.
+        in_memory: nodes whose data must lie in memory.
+        readers: the nodes (nests, torch kernels, outputs) that would each read or recompute the node.
+        widest_user: the largest number of elements for which the node would be recomputed.
+        places: where the caller wants the node's data.
+        factors: matrix products that are computed with a factor.
+        absorbed: the multiplications that those factors were; they are the identity now.
+        viewed: how many elements of a node its views in memory cover.
+        bare: ``addmm`` nodes that become a product, whose bias the next loop body adds.
+    """
+
+    alive: set[torch.fx.Node] = field(default_factory=set)
+    in_memory: set[torch.fx.Node] = field(default_factory=set)
+    readers: dict[torch.fx.Node, set[torch.fx.Node]] = field(default_factory=dict)
+    widest_user: dict[torch.fx.Node, int] = field(default_factory=dict)
+    places: dict[torch.fx.Node, View] = field(default_factory=dict)
+    factors: dict[torch.fx.Node, float] = field(default_factory=dict)
+    absorbed: set[torch.fx.Node] = field(default_factory=set)
+    viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
+    bare: set[torch.fx.Node] = field(default_factory=set)
+
+    def only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The single node (behind views) that uses a node's elements, if it is only one."""
+        while True:
+            users = [user for user in node.users if user in self.alive]
+            if len(users) != 1:
+                return None
+            node = users[0]
+            if use_kind(node) != RE_INDEX:
+                return node
+
+
+def use_kind(node: torch.fx.Node) -> str:
+    """How a node uses its tensor arguments."""
+    target = node.target
+    if node.op != "call_function":
+        return MEMORY
+    if target in VIEW_RULES or target in SPLITTING_VIEWS or target is operator.getitem:
+        return RE_INDEX
+    if not _is_real(node) or _may_divide_by_zero(node):
+        return MEMORY
+    if is_pointwise(target) or target in INDEX_RULES:
+        return INLINE
+    if is_reduction(target) or target is aten.cat.default or target in POOLING:
+        return NEST
+    return MEMORY
+
+
+def _may_divide_by_zero(node: torch.fx.Node) -> bool:
+    """Whether this is a division of integers for which torch's CPU kernel may raise, as loops cannot."""
+    if getattr(node.target, "overloadpacket", None) not in _DIVISIONS:
+        return False
+    result = node.meta["val"]
+    divisor = node.args[1]
+    is_safe = isinstance(divisor, (int, float)) and divisor != 0
+    return result.device.type == "cpu" and not result.dtype.is_floating_point and not is_safe
+
+
+_DIVISIONS = frozenset(
+    {torch.ops.aten.div, torch.ops.aten.floor_divide, torch.ops.aten.remainder, torch.ops.aten.fmod}
+)
+
+
+def _is_real(node: torch.fx.Node) -> bool:
+    """Whether every tensor that a node touches is strided and of a dtype that bodies can compute with."""
+    values = [node.meta.get("val"), *(argument.meta.get("val") for argument in node.all_input_nodes)]
+    return all(
+        is_loop_dtype(tensor.dtype) for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)
+    )
+
+
+def numel_of(node: torch.fx.Node) -> int:
+    leaves = tree_leaves(node.meta.get("val"))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> GraphPlan:
+    """Plans a graph whose results in ``places`` the caller wants at given places."""
+    plan = GraphPlan(places=dict(places))
+    for node in graph.nodes:
+        _absorb_factor(node, plan)
+    for node in reversed(graph.nodes):
+        if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
+            plan.alive.add(node)
+            if node.target not in SHAPE_READERS:
+                plan.alive.update(node.all_input_nodes)
+                _note_uses(node, plan)
+    for node in list(plan.places):
+        _carry_back(node, plan)
+    return plan
+
+
+def _has_effect(node: torch.fx.Node) -> bool:
+    """Whether it changes memory, or the state of a generator, as eager would for numbers that nobody uses."""
+    if is_random(node):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:
+    """Makes a factor of a matrix product (or of views of one) the product's own, if nothing else uses the
+    product.
+    """
+    found = scalar_factor(node)
+    if found is None:
+        return
+    product, factor = found
+    while (
+        len(product.users) == 1
+        and product.target in VIEW_RULES
+        and isinstance(product.args[0], torch.fx.Node)
+    ):
+        product = product.args[0]
+    if product.target is aten.mm.default and len(product.users) == 1:
+        plan.factors[product] = factor
+        plan.absorbed.add(node)
+
+
+def _leaves_bias(node: torch.fx.Node, plan: GraphPlan) -> bool:
+    """On CPUs ``addmm`` first fills its result with the bias: a pass that the next loop body can save."""
+    if node.target is not aten.addmm.default or node.kwargs or node in plan.in_memory or node in plan.places:
+        return False
+    bias, *factors = node.all_input_nodes
+    if (
+        bias in factors
+        or bias.meta["val"].dim() != 1
+        or node.meta["val"].device.type != "cpu"
+        or not _is_real(node)
+    ):
+        return False
+    user = plan.only_user(node)
+    return len(plan.readers.get(node, ())) == 1 or (user is not None and use_kind(user) != MEMORY)
+
+
+def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
+    """Tells a user's arguments how they are used; the user's own uses are known already."""
+    kind = RE_INDEX if user in plan.absorbed else use_kind(user)
+    if _leaves_bias(user, plan):
+        plan.bare.add(user)
+        bias = user.all_input_nodes[0]
+        plan.readers.setdefault(bias, set()).update(plan.readers.get(user, set()))
+        plan.widest_user[bias] = numel_of(user)
+        plan.in_memory.update(user.all_input_nodes[1:])
+        return
+    inlined = kind in (INLINE, RE_INDEX) and user not in plan.in_memory
+    readers = plan.readers.get(user, set()) if inlined else {user}
+    for argument in user.all_input_nodes:
+        plan.readers.setdefault(argument, set()).update(readers)
+        reaches = plan.widest_user.get(user, 0) if kind == RE_INDEX else numel_of(user)
+        if kind == NEST:
+            reaches = numel_of(argument)
+        plan.widest_user[argument] = max(plan.widest_user.get(argument, 0), reaches)
+        if kind == MEMORY:
+            if not _is_only_copied(user, argument):
+                plan.in_memory.add(argument)
+        elif kind == RE_INDEX and user in plan.in_memory:
+            # views that lie in memory force their base there once they cover it together
+            plan.viewed[argument] = plan.viewed.get(argument, 0) + numel_of(user)
+            if plan.viewed[argument] >= numel_of(argument):
+                plan.in_memory.add(argument)
+
+
+def in_place_variant(node: torch.fx.Node) -> torch._ops.OpOverload | None:
+    """What changes a copy of the first argument, where the node's operator does so and a nest can copy it."""
+    variant = IN_PLACE_VARIANTS.get(node.target)  # type: ignore[call-overload]
+    return variant if variant is not None and is_loop_dtype(node.meta["val"].dtype) else None
+
+
+def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    """Whether all that a torch kernel does with an argument is to change a copy of it."""
+    if in_place_variant(user) is None or user.args[0] is not argument:
+        return False
+    return argument not in tree_leaves((user.args[1:], user.kwargs))
+
+
+def _carry_back(node: torch.fx.Node, plan: GraphPlan) -> None:
+    """A view's destination becomes that of the data it views, where strides can say so."""
+    place = plan.places[node]
+    while node in plan.absorbed or (node.op == "call_function" and node.target in VIEW_RULES):
+        base = node.all_input_nodes[0]
+        if base in plan.places or numel_of(base) != numel_of(node):
+            return
+        inverse = _inverse_place(node, base.meta["val"], place)
+        if inverse is None:
+            return
+        place = plan.places[base] = inverse
+        node = base
+
+
+def _inverse_place(node: torch.fx.Node, base: torch.Tensor, place: View) -> View | None:
+    """Where ``base`` must lie so that its view ``node`` lies at ``place``."""
+    target, args = node.target, node.args
+    if target not in VIEW_RULES:
+        return place  # an absorbed factor
+    if target in (aten.t.default, aten.transpose.int):
+        dims: Any = args[1:] or ((0, 1) if base.dim() > 1 else (0, 0))
+        return restride(place, lambda t: t.transpose(*dims)) if base.dim() else place
+    if target is aten.permute.default:
+        order: Any = args[1]
+        positions = [d % base.dim() for d in order]
+        back = sorted(range(len(positions)), key=positions.__getitem__)
+        return restride(place, lambda t: t.permute(back))
+    if target in (aten.as_strided.default, aten.unfold.default, aten.diagonal.default):
+        return None
+    return restride(place, lambda t: t.view(base.shape))

@@ -1,0 +1,1 @@
+"""One nest as such: its body, its axes, what it computes where."""

@@ -1,0 +1,1 @@
+"""Matrix products: which library or generated kernel is the fastest."""

@@ -1,0 +1,172 @@
+"""How a simplified nest is cut for a GPU: the tile of a program, and the number of warps.
+
+A tile has an X side, a block of the parallel axes taken as one flat index, and, in a nest that reduces, an R
+side, a block of the flat reduced index. Flat indices make neighbouring threads touch neighbouring elements
+whatever the axes; the integer divisions that recover the axes have constant divisors. A *persistent* tile
+spans the whole reduced space, so that everything is loaded once; else each pass loops over blocks of R. A
+pointwise nest that transposes has a second parallel side, Y, so that loads and stores are both contiguous
+along a side of the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from compile_core.ir.loops import Load, LoopNest, Store
+from compile_core.lowering.nests.order_axes import parallel_axes
+from compile_core.lowering.tiling.tiling_cpp import is_transposed
+
+_POINTWISE_TILE = 1024
+_LIGHT_BODY = 64
+_REDUCTION_TILE = 2048
+_LOOPED_ROW_BLOCK = 2048
+_COLUMN_SIDE = 32
+# A sector of float32: narrower ones read in vain.
+_NARROWEST_COLUMNS = 8
+_TRANSPOSED_SIDE = 32
+# Elements times live values that the registers of one program hold without spilling.
+_PERSISTENT_BUDGET = 32768
+_WANTED_PROGRAMS = 256
+_ROW_BLOCK = 2048
+# Elements of a byte that one thread reads or writes at once.
+MOST_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class GpuTiling:
+    """See the file's head.
+
+    Attributes:
+        x_axes, y_axes: the parallel axes on each side. ``y_axes`` is empty unless the nest transposes, or has no block
+            that runs on from one index of these axes to the next.
+        x_block, y_block, r_block: sides of the tile, powers of two; 1 where there is no such side.
+        persistent: whether ``r_block`` covers the reduced space.
+        num_warps: warps of a program.
+    """
+
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int, ...]
+    x_block: int
+    y_block: int
+    r_block: int
+    persistent: bool
+    num_warps: int
+
+
+def tile_for_gpu(nest: LoopNest) -> GpuTiling:
+    """Chooses the tiling of a nest that ``simplify`` returned."""
+    parallel = parallel_axes(nest)
+    if nest.reduced_axes:
+        return _tile_reduction(nest)
+    transposed = _transposed_side(nest)
+    if transposed is not None:
+        others = tuple(axis for axis in range(parallel) if axis != transposed)
+        sides = power_of_two(nest.extents[transposed]), power_of_two(nest.extents[parallel - 1])
+        # Beside a short side, as the three colours of a pixel, the other is long.
+        longest = _POINTWISE_TILE // min(_TRANSPOSED_SIDE, *sides)
+        y_block, x_block = (min(side, longest) for side in sides)
+        return GpuTiling(others, (transposed,), x_block, y_block, 1, False, 4)
+    if _has_odd_rows(nest):
+        return GpuTiling((parallel - 1,), tuple(range(parallel - 1)), _ROW_BLOCK, 1, 1, False, 8)
+    count = prod(nest.extents)
+    # Small arrays go in small blocks, so that more than a few processors work.
+    most = 2 * _POINTWISE_TILE if _is_light_and_reads_columns(nest) else _POINTWISE_TILE
+    block = max(128, min(most, power_of_two(count // _WANTED_PROGRAMS)))
+    return GpuTiling(tuple(range(parallel)), (), block, 1, 1, False, max(1, min(4, block // 128)))
+
+
+def _is_light_and_reads_columns(nest: LoopNest) -> bool:
+    """Whether little is computed of each element and of numbers that each column has, as a batch norm's: threads that
+    take twice as many elements took a quarter less time, but where a body is long, as a pooling's, a quarter more."""
+    if len(nest.extents) < 2 or len(nest.body) > _LIGHT_BODY:
+        return False
+    loads = [s.access.strides for s in nest.body if isinstance(s, Load)]
+    return sum(strides[-1] != 0 and not any(strides[:-1]) for strides in loads) > 1
+
+
+def _has_odd_rows(nest: LoopNest) -> bool:
+    """Whether rows are long, and end where threads that take 16 bytes each would not.
+
+    A block of the flat index would run from one row into the next, at no aligned address.
+    """
+    if len(nest.extents) < 2 or nest.extents[-1] < 2 * _ROW_BLOCK or nest.extents[-1] % MOST_TOGETHER == 0:
+        return False
+    return any(s.access.strides[-1] == 1 for s in nest.body if isinstance(s, Load | Store))
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _tile_reduction(nest: LoopNest) -> GpuTiling:
+    parallel = parallel_axes(nest)
+    rows, length = prod(nest.extents[:parallel]), prod(nest.extents[parallel:])
+    whole = power_of_two(length)
+    by_column = _is_contiguous_along_parallel(nest)
+    narrowest = min(_COLUMN_SIDE, power_of_two(rows)) if by_column else 1
+    is_short = whole * _NARROWEST_COLUMNS * _live_values(nest) <= _PERSISTENT_BUDGET
+    if by_column and is_short and -(-rows // narrowest) < _WANTED_PROGRAMS // 2:
+        narrowest = min(narrowest, _NARROWEST_COLUMNS)
+    persistent = whole * narrowest * _live_values(nest) <= _PERSISTENT_BUDGET
+    if persistent:
+        r_block = whole
+        x_block = max(narrowest, min(power_of_two(rows), _REDUCTION_TILE // 2 // whole))
+    elif by_column:
+        x_block = narrowest
+        # Loads of several tensors are in flight together; then programs of fewer threads wait for each other less.
+        tile = _REDUCTION_TILE // 2 if _live_values(nest) > 2 else _REDUCTION_TILE
+        r_block = max(1, min(whole, tile // x_block))
+    else:
+        x_block, r_block = 1, min(whole, _LOOPED_ROW_BLOCK)
+    # Many rows a program are only worth it while there are programs enough.
+    while x_block > narrowest and -(-rows // x_block) < _WANTED_PROGRAMS:
+        x_block //= 2
+    warps = max(1, min(16, power_of_two(x_block * r_block) // 256))
+    outer = parallel - 1
+    if by_column and outer > 0 and nest.extents[outer] % x_block == 0:
+        # The columns of parts of a matrix: which part is a number, not a tensor, and so are addresses of its rows.
+        return GpuTiling((outer,), tuple(range(outer)), x_block, 1, r_block, persistent, warps)
+    return GpuTiling(tuple(range(parallel)), (), x_block, 1, r_block, persistent, warps)
+
+
+def _live_values(nest: LoopNest) -> int:
+    """Roughly, how many values of the whole tile are live at once: those loaded, and one to work with."""
+    reduced = range(parallel_axes(nest), len(nest.extents))
+    loads = {
+        s.access for s in nest.body if isinstance(s, Load) and any(s.access.strides[axis] for axis in reduced)
+    }
+    return 1 + len(loads)
+
+
+def _is_contiguous_along_parallel(nest: LoopNest) -> bool:
+    """Whether what a nest touches lies contiguous along its last parallel axis as much as along the last reduced one.
+
+    Accesses weigh by the elements they touch: a row's statistics that a column sum reads move along the reduced axis
+    alone and are nothing beside the matrix. A nest that reads along one axis and writes along the other needs a tile
+    with both sides too.
+    """
+    parallel = parallel_axes(nest)
+    if not parallel:
+        return False
+    reduced = len(nest.extents) - 1
+    along_parallel = along_reduced = 0
+    for statement in nest.body:
+        if isinstance(statement, Load | Store) and statement.access.strides[reduced]:
+            strides = statement.access.strides
+            elements = prod(extent for extent, stride in zip(nest.extents, strides, strict=True) if stride)
+            along_parallel += elements * (abs(strides[parallel - 1]) == 1)
+            along_reduced += elements * (abs(strides[reduced]) == 1)
+    return along_parallel >= along_reduced and along_parallel > 0
+
+
+def _transposed_side(nest: LoopNest) -> int | None:
+    vector = len(nest.extents) - 1
+    for statement in nest.body:
+        if not isinstance(statement, Load | Store):
+            continue
+        for axis in range(vector):
+            if nest.extents[axis] >= 8 and is_transposed(statement.access, axis, vector):
+                return axis
+    return None

@@ -1,0 +1,1 @@
+"""A nest as Triton, and the processes that compile it."""

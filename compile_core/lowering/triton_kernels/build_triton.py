@@ -1,0 +1,249 @@
+"""From Triton source to functions that launch kernels.
+
+Kernels are compiled ahead of their first call, by processes beside this one, in the background until someone asks for
+them. Each is an entry of the disk cache, whatever it is called, and is loaded from there without Triton looking at its
+source again.
+
+They are launched by the driver, given their handle, or else through the compiled kernel's own launcher: Triton's
+``kernel[grid](...)`` looks at every argument to choose a specialisation, and takes ten times as long. What it would
+choose is known here: all arguments are pointers, and torch aligns what it allocates to 16 bytes. A call with an address
+that is not so aligned (a slice of the caller's) goes to a second kernel, compiled when it first happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_core.errors import CompileError
+from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
+from compile_core.lowering.triton_kernels import triton_compiler
+from compile_core.toolchain.compile_workers import CompileWorkers
+from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
+from compile_core.toolchain.processors import usable_processors
+
+_MODULE = "kernel.py"
+# Eager rounds a product before it adds.
+_OPTIONS = {"enable_fp_fusion": False}
+# What a block may have on any GPU without asking.
+_SHARED_BYTES_ANYWHERE = 48 << 10
+_WORKERS_AHEAD = 8
+
+# Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
+_loaded: dict[KernelSource, BuiltKernel] = {}
+_workers = CompileWorkers(Path(triton_compiler.__file__))
+
+
+def start_triton(
+    sources: Sequence[KernelSource], cache_folder: Path
+) -> Callable[[], Mapping[str, BuiltKernel]]:
+    """Finds kernels in the cache and starts to compile the others.
+
+    Args:
+        sources: Triton kernels with distinct names.
+        cache_folder: where results are kept.
+
+    Returns:
+        A function that waits for the kernels and loads them onto their devices. It returns the kernels by name; called
+        from Python, one is launched on the current stream of its device, whichever device is current.
+
+    Raises:
+        CompileError: Triton is not installed, or fails; from here or when the kernels are waited for.
+    """
+    missing = {key: source for source in sources if (key := _without_names(source)) not in _loaded}
+    compiling: dict[KernelSource, Future[Any]] = {}
+    if missing:
+        _require_triton()
+        pool = ThreadPoolExecutor(
+            min(len(missing), usable_processors()), thread_name_prefix="gradsplit-build"
+        )
+        compiling = {
+            key: pool.submit(_compile_if_launched, one, cache_folder) for key, one in missing.items()
+        }
+        pool.shutdown(wait=False)
+
+    def wait() -> Mapping[str, BuiltKernel]:
+        for key, future in compiling.items():
+            compiled = future.result()
+            if key not in _loaded:
+                _loaded[key] = _launcher(missing[key], compiled, cache_folder)
+        return {source.name: _loaded[_without_names(source)] for source in sources}
+
+    return wait
+
+
+def start_workers() -> None:
+    """Starts the processes that compile, while there is nothing to compile yet: they import Triton first."""
+    if triton_compiler.triton is not None:
+        with suppress(CompileError):  # raised again where one is needed
+            _workers.start(min(usable_processors(), _WORKERS_AHEAD))
+
+
+def compile_triton_for(
+    source: KernelSource, target: tuple[str, int, int], cache_folder: Path, is_aligned: bool = True
+) -> Any:
+    """Compiles a kernel for a GPU that need not be there, or finds it in the cache.
+
+    Args:
+        source: a Triton kernel.
+        target: kind of GPU, architecture and threads of a warp, such as ``("cuda", 90, 32)``.
+        cache_folder: where the result is kept.
+        is_aligned: whether all addresses are multiples of 16.
+
+    Returns:
+        Triton's ``CompiledKernel``.
+
+    Raises:
+        CompileError: Triton is not installed, or fails.
+    """
+    _require_triton()
+    options = {**dict(source.meta), **_OPTIONS}
+    description = repr((source.pointers, sorted(options.items()), target, is_aligned))
+    key = content_key(
+        "triton kernel", triton_compiler.triton.__version__, _prelude(), source.text, description
+    )
+    disk = DiskCache(cache_folder)
+
+    def fill(folder: Path) -> None:
+        function = write_module(source, folder / _MODULE)
+        request = {
+            "module": str(folder / _MODULE),
+            "function": function,
+            "pointers": source.pointers,
+            "is_aligned": is_aligned,
+            "target": target,
+            "options": options,
+            "folder": str(folder),
+        }
+        answer = _workers.ask(request)
+        if answer["error"] is not None:
+            kept = disk.folder / "failed" / f"{key}.py"
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_module(source, kept)
+            error = CompileError(
+                f"Triton failed on the kernel {source.name}: {answer['error']}\nThe source is in {kept}."
+            )
+            error.add_note(answer["traceback"])
+            raise error
+
+    with disk.entry(key, fill) as folder:
+        return triton_compiler.load_kernel(folder, source.pointers, MANIFEST)
+
+
+def write_module(source: KernelSource, path: Path) -> str:
+    """Writes a module that Triton can read the kernel from, and returns the function's name, which profilers show."""
+    name = "gs_" + "".join(letter if letter.isalnum() else "_" for letter in source.name)
+    path.write_text(f"{_prelude()}\n\n{source.text.replace(KERNEL_SYMBOL, name)}\n")
+    return name
+
+
+def _require_triton() -> None:
+    if triton_compiler.triton is None:
+        raise CompileError(
+            "Compiling for a GPU needs Triton, which is not installed. Install the triton package, or choose "
+            'backend="aot_eager".'
+        )
+
+
+def _without_names(source: KernelSource) -> KernelSource:
+    return replace(source, name="", buffers=())
+
+
+def triton_version() -> str:
+    """Empty where Triton is not installed."""
+    return "" if triton_compiler.triton is None else str(triton_compiler.triton.__version__)
+
+
+@cache
+def _prelude() -> str:
+    return Path(__file__).with_name("codegen_triton_prelude.py.in").read_text()
+
+
+def _compile_if_launched(source: KernelSource, cache_folder: Path) -> Any:
+    """The kernel for the device that it will run on; ``None`` for one over no elements."""
+    if 0 in source.grid:
+        return None
+    return compile_triton_for(source, _target(_device_of(source)), cache_folder)
+
+
+def _device_of(source: KernelSource) -> torch.device:
+    return source.device if source.device.index is not None else torch.device("cuda", 0)
+
+
+def _target(device: torch.device) -> tuple[str, int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", 10 * major + minor, 32
+
+
+def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKernel:
+    """What launches the kernel."""
+    if aligned is None:
+        return BuiltKernel(_nothing, 0)
+    device = _device_of(source)
+    stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    index = device.index
+    grid_x, grid_y, grid_z = source.grid
+    kernels: dict[bool, Any] = {True: aligned}
+    with torch.cuda.device(device):
+        handle = _handle_of(aligned, index)
+
+    def launch(*buffers: Any) -> None:
+        combined = 0
+        for buffer in buffers:
+            if type(buffer) is not int:
+                return launch(*(b if type(b) is int else b.data_ptr() for b in buffers))
+            combined |= buffer
+        if combined & 15 or device_of_thread() != index:
+            return launch_with_care(combined & 15 == 0, buffers)
+        # Where the driver has launched the kernel so far, this makes its launcher.
+        run = aligned.run
+        stream, packed = stream_of(index), aligned.packed_metadata
+        run(grid_x, grid_y, grid_z, stream, aligned.function, packed, None, None, None, *buffers)
+        return None
+
+    def launch_with_care(is_aligned: bool, addresses: Sequence[int]) -> None:
+        if is_aligned not in kernels:
+            kernels[is_aligned] = compile_triton_for(source, _target(device), cache_folder, is_aligned)
+        with torch.cuda.device(device):
+            kernel = kernels[is_aligned]
+            kernel._init_handles()
+            stream = stream_of(index)
+            kernel.run(
+                *source.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses
+            )
+
+    threads, shared_bytes = 32 * aligned.metadata.num_warps, aligned.metadata.shared
+    return BuiltKernel(launch, handle, CudaLaunch(device, (grid_x, grid_y, grid_z), threads, shared_bytes))
+
+
+def _handle_of(kernel: Any, device_index: int) -> int:
+    """Loads a kernel; the driver's handle of it, or 0 where it needs more than its addresses to be launched.
+
+    Only where there may be something to refuse is this Triton's work, which makes a launcher, too: C that a compiler
+    takes up to a second for, once for each number of arguments.
+    """
+    if _is_plain(kernel.metadata) and kernel.metadata.shared <= _SHARED_BYTES_ANYWHERE:
+        handle, most_threads = triton_compiler.load_binary(kernel, device_index)
+        if 32 * kernel.metadata.num_warps <= most_threads:
+            return handle
+    kernel._init_handles()
+    return kernel.function if _is_plain(kernel.metadata) else 0
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether nothing but the addresses is needed to launch a kernel."""
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    is_cuda = metadata.target.backend == "cuda"
+    return is_cuda and metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in needs)
+
+
+def _nothing(*buffers: Any) -> None:
+    """Launches a kernel over no elements."""
