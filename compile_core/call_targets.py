@@ -1,25 +1,20 @@
-"""What a call of something callable runs: the Python function behind it, and how its parameters are passed on."""
+"""What a call of something callable runs: the Python function behind it."""
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from textwrap import indent
 from typing import Any
 
 import torch
 
-from compile_core.capture import argument_names, compile_function
 from compile_core.capture.directives import is_disabled
 from compile_core.capture.object_model.libraries import is_library_name
-from compile_core.ir.sources import identifier_of, variable_of
 
 # The owner of a function that is bound to no object.
 NO_OWNER: Any = object()
-
-_UNUSED_DEFAULT: Any = object()
 
 
 @dataclass(frozen=True)
@@ -97,77 +92,20 @@ def _with_cells(target: Target) -> Target:
     return replace(target, cells_argument=target.function.__closure__ is not None)
 
 
-def signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
-    """Parameters of the dispatch function (with the target's names), and how it passes them on."""
-    code = function.__code__
-    names = list(map(identifier_of, argument_names(code)))
-    positional = names[: code.co_argcount]
-    keyword_only = names[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    rest = names[code.co_argcount + code.co_kwonlyargcount :]
-    first_default = len(positional) - len(function.__defaults__ or ())
-    parts: list[str] = []
-    for index, name in enumerate(positional):
-        if index or not skip_first:
-            parts.append(f"{name}=_gs_default" if index >= first_default else name)
-        if index + 1 == code.co_posonlyargcount and parts:
-            parts.append("/")
-    if code.co_flags & inspect.CO_VARARGS:
-        parts.append(f"*{rest.pop(0)}")
-    elif keyword_only:
-        parts.append("*")
-    defaults = function.__kwdefaults__ or {}
-    parts += [f"{name}=_gs_default" if name in defaults else name for name in keyword_only]
-    if rest:
-        parts.append(f"**{rest[0]}")
-    passed = ["_gs_first" if skip_first and index == 0 else name for index, name in enumerate(names)]
-    return ", ".join(parts), ", ".join(passed)
+class CalledForward:
+    """The forward that calls of a module end in: a program may replace it, on the module or its class."""
 
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._known = self._now()
 
-def bound_function(target: Target, name: str, body: str, constants: Mapping[str, Any]) -> types.FunctionType:
-    """A function with the signature of the target's own, which binds arguments as Python does.
+    def has_changed(self) -> bool:
+        """Whether it is another than when this was made or asked last. Asked at each call."""
+        own, of_class = self._now()
+        if own is self._known[0] and of_class is self._known[1]:
+            return False
+        self._known = own, of_class
+        return True
 
-    Args:
-        body: its lines. ``{passed}`` stands for the frame's arguments, each of which may be ``_gs_default``.
-        constants: what the body names. The parameters keep the user's names, so all else is named as no program does.
-    """
-    function = target.function
-    signature, passed = signature_text(function, skip_first=target.owner is not NO_OWNER)
-    if target.cells_argument:
-        signature = f"_gs_cells, {signature}"
-        passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
-    if not passed:
-        body = body.replace(", {passed})", ")").replace("({passed},)", "()")
-    body = indent(body.replace("{passed}", passed), "    ")
-    made = compile_function(
-        f"def {name}({signature}):\n{body}", name, {**constants, "_gs_default": _UNUSED_DEFAULT}
-    )
-    assert isinstance(made, types.FunctionType)
-    made.__defaults__ = function.__defaults__
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__ = function.__qualname__
-    made.__name__ = function.__name__
-    return made
-
-
-def plain_call_text(target: Target) -> str:
-    """The function ``plain``: takes the frame's arguments and calls the original as its caller did.
-
-    It is called ``original``, or is what ``with_cells`` makes of the closure's cells, where they are an argument.
-    """
-    code = target.function.__code__
-    names = list(argument_names(code))
-    parts = [variable_of(name) for name in names[: code.co_argcount]]
-    if target.owner is not NO_OWNER:
-        parts = parts[1:]  # the original is bound to it
-    position = code.co_argcount + code.co_kwonlyargcount
-    keyword_only = names[code.co_argcount : position]
-    if code.co_flags & inspect.CO_VARARGS:
-        parts.append(f"*{variable_of(names[position])}")
-        position += 1
-    parts += [f"{name}={variable_of(name)}" for name in keyword_only]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        parts.append(f"**{variable_of(names[position])}")
-    arguments = ", ".join(map(variable_of, argument_names(code, target.cells_argument)))
-    passes_cells = target.cells_argument and not target.is_module_call
-    called = "with_cells(l__gs_cells)" if passes_cells else "original"
-    return f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"
+    def _now(self) -> tuple[Any, Any]:
+        return self._module.__dict__.get("forward"), type(self._module).forward

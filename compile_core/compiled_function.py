@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from compile_core import config
+from compile_core.bound_calls import dispatch_function, find_function, plain_function
 from compile_core.call_targets import (
     NO_OWNER,
+    CalledForward,
     ModulesApart,
     Target,
-    bound_function,
     call_object,
     find_callee_target,
     find_target,
     method_target,
-    plain_call_text,
 )
 from compile_core.capture import (
     COMPILED_APART,
@@ -113,35 +113,48 @@ class CompiledFunction:
         self.cache_limit = cache_limit
         self._table = EntryTable()
         self.break_reasons: list[Unsupported] = []
-        target = target or find_target(fn)
-        self._target: Any = target.function
-        self._owner = target.owner
-        self._is_module_call = target.is_module_call
         self._is_continuation = continuations is not None
         self._continuations = {} if continuations is None else continuations
         # A function and all that continues it or is called by it share the compiled forms of callees.
         self._callees = {} if callees is None else callees
-        self.name = name or self._target.__qualname__
-        self._cells_argument = target.cells_argument
-        self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._plain_frames = PlainFrames(self._compiled_form)
         self._hooked: HookedCalls | None = None
         self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
         self._runs_plain = False
-        self._call_plain = self._make_plain_call()
-        self._dispatch = self._make_dispatch()
-        self._find_graph_call = self._bound("find", "return _gs_table.find_graph_call(({passed},))\n")
-        functools.update_wrapper(self, self._target)
+        is_module = isinstance(fn, torch.nn.Module) and target is None
+        self._called_forward = CalledForward(fn) if is_module else None  # type: ignore[arg-type]
+        self._name = name
+        self._take(target or find_target(fn))
         _living[next(_numbers)] = self
 
+    def _take(self, target: Target) -> None:
+        """Calls run this target from now on."""
+        self._target: Any = target.function
+        self._owner = target.owner
+        self._is_module_call = target.is_module_call
+        self._cells_argument = target.cells_argument
+        self.name = self._name or self._target.__qualname__
+        self._arguments = argument_names(self._target.__code__, self._cells_argument)
+        self._call_plain = plain_function(target, self.original)
+        self._dispatch = dispatch_function(target, self._table, self._call_plain, self._miss)
+        self._find_graph_call = find_function(target, self._table)
+        functools.update_wrapper(self, self._target)
+
+    def _note_replaced_forward(self) -> None:
+        if self._called_forward is not None and self._called_forward.has_changed():
+            self.reset()
+            self._take(find_target(self.original))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_replaced_forward()
         if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
             return self._hooked_calls(self._target.__code__)(self._owner, *args, **kwargs)
         return self._dispatch(*args, **kwargs)
 
     def find_graph_call(self, *args: Any, **kwargs: Any) -> GraphCall | None:
         """What a call with these arguments is, if it is one of a compiled graph; nothing runs yet."""
+        self._note_replaced_forward()
         if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
             return None
         if not any(entry.is_one_graph for entry in self._table.entries):
@@ -206,41 +219,6 @@ class CompiledFunction:
     def callees(self) -> tuple[CompiledFunction, ...]:
         """The compiled forms of the functions that are called at graph breaks."""
         return tuple(self._callees.values())
-
-    def _make_dispatch(self) -> Callable[..., Any]:
-        """A function with the target's own signature, which walks the table."""
-        return self._bound(
-            "dispatch",
-            "for _gs_entry in _gs_table.entries:\n"
-            "    _gs_inputs = _gs_entry.check({passed})\n"
-            "    if type(_gs_inputs) is list:\n"
-            "        if _gs_entry.run is None:\n"
-            "            return _gs_plain({passed})\n"
-            "        if _gs_entry is not _gs_table.entries[0]:\n"
-            "            _gs_move_to_front(_gs_entry)\n"
-            "        return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
-            "return _gs_miss(({passed},))\n",
-        )
-
-    def _bound(self, name: str, body: str) -> Callable[..., Any]:
-        constants = {
-            "_gs_table": self._table,
-            "_gs_plain": self._call_plain,
-            "_gs_move_to_front": self._table.move_to_front,
-            "_gs_miss": self._miss,
-            "_gs_first": self._owner,
-        }
-        target = Target(self._target, self._owner, self._is_module_call, self._cells_argument)
-        return bound_function(target, name, body, constants)
-
-    def _make_plain_call(self) -> Callable[..., Any]:
-        """Call the original with the bound arguments."""
-        text = plain_call_text(Target(self._target, self._owner, self._is_module_call, self._cells_argument))
-        return compile_function(text, "plain", {"original": self.original, "with_cells": self._with_cells})
-
-    def _with_cells(self, cells: tuple[types.CellType, ...]) -> types.FunctionType:
-        function = self._target
-        return types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
 
     def _miss(self, arguments: tuple[Any, ...]) -> Any:
         """No entry fits: capture, compile and run."""

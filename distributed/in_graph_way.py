@@ -27,7 +27,7 @@ from distributed.agreement.agreement import Statement, agreement_of, describe_er
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.collectives.bucket_group import bucket_group
-from distributed.ddp_module import CalledForward, process_group
+from distributed.ddp_module import process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
@@ -80,14 +80,13 @@ class InGraphWay:
         self._broadcast = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets, self._broadcast)
         self._forms: list[GraphForms] = []
-        self._called = CalledForward(ddp)
         self._make_functions()
 
     def _make_functions(self) -> None:
-        request = self._request
+        request, self._module = self._request, self._ddp.module
         make = functools.partial(
             CompiledFunction,
-            self._ddp.module,
+            self._module,
             fullgraph=request.fullgraph,
             dynamic=request.dynamic,
             cache_limit=request.options.cache_size_limit,
@@ -105,7 +104,7 @@ class InGraphWay:
         ddp, buckets = self._ddp, self.buckets
         self._agreement.watch.at_point()
         buckets.begin_forward()
-        if self._called.has_changed():
+        if ddp.module is not self._module:
             self._make_functions()
         if not is_synchronised(ddp):
             sends_buffers = ddp._check_sync_bufs_pre_fwd()

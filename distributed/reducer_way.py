@@ -21,7 +21,7 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
 from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import CalledForward, process_group
+from distributed.ddp_module import process_group
 from distributed.eligibility import has_own_forward
 from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 
@@ -42,11 +42,11 @@ class ReducerWay:
         self._request = request
         self._timeout_s = timeout_s
         self.graphs: list[GraphInDDP] = []
-        self._called = CalledForward(ddp)
         self.forward = self._make_forward()
 
     def _make_forward(self) -> CompiledFunction:
-        module, request = self._ddp.module, self._request
+        request = self._request
+        module = self._module = self._ddp.module
         return CompiledFunction(
             module._orig_mod if isinstance(module, CompiledModule) else module,
             self._compile,
@@ -57,7 +57,7 @@ class ReducerWay:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
-        if self._called.has_changed():
+        if ddp.module is not self._module:
             self.forward = self._make_forward()
         if has_own_forward(ddp):
             return ddp.forward(*inputs, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import compile_core
 from compile_core.compiled_module import CompiledModule, wrap_module
 
 
@@ -101,3 +102,22 @@ def test_module_as_part_of_another(compiled):
     outer = nn.Sequential(compiled)
     assert list(outer.state_dict()) == ["0.count", "0.linear.weight", "0.linear.bias"]
     assert outer(1)[0] == "ran"
+
+
+def test_a_forward_that_is_replaced_after_the_first_call():
+    """On the module, back, and on the class; submodules' are guarded where they are called."""
+
+    class Doubling(nn.Module):
+        def forward(self, x, times=2):
+            return x * times
+
+    module = Doubling()
+    compiled = compile_core.compile(module)
+    x = torch.ones(3)
+    assert compiled(x).tolist() == [2.0] * 3
+    module.forward = lambda x, times=5: x * times
+    assert compiled(x).tolist() == [5.0] * 3 and compiled(x, times=7).tolist() == [7.0] * 3
+    del module.forward
+    assert compiled(x).tolist() == [2.0] * 3
+    Doubling.forward = lambda self, x: x - 1
+    assert compiled(x).tolist() == [0.0] * 3
