@@ -14,12 +14,12 @@ import torch
 
 from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
 from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
-from compile_core.autograd.preserved_modes import without_autocast
 from compile_core.autograd.returned_draws import Program
 from compile_core.autograd.taken_gradients import TakenGradients
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
 from compile_core.ir.pick import Pick, picker
+from compile_core.ir.torch_switches import without_autocast
 
 
 @dataclass(frozen=True)

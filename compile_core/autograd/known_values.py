@@ -22,7 +22,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from compile_core.autograd.recompute_regions import CHECKPOINTS
+from compile_core.ir.ancestors import ancestors
+from compile_core.ir.higher_order import CHECKPOINTS
 
 aten = torch.ops.aten
 
@@ -76,7 +77,7 @@ def known_values(
         given: values of placeholders.
     """
     wanted = set(wanted)
-    needed = _sources(wanted) - set(given)
+    needed = ancestors(wanted) - set(given)
     changed = _changed_memory(module) if needed else set()
     values: dict[Node, Any] = dict(given)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _ComputeKnown():
@@ -88,18 +89,6 @@ def known_values(
             except Exception:  # what the program would raise, it raises when it runs
                 continue
     return {node: values[node] for node in wanted if isinstance(values.get(node), Tensor)}
-
-
-def _sources(wanted: set[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
-    found: set[Node] = set()
-    pending = list(wanted)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
 
 
 def _changed_memory(module: GraphModule) -> set[int]:

@@ -12,7 +12,7 @@ What a checkpoint of the program orders goes before all costs (see ``recompute_o
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import networkx
@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from compile_core.autograd.recompute_orders import Order
 from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view, packet
+from compile_core.ir.ancestors import ancestors
 from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.random_operators import is_random
 
@@ -114,19 +115,6 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
         return []
     _, (reachable, _) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
     return [node for node in graph.nodes if (node, "in") in reachable and (node, "out") not in reachable]
-
-
-def ancestors(values: Iterable[Node], down_to: Container[Node] = ()) -> set[Node]:
-    """The values and all that they are computed from, as far as the nodes ``down_to``."""
-    found: set[Node] = set()
-    frontier = list(values)
-    while frontier:
-        node = frontier.pop()
-        if node not in found:
-            found.add(node)
-            if node not in down_to:
-                frontier.extend(node.all_input_nodes)
-    return found
 
 
 def _distances(graph: Graph, only_backward: Set[Node], needed: Set[Node]) -> dict[Node, int]:

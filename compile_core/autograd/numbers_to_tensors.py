@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from compile_core.autograd.min_cut import ancestors
 from compile_core.errors import Unsupported
+from compile_core.ir.ancestors import ancestors
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import is_number

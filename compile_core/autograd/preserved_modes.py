@@ -9,8 +9,6 @@ import torch
 
 from compile_core.ir.torch_switches import preserved_switches, without_saved_tensor_hooks
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
 
 @contextmanager
 def preserved_modes() -> Iterator[None]:
@@ -23,16 +21,3 @@ def preserved_modes() -> Iterator[None]:
         torch.set_autocast_cache_enabled(False)
         torch.set_anomaly_enabled(False)
         yield
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """No autocast on any device, as where a backward runs."""
-    enabled = [(device, torch.is_autocast_enabled(device)) for device in _AUTOCAST_DEVICES]
-    for device, _ in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device, was_enabled in enabled:
-            torch.set_autocast_enabled(device, was_enabled)

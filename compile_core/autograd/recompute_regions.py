@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch.fx import GraphModule, Node
-from torch.fx import traceback as node_metadata
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -34,39 +31,14 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
+from compile_core.autograd.region_marks import RegionMark, is_marking, mark_of, marked
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.random_operators import is_random
 
-_MARK = "recompute_region"
 _numbers = itertools.count()
 
 Policy = Callable[..., CheckpointPolicy | bool]
-
-# The targets of checkpoints in captured graphs -> the position of the body's first argument among the node's.
-CHECKPOINTS: Mapping[Any, int] = {higher_order.checkpoint: 2, tag_activation_checkpoint: 1}
-
-
-@dataclass
-class RegionMark:
-    """What an operator of the traced program carries that lies in a checkpoint.
-
-    Attributes:
-        region: the checkpoint's number.
-        keeps_random_state: whether its recomputation sees the same random numbers.
-        operator: under a policy, the number of the program's operator that the traced one is part of.
-        policy: what the policy said of that operator; of the whole region where there is no policy.
-    """
-
-    region: int
-    keeps_random_state: bool
-    operator: int | None = None
-    policy: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def mark_of(node: Node) -> RegionMark | None:
-    """The mark of an operator of the traced program; ``None`` outside of all checkpoints."""
-    return node.meta.get("custom", {}).get(_MARK)
 
 
 def check_random_state(module: GraphModule) -> None:
@@ -86,14 +58,14 @@ def run_marked(body: Callable[..., Any], options: Any, *tensors: Any) -> Any:
 
     The marks appear where the program is traced under ``torch.fx.traceback.preserve_node_meta``.
     """
-    if _MARK in node_metadata.current_meta.get("custom", {}):
+    if is_marking():
         return higher_order.checkpoint_once(body, options, *tensors)
     mark = RegionMark(next(_numbers), options.keywords.get("preserve_rng_state", True))
     policy = _policy_of(options.keywords.get("context_fn"))
     tensors_read = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     versions = [tensor._version for tensor in tensors_read]
     with ExitStack() as stack:
-        stack.enter_context(node_metadata.annotate({_MARK: mark}))
+        stack.enter_context(marked(mark))
         if policy is not None:
             stack.enter_context(_AskPolicy(mark, policy))
         results = higher_order.checkpoint_once(body, options, *tensors)
@@ -138,7 +110,7 @@ class _AskPolicy(TorchDispatchMode):
             return func(*args, **kwargs)
         mark = copy.copy(self.region)
         mark.operator = next(_numbers)
-        with node_metadata.annotate({_MARK: mark}):
+        with marked(mark):
             result = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = result

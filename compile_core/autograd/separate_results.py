@@ -7,12 +7,12 @@ that would share memory with an input, a constant or an earlier result is theref
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set
 
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_core.autograd.viewed_memory import memory_of
 from compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten
@@ -49,25 +49,3 @@ def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) 
     output.args = (tuple(results),)
     module.recompile()
     return module
-
-
-def memory_of(node: Node) -> Node:
-    """The node whose memory a value lies in: the node itself unless it is a view."""
-    while (source := _viewed(node)) is not None:
-        node = source
-    return node
-
-
-def _viewed(node: Node) -> Node | None:
-    if node.op != "call_function":
-        return None
-    # ``_unsafe_view`` promises that nobody will mind the sharing; a caller who gets both tensors would.
-    if node.target in (operator.getitem, aten._unsafe_view.default):
-        return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return None
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(value, Node):
-            return value
-    return None

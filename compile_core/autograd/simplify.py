@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.autograd.drop_copies import drop_copies
-from compile_core.autograd.recompute_regions import mark_of
+from compile_core.autograd.region_marks import mark_of
 from compile_core.autograd.scatter_sums import join_scatter_sums
 from compile_core.ir.max_pooling import PLACES, POSITIONS
 from compile_core.ir.numbers import is_number

@@ -36,7 +36,7 @@ from compile_core.autograd.custom_operators import functional_custom_operators
 from compile_core.autograd.kept_calls import KeptCalls, kept_calls
 from compile_core.autograd.number_recorder import NumberOperations, reads_numbers
 from compile_core.autograd.open_sizes import OpenSizes
-from compile_core.autograd.preserved_modes import preserved_modes, without_autocast
+from compile_core.autograd.preserved_modes import preserved_modes
 from compile_core.autograd.program_modes import noted_default_dtypes, refuse_modes, settle_default_dtypes
 from compile_core.autograd.recompute_regions import check_random_state, run_marked, run_tagged
 from compile_core.autograd.record_operators import Decompositions, record
@@ -48,6 +48,7 @@ from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.ir.torch_switches import without_autocast
 
 # torch exports it without declaring it.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

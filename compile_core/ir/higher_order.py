@@ -6,11 +6,12 @@ own), options. Called on real tensors it does what the user's call does, autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils import checkpoint as torch_checkpoint
 
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -55,3 +56,7 @@ def checkpoint_once(
         return results
     passed = {id(tensor) for tensor in tensors}
     return tuple(result.view_as(result) if id(result) in passed else result for result in results)
+
+
+# The targets of checkpoints in captured graphs -> the position of the body's first argument among the node's.
+CHECKPOINTS: Mapping[Any, int] = {checkpoint: 2, tag_activation_checkpoint: 1}

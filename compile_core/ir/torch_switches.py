@@ -146,6 +146,19 @@ def preserved_switches() -> Iterator[None]:
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    """No autocast on any device, as where a backward runs."""
+    enabled = [(device, torch.is_autocast_enabled(device)) for device in _AUTOCAST_DEVICES]
+    for device, _ in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device, was_enabled in enabled:
+            torch.set_autocast_enabled(device, was_enabled)
+
+
+@contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """The hooks of ``torch.autograd.graph.saved_tensors_hooks`` are for the program's tensors, not for the fake ones
     that a capture or a trace computes with."""

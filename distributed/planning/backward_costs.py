@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from compile_core.autograd.operator_cost import moved_bytes, operations_of, result_bytes
 from compile_core.autograd.recompute_policy import is_fusible, is_view, packet
-from compile_core.autograd.separate_results import memory_of
+from compile_core.autograd.viewed_memory import memory_of
 from compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten
