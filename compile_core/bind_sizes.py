@@ -4,7 +4,7 @@ The graph was captured, traced and partitioned once, with its sizes open. What i
 is a copy with integers in the place of symbols, and its programs. Backends that take open sizes do not need this.
 
 Floats take ever new values, as a learning rate does: programs get them as tensors of one element (see
-``autograd/numbers_to_tensors.py``).
+``autograd/rewrites/numbers_to_tensors.py``).
 """
 
 from __future__ import annotations

@@ -14,20 +14,20 @@ from typing import Any, Protocol
 import torch
 
 from compile_core import config
-from compile_core.autograd import random_decompositions
-from compile_core.autograd.bind import BoundGraph, bind_autograd
-from compile_core.autograd.cut_at_results import cut_at_results
-from compile_core.autograd.double_backward import differentiable_backward
-from compile_core.autograd.known_masks import simplify_masks
-from compile_core.autograd.late_updates import SplitForward, split_forward, with_late_updates
-from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
-from compile_core.autograd.pad_products import pad_products
-from compile_core.autograd.partition import partition
-from compile_core.autograd.pieces import Piece, link_pieces
-from compile_core.autograd.random_to_counters import random_to_counters
-from compile_core.autograd.taken_gradients import TakenGradients
+from compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
+from compile_core.autograd.bound_graphs.double_backward import differentiable_backward
+from compile_core.autograd.bound_graphs.late_updates import SplitForward, split_forward, with_late_updates
+from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
+from compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
+from compile_core.autograd.captured_graphs.known_masks import simplify_masks
+from compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
+from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
+from compile_core.autograd.rewrites.pad_products import pad_products
+from compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
-from compile_core.autograd.updated_inputs import updated_inputs, updating
+from compile_core.autograd.tracing import random_decompositions
 from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
 from compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from compile_core.errors import Unsupported

@@ -20,11 +20,11 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from compile_core.autograd.calling_convention import dense_spec
-from compile_core.autograd.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
-from compile_core.autograd.partition import partition
-from compile_core.autograd.record_operators import outside_of_recording
-from compile_core.autograd.replace_calls import copy_module
+from compile_core.autograd.captured_graphs.calling_convention import dense_spec
+from compile_core.autograd.captured_graphs.replace_calls import copy_module
+from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.tracing.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
+from compile_core.autograd.tracing.record_operators import outside_of_recording
 from compile_core.errors import Unsupported
 from compile_core.ir import control_flow
 from compile_core.ir.graphs import JointGraph, PartitionedGraph, resolve_spec

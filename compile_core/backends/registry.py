@@ -51,7 +51,7 @@ class RegionBackend:
             regions of a graph are started before the first is waited for.
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
-        aligns_products: matrix products are to be padded (``autograd.pad_products``) before it sees them.
+        aligns_products: matrix products are to be padded (``autograd.rewrites.pad_products``) before it sees them.
         takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
         prepare: called with the device type when a graph comes, before its regions are known.
         ignored_options: those that mean nothing to it.

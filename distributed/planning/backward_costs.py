@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from compile_core.autograd.operator_cost import moved_bytes, operations_of, result_bytes
-from compile_core.autograd.recompute_policy import is_fusible, is_view, packet
-from compile_core.autograd.viewed_memory import memory_of
+from compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
+from compile_core.autograd.operators.kinds import is_fusible, is_view, packet
+from compile_core.autograd.operators.viewed_memory import memory_of
 from compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
-from compile_core.autograd.operator_cost import operations_of, result_bytes
-from compile_core.autograd.recompute_policy import is_fusible, is_reduction, is_view
+from compile_core.autograd.operators.costs import operations_of, result_bytes
+from compile_core.autograd.operators.kinds import is_fusible, is_reduction, is_view
 from compile_core.ir.numbers import is_number
 from compile_core.ir.random_operators import is_random
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import compile_core
-from compile_core.autograd.known_masks import attention_laid_out, simplify_masks
+from compile_core.autograd.captured_graphs.known_masks import attention_laid_out, simplify_masks
 
 SIZE = 6
 

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_core
-from compile_core.autograd.numbers_to_tensors import numbers_to_tensors
-from compile_core.autograd.partition import partition
+from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import PartitionedGraph

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import compile_core
 from compile_core import pipeline
-from compile_core.autograd.pad_products import pad_products
-from compile_core.autograd.partition import partition
+from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.rewrites.pad_products import pad_products
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.ir.graphs import JointGraph
 from compile_core.ir.loops import ExternCall, LoopProgram

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compile_core.autograd.partition import partition
+from compile_core.autograd.partitioning.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.regions import graph_inputs, graph_results

@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from compile_core.autograd.cut_points import find_cut_points
-from compile_core.autograd.pieces import cut_graph
+from compile_core.autograd.captured_graphs.cut_points import find_cut_points
+from compile_core.autograd.captured_graphs.pieces import cut_graph
 from compile_core.backends.registry import resolve_backend
 from compile_core.compiled_function import CompiledFunction
 from compile_core.errors import Unsupported

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.autograd import random_decompositions
-from compile_core.autograd.partition import partition
-from compile_core.autograd.random_to_counters import random_to_counters
+from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from compile_core.autograd.trace_joint import trace_joint
+from compile_core.autograd.tracing import random_decompositions
 from compile_core.errors import InternalError
 from compile_core.ir.counter_random import COUNTER_OPERATORS
 from compile_core.ir.random_operators import is_random

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.taken_gradients import TakenGradients
+from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from compile_core.ir.pick import picker
 
 

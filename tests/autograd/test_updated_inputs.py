@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import compile_core
-from compile_core.autograd.compiled_call import CompiledCall
+from compile_core.autograd.bound_graphs.compiled_call import CompiledCall
 
 
 class Counted(nn.Module):

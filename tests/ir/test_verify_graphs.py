@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_core.autograd.partition import partition
+from compile_core.autograd.partitioning.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.errors import InternalError
 from compile_core.ir.graphs import JointGraph

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.replace_calls import copy_module
+from compile_core.autograd.captured_graphs.replace_calls import copy_module
 from compile_core.backends.registry import RegionBackend
 from compile_core.backends.triton import generate_region
 from compile_core.compiled_function import CompiledFunction

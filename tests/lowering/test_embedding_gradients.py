@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import compile_core
-from compile_core.autograd.simplify import simplify
+from compile_core.autograd.rewrites.simplify import simplify
 from compile_core.ir.loops import LoopNest, Reduce
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.decompositions import embedding_gradients

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from compile_core.autograd.partition import partition
+from compile_core.autograd.partitioning.partition import partition
 from compile_core.autograd.trace_joint import trace_joint
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.lowering.decompositions.decomposition_table import decomposition_table

@@ -23,8 +23,8 @@ from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from compile_core.autograd import functional_batch_norm, random_order
-from compile_core.autograd.number_recorder import NumberOperations, NumberRecorder
+from compile_core.autograd.tracing import functional_batch_norm, random_order
+from compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
 

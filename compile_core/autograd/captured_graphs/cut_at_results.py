@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.pieces import Piece, cut_graph
+from compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
 from compile_core.errors import Unsupported
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from compile_core.autograd.known_values import known_values
-from compile_core.autograd.replace_calls import copy_module
+from compile_core.autograd.captured_graphs.known_values import known_values
+from compile_core.autograd.captured_graphs.replace_calls import copy_module
 from compile_core.ir.higher_order import CHECKPOINTS
 from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 

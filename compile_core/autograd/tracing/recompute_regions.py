@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
-from compile_core.autograd.region_marks import RegionMark, is_marking, mark_of, marked
+from compile_core.autograd.operators.region_marks import RegionMark, is_marking, mark_of, marked
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.random_operators import is_random

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Set
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compile_core.autograd.region_marks import RegionMark, mark_of
+from compile_core.autograd.operators.region_marks import RegionMark, mark_of
 from compile_core.ir.random_operators import is_random
 
 

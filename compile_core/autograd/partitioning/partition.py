@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from compile_core.autograd.backward_marks import is_of_backward
-from compile_core.autograd.memory_budget import choose_within_budget
-from compile_core.autograd.min_cut import CutProblem, bytes_of
-from compile_core.autograd.recompute_orders import find_orders
-from compile_core.autograd.viewed_memory import memory_of
+from compile_core.autograd.operators.backward_marks import is_of_backward
+from compile_core.autograd.operators.viewed_memory import memory_of
+from compile_core.autograd.partitioning.memory_budget import choose_within_budget
+from compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
+from compile_core.autograd.partitioning.recompute_orders import find_orders
 from compile_core.errors import InternalError
 from compile_core.ir.ancestors import ancestors
 from compile_core.ir.graphs import JointGraph, PartitionedGraph

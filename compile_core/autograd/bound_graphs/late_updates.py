@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_core.autograd.returned_draws import Program
-from compile_core.autograd.updated_inputs import store_values
+from compile_core.autograd.bound_graphs.returned_draws import Program
+from compile_core.autograd.bound_graphs.updated_inputs import store_values
 from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.late_inputs import LateInputs
 from compile_core.ir.lazy_modules import lazy_module

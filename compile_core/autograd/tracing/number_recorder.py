@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from compile_core.autograd.replace_calls import copy_module
+from compile_core.autograd.captured_graphs.replace_calls import copy_module
 from compile_core.errors import Unsupported
 from compile_core.ir.number_nodes import number_node
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.compiled_call import DifferentiableProgram, call_program, standalone_outputs
-from compile_core.autograd.double_backward import DifferentiableBackward
-from compile_core.autograd.returned_draws import Program, returning_draws
-from compile_core.autograd.taken_gradients import TakenGradients
-from compile_core.autograd.updated_inputs import copy_groups, store_values
+from compile_core.autograd.bound_graphs.compiled_call import (
+    DifferentiableProgram,
+    call_program,
+    standalone_outputs,
+)
+from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
+from compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
+from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
 # torch exports it without declaring it.

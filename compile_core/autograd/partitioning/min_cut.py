@@ -20,8 +20,8 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
-from compile_core.autograd.recompute_orders import Order
-from compile_core.autograd.recompute_policy import is_fusible, is_recomputable, is_reduction, is_view, packet
+from compile_core.autograd.operators.kinds import is_fusible, is_recomputable, is_reduction, is_view, packet
+from compile_core.autograd.partitioning.recompute_orders import Order
 from compile_core.ir.ancestors import ancestors
 from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.random_operators import is_random

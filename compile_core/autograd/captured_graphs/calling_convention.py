@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from compile_core.autograd.preserved_modes import preserved_modes
+from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
 from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec

@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.arriving_gradients import are_batched, as_specified, batched_as_specified
-from compile_core.autograd.double_backward import DifferentiableBackward, undifferentiable
-from compile_core.autograd.returned_draws import Program
-from compile_core.autograd.taken_gradients import TakenGradients
+from compile_core.autograd.bound_graphs.arriving_gradients import (
+    are_batched,
+    as_specified,
+    batched_as_specified,
+)
+from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward, undifferentiable
+from compile_core.autograd.bound_graphs.returned_draws import Program
+from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
 from compile_core.ir.pick import Pick, picker

@@ -12,7 +12,7 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.viewed_memory import memory_of
+from compile_core.autograd.operators.viewed_memory import memory_of
 from compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Which values the backward may compute again instead of reading what the forward saved.
+"""Which kind an operator is: a view, cheap enough for the backward to compute again, or a reduction.
 
 Recomputing costs nothing where the value is fused into the kernel that needs it: views, pointwise operators
 and creations, among them random numbers that are functions of a seed. Matrix products, convolutions, attention,

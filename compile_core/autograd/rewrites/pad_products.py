@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compile_core.autograd.recompute_policy import is_fusible, is_view
+from compile_core.autograd.operators.kinds import is_fusible, is_view
 from compile_core.ir.graphs import JointGraph
 from compile_core.ir.numbers import is_number, value_at_compilation
 

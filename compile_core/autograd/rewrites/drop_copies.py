@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from compile_core.autograd.region_marks import mark_of
-from compile_core.autograd.viewed_memory import memory_of
+from compile_core.autograd.operators.region_marks import mark_of
+from compile_core.autograd.operators.viewed_memory import memory_of
 from compile_core.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.returned_draws import Program
+from compile_core.autograd.bound_graphs.returned_draws import Program
 from compile_core.ir.change_counts import tell_of_changes
 from compile_core.ir.graphs import PartitionedGraph, replaced_inputs
 

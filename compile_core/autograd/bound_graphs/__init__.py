@@ -1,0 +1,1 @@
+"""Programs bound to autograd's engine, and what is done round them at each call."""

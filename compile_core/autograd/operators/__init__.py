@@ -1,0 +1,1 @@
+"""What is known of an operator in a joint graph: its kind, its cost, its memory, its marks."""

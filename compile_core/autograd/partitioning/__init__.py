@@ -1,0 +1,1 @@
+"""Which values a forward keeps for its backward, and which are computed again."""
