@@ -44,7 +44,7 @@ class BufferBroadcast:
     def start(self) -> None:
         """Sends the buffers as they are now, once what was started before is finished."""
         self.finish()
-        if self._tables.changed():
+        if self._tables.module is not self._ddp.module or self._tables.changed():
             self._tables = _Tables(self._ddp.module)
             self._addresses = None
         if self._addresses is None or self._addresses != [*map(_address_of, self._buffers)]:
@@ -121,6 +121,7 @@ class _Tables:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
         self._tables: list[dict[str, Any]] = []
         for part in module.modules():
             self._tables += (part._modules, part._buffers)

@@ -146,6 +146,34 @@ def buffers_that_are_replaced() -> None:
     check_in_graph(compiled)
 
 
+class Shifted(nn.Module):
+    """A module and a buffer of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("shift", torch.full((32,), 1.0 + dist.get_rank(), device=DEVICE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.shift
+
+
+@case()
+def buffers_of_another_module_in_its_place() -> None:
+    stock, compiled = pair(with_batch_norm)
+    check_steps(stock, compiled, exact=False)
+    for model in (stock, compiled._orig_mod):
+        model.module = Shifted(model.module)
+    for step in range(2):
+        for model in (stock, compiled):
+            model.zero_grad()
+            loss_of(model(data(step))).backward()
+        check_close(compiled.module.shift, torch.ones(32, device=DEVICE))
+        check_buffers(stock, compiled)
+        check_close(compiled.module.inner.third.weight.grad, stock.module.inner.third.weight.grad)
+    check_in_graph(compiled)
+
+
 @case()
 def a_broadcast_is_no_change_of_what_was_saved() -> None:
     _, compiled = pair(Counting)
