@@ -26,6 +26,7 @@ from distributed.planning.ddp_planner import DDPPlanner
 
 logger = logging.getLogger(__name__)
 
+# How many forms a graph is compiled in, for as many sets of parameters.
 _MOST_FORMS = 256
 
 

@@ -8,8 +8,7 @@ graph, several graphs and the eager code between them fill the same buckets.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,14 +38,7 @@ from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_reducer
 from distributed.reducer.wrapped_parameters import reduced_parameters
 
-logger = logging.getLogger(__name__)
-
-# How many forms a captured graph is compiled in, for as many sets of parameters.
-_MOST_FORMS = 256
-
 _FIRST_CALL = "plans the gradient buckets of a module"
-
-Program = Callable[..., Sequence[torch.Tensor]]
 
 
 def is_synchronised(ddp: DistributedDataParallel) -> bool:

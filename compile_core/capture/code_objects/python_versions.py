@@ -52,8 +52,5 @@ PLAIN_LOAD_FAST = "LOAD_FAST"
 # Instructions that push a cell itself; their argument is a plain name in some versions.
 LOADS_OF_CELLS = frozenset({"LOAD_CLOSURE", "LOAD_FAST"})
 
-# Comprehensions are functions of their own up to 3.11.
-COMPREHENSIONS_ARE_INLINED = VERSION >= (3, 12)
-
 # Instructions that have no effect on the state that a symbolic interpreter keeps.
 NO_EFFECT = frozenset({"NOP", "RESUME", "CACHE", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS"})

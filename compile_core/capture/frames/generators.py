@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import types
 from typing import ClassVar
 
@@ -214,7 +213,3 @@ def stop_iteration(state: CaptureState, iterator: Value) -> SymbolicRaise:
     if value is not None and not is_none(value):
         raised.value.args = [value]
     return raised
-
-
-def is_generator_code(code: types.CodeType) -> bool:
-    return bool(code.co_flags & inspect.CO_GENERATOR)

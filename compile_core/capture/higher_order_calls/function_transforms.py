@@ -25,8 +25,6 @@ from compile_core.capture.values.mappings import DictValue
 from compile_core.capture.values.tensors import TensorValue
 from compile_core.ir import function_transforms as nodes
 
-MakeFake = Callable[[torch.Tensor, int], torch.Tensor]
-
 
 class TransformedValue(Value):
     """What a transform returned: a function, to be called."""

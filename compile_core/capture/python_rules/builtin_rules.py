@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import functools
 import math
@@ -237,6 +236,3 @@ def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
 @call_rule(typing.cast)
 def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     return args[1]
-
-
-BUILTIN_NAMES = vars(builtins)

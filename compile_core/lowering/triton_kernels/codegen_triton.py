@@ -31,7 +31,6 @@ from compile_core.lowering.triton_kernels.triton_reductions import TileReduction
 from compile_core.lowering.triton_kernels.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
-_LARGEST_GRID_Y = 65535
 _MOST_EARLY_LOADS = 8
 
 
