@@ -14,7 +14,7 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; may wait for the second."""
+        """Between two marks; may wait for them."""
         ...
 
 
@@ -40,6 +40,8 @@ class DeviceClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # They may lie on different streams.
+        start.synchronize()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 

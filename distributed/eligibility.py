@@ -48,7 +48,8 @@ def reason_of_call(ddp: DistributedDataParallel) -> str:
 
 def _reason_switched_on(ddp: DistributedDataParallel) -> str:
     """What the program can ask of a module after its first call, too."""
-    if ddp._comm_hooks:
+    # For its own mixed precision DDP registers one.
+    if ddp._comm_hooks and ddp.mixed_precision is None:
         return "a communication hook is registered"
     if hasattr(ddp, "buffer_hook"):
         return "a buffer hook is registered"

@@ -417,6 +417,7 @@ class GradientBuckets:
             return
         self._watch.at_point()
         if self.ready_times is not None:
+            self._await_writers()
             self.ready_times.all_computed()
         with torch.no_grad():
             static, stored = self.static_graph, self._round.stored

@@ -6,13 +6,11 @@ import functools
 from typing import Any
 
 import torch
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.multi_process.ddp_harness import (
     Net,
     case,
     check_in_graph,
-    check_reducer,
     check_steps,
     data,
     loss_of,
@@ -47,11 +45,3 @@ def inputs_are_moved_to_the_modules_device() -> None:
     stock, compiled = pair(Nested, backend="aot_eager", device_ids=[torch.cuda.current_device()])
     check_steps(stock, compiled, functools.partial(run, device="cpu"))
     check_in_graph(compiled)
-
-
-@case("cuda")
-def mixed_precision_of_ddp_itself() -> None:
-    precision = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
-    stock, compiled = pair(backend="aot_eager", mixed_precision=precision)
-    check_steps(stock, compiled, exact=False)
-    check_reducer(compiled, "mixed precision")

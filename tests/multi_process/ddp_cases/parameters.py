@@ -198,7 +198,8 @@ def parameters_that_get_other_memory() -> None:
     check_steps(stock, compiled, steps=2)
     weight = compiled.module.second.weight
     weight.data = weight.data.t().contiguous().t()
-    check_steps(stock, compiled, steps=2)
+    # Products of a transposed matrix may add up in another order.
+    check_steps(stock, compiled, steps=2, exact=False)
     check_in_graph(compiled)
 
 
