@@ -51,7 +51,7 @@ from tests.bench.ddp_steps import (
 )
 from tests.bench.rows import Row, synchronise
 
-_IN_A_ROW = 5
+_IN_A_ROW = 10
 # Steps of a side before its memory is looked at: plans settle in them, libraries choose, graphs are recorded.
 _SETTLING = 10
 _STEPS_OF_PEAK = 3

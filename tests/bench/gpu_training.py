@@ -39,7 +39,7 @@ Inputs = dict[str, Tensor]
 _SETTLING = 8
 _STEPS_OF_PEAK = 3
 _WARM_UP_S = 1.5
-_IN_A_ROW = 5
+_IN_A_ROW = 10
 
 
 class Classified(nn.Module):

@@ -1,8 +1,9 @@
 """Times of steps in rows, for things that are compared: they take turns, so that all see the same machine.
 
-In training the host runs ahead of the GPU, as it does in a row; a single step begins with an idle GPU and a host that
-was asleep, and shows how fast that wakes up. A GPU that begins to work is cool and fast; after about a second it is at
-its power limit and stays there, so the first seconds do not count.
+In training the host runs ahead of the GPU. A step behind a synchronisation begins with an idle GPU, a host that was
+asleep, and ranks that come out of a barrier at different times; so a row begins with steps in which the host gets ahead
+and the ranks fall into step, and which are not timed. A GPU that begins to work is cool and fast; after about a second
+it is at its power limit and stays there, so the first seconds do not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+# Steps at the beginning of a row on a GPU. CUDA queues about a thousand launches, which is a few steps.
+_LEAD_IN = 5
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ def run_row(step: Callable[[], object], device: torch.device, length: int) -> Ro
         for _ in range(length):
             step()
         return Row(1e3 * (time.perf_counter() - begin) / length)
+    for _ in range(_LEAD_IN):
+        step()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(length):
