@@ -25,7 +25,6 @@ from distributed.agreement.agreed_graphs import AgreedGraphs
 from distributed.agreement.agreement import Statement, agreement_of, describe_error
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
-from distributed.collectives.bucket_group import bucket_group
 from distributed.ddp_module import process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
@@ -127,22 +126,9 @@ class InGraphWay:
             park_reducer(ddp)
             buckets.static_graph = StaticGraph() if ddp.static_graph else None
             plan = self._agree_on(self._planner.first_plan())
-            self._open_communicator()
             buckets.adopt(plan)
         buckets.expect_backward(result)
         return result
-
-    def _open_communicator(self) -> None:
-        buckets = self.buckets
-        if len({parameter.device for parameter in buckets.parameters.values()}) > 1:
-            return
-        buckets.averaging.group = bucket_group(buckets.group, buckets.device, self._all_can_open)
-        if buckets.averaging.group is not buckets.group:
-            self._agreement.groups.add(buckets.averaging.group)
-
-    def _all_can_open(self, reason: str) -> bool:
-        what = "opens a communicator for gradient buckets"
-        return not self._agreement.settle(what, self._options.agreement_timeout_s, reason=reason)
 
     def _tell_others(self, error: BaseException) -> None:
         """A call raised. What a compilation raised, the others have been told already."""

@@ -14,7 +14,6 @@ that it has, it begins when its ``FailureWatch`` sees the round.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +63,6 @@ class Agreement:
 
     Attributes:
         watch: tells and hears of failures.
-        groups: others for the same ranks, whose collectives end with the group's when the job has failed.
     """
 
     def __init__(
@@ -88,15 +86,10 @@ class Agreement:
         if len(self._ranks) == 1:
             self._meet("is alone", 0)
         look_further = weakref.WeakMethod(self._look_for_others)
-        groups = self.groups = weakref.WeakSet[dist.ProcessGroup]()
-
-        def abort_all() -> None:
-            _at_once([abort, *(other.abort for other in groups)])
-
         self.watch = FailureWatch(
             bulletin,
             len(ranks),
-            abort_all,
+            abort,
             lambda ended: (look_further() or _nothing)(ended),
             is_over,
             on_device,
@@ -322,7 +315,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
         def abort() -> None:
             living = reference()
             if living is not None:
-                living.abort()
+                with suppress(RuntimeError):  # a backend that cannot
+                    living.abort()
 
         def is_over() -> bool:
             return reference() not in _world.pg_map
@@ -341,21 +335,6 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 def describe_error(error: BaseException) -> str:
     """Its type, and what it says."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _at_once(aborts: Sequence[Callable[[], None]]) -> None:
-    """Ends the collectives of several groups on one device. In turn the first would wait until the device is at rest,
-    which it is not while collectives of another wait for ranks."""
-
-    def run(abort: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # a backend that cannot
-            abort()
-
-    threads = [threading.Thread(target=run, args=(abort,), daemon=True) for abort in aborts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _nothing(*_: Any) -> None:

@@ -45,7 +45,6 @@ class Averaging:
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
 
     Attributes:
-        group: the one whose communicator reduces.
         on_streams: collectives are ordered by streams, not waited for by the host.
         factor: what a gradient must be multiplied with when it is stored, so that the reduced bucket is the mean over
             ranks. 1 where the collective itself averages.
@@ -56,7 +55,7 @@ class Averaging:
     ) -> None:
         self.on_streams = backend_of(group, device) == "nccl"
         self.factor = 1.0 if self.on_streams else 1.0 / group.size()
-        self.group = group
+        self._group = group
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
@@ -75,7 +74,7 @@ class Averaging:
     def start(self, flat: torch.Tensor) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already."""
         if not self._compresses(flat):
-            return self.group.allreduce([flat], self._options)
+            return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
 
     def _compresses(self, flat: torch.Tensor) -> bool:
@@ -83,7 +82,7 @@ class Averaging:
 
     def _start_on_host(self, flat: torch.Tensor) -> Work:
         wire = flat.to(self._wire_type)
-        return _HostWork(self.group.allreduce([wire], self._sum_options), wire, flat)
+        return _HostWork(self._group.allreduce([wire], self._sum_options), wire, flat)
 
     def _start_on_streams(self, flat: torch.Tensor) -> Work:
         if self._streams is None:
@@ -93,8 +92,8 @@ class Averaging:
         to_wire.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(to_wire):
             # NCCL would take 1/world in 16 bits.
-            torch.mul(flat, 1.0 / self.group.size(), out=wire)
-            work = self.group.allreduce([wire], self._sum_options)
+            torch.mul(flat, 1.0 / self._group.size(), out=wire)
+            work = self._group.allreduce([wire], self._sum_options)
         # Should a backward break off, nobody waits for the last stream that uses them.
         for used in (flat, wire):
             used.record_stream(from_wire)

@@ -26,7 +26,6 @@ from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
-from distributed.collectives.bucket_group import bucket_group
 
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., Tensor]
@@ -105,15 +104,11 @@ def _beside(running: Running) -> Running:
     assert running.model is not None
     flat = _like_all_gradients(running.model)
     buffers = flat.chunk(_FEW)
-    # As our buckets travel.
-    world = dist.group.WORLD
-    assert isinstance(world, dist.ProcessGroup)
-    group = bucket_group(world, flat.device, lambda reason: not reason)
 
     def step() -> Tensor:
         assert running.forward is not None
         loss = running.forward()
-        works = _started(buffers, group)
+        works = _started(buffers)
         loss.backward()
         _wait(works)
         return loss.detach()
@@ -139,8 +134,8 @@ def _like_all_gradients(model: nn.Module) -> Tensor:
     return torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
 
 
-def _started(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Any]:
-    return [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+def _started(buffers: Sequence[Tensor]) -> list[Any]:
+    return [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
 
 
 def _wait(works: Sequence[Any]) -> None:

@@ -38,19 +38,15 @@ class Ranks:
     def __init__(
         self,
         size: int = 2,
-        before_abort: Callable[[], Any] = int,
         store: Store | None = None,
         first_late_s: float = 0,
     ) -> None:
         store = store or HashStore()
         self.aborted: list[int] = []
-
-        def abort(rank: int) -> None:
-            before_abort()
-            self.aborted.append(rank)
-
         self.all = [
-            Agreement(Bulletin(store), rank, range(size), partial(abort, rank), lambda: False, True)
+            Agreement(
+                Bulletin(store), rank, range(size), partial(self.aborted.append, rank), lambda: False, True
+            )
             for rank in range(size)
         ]
 
@@ -246,21 +242,10 @@ def test_a_failure_stays() -> None:
     check_all_told(ranks.run(compiling(GRAPH), compiling(GRAPH)), "captured another graph")
 
 
-class Group:
-    """Another process group for the same ranks."""
-
-    def __init__(self, abort: Callable[[], Any]) -> None:
-        self.abort = abort
-
-
-def test_a_blocked_rank_is_freed_by_aborting_its_groups(caplog: pytest.LogCaptureFixture) -> None:
-    """The abort of one waits for the device, and so for that of the other."""
-    both = threading.Barrier(2, timeout=10)
-    ranks = Ranks(before_abort=both.wait)
-    other = Group(both.wait)
+def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
 
     def blocked(agreement: Agreement) -> None:
-        agreement.groups.add(other)  # type: ignore[arg-type]
         until = time.monotonic() + 15
         while not ranks.aborted and time.monotonic() < until:
             time.sleep(0.02)

@@ -187,23 +187,8 @@ def gradient_of_the_input() -> None:
 
 
 @case()
-def buckets_travel_apart_from_the_programs_collectives() -> None:
-    """On GPUs with clusters; the modules over one group share the communicator."""
-    groups = []
-    for _ in range(2):
-        stock, compiled = pair()
-        train((stock, compiled), steps=2)
-        buckets = inspect_ddp(compiled).buckets
-        assert buckets is not None
-        groups.append(buckets.averaging.group)
-        has_clusters = buckets.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
-        assert (groups[-1] is buckets.group) != has_clusters
-    assert groups[0] is groups[1]
-
-
-@case()
 def buckets_travel_while_the_program_reduces() -> None:
-    """The program's own collectives in the backward are of another communicator, on the same GPUs."""
+    """The program's own collectives in the backward are of the same communicator."""
 
     class Reducing(torch.autograd.Function):
         @staticmethod
