@@ -90,9 +90,9 @@ class GraphOfManySizes:
             return self._fallback(*inputs)
         return compiled(*self._passed(inputs))
 
-    def known_for(self, inputs: Sequence[Any]) -> Programs | None:
-        """What is compiled for the sizes of these inputs, if anything is."""
-        return self._compiled.get(tuple(place.value(inputs) for place in self._places.values()))
+    def is_compiled_for(self, inputs: Sequence[Any]) -> bool:
+        """Whether nothing needs to be compiled for the sizes of these inputs."""
+        return tuple(place.value(inputs) for place in self._places.values()) in self._compiled
 
     def compiled_for(self, inputs: Sequence[Any]) -> Programs | None:
         """What is compiled for the sizes of these inputs; None where torch's own kernels must run them."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
-from textwrap import indent
+from collections.abc import Callable
 from typing import Any
 
 from compile_core.call_targets import NO_OWNER, Target
@@ -23,32 +22,40 @@ def dispatch_function(
     miss: Callable[[tuple[Any, ...]], Any],
 ) -> types.FunctionType:
     """Walks the table, and calls ``miss`` with the frame's arguments where no entry fits."""
-    return _bound_function(
-        target,
-        "dispatch",
-        "for _gs_entry in _gs_table.entries:\n"
-        "    _gs_inputs = _gs_entry.check({passed})\n"
-        "    if type(_gs_inputs) is list:\n"
-        "        if _gs_entry.run is None:\n"
-        "            return _gs_plain({passed})\n"
-        "        if _gs_entry is not _gs_table.entries[0]:\n"
-        "            _gs_move_to_front(_gs_entry)\n"
-        "        return _gs_entry.run(_gs_entry.compiled, _gs_inputs, {passed})\n"
-        "return _gs_miss(({passed},))\n",
-        {
-            "_gs_table": table,
-            "_gs_plain": call_plain,
-            "_gs_move_to_front": table.move_to_front,
-            "_gs_miss": miss,
-        },
+    function = target.function
+    signature, passed = _signature_text(function, skip_first=target.owner is not NO_OWNER)
+    if target.cells_argument:
+        signature = f"_gs_cells, {signature}"
+        passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
+    behind = f", {passed}" if passed else ""
+    # The parameters keep the user's names, so all else has a name that no program uses.
+    text = (
+        f"def dispatch({signature}):\n"
+        "    for _gs_entry in _gs_table.entries:\n"
+        f"        _gs_inputs = _gs_entry.check({passed})\n"
+        "        if type(_gs_inputs) is list:\n"
+        "            if _gs_entry.run is None:\n"
+        f"                return _gs_plain({passed})\n"
+        "            if _gs_entry is not _gs_table.entries[0]:\n"
+        "                _gs_move_to_front(_gs_entry)\n"
+        f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs{behind})\n"
+        f"    return _gs_miss(({passed}{',' if passed else ''}))\n"
     )
-
-
-def find_function(target: Target, table: EntryTable) -> types.FunctionType:
-    """``EntryTable.find_graph_call`` for the arguments of a call."""
-    return _bound_function(
-        target, "find", "return _gs_find(({passed},))\n", {"_gs_find": table.find_graph_call}
-    )
+    constants = {
+        "_gs_table": table,
+        "_gs_plain": call_plain,
+        "_gs_move_to_front": table.move_to_front,
+        "_gs_miss": miss,
+        "_gs_default": _UNUSED_DEFAULT,
+        "_gs_first": target.owner,
+    }
+    made = compile_function(text, "dispatch", constants)
+    assert isinstance(made, types.FunctionType)
+    made.__defaults__ = function.__defaults__
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__ = function.__qualname__
+    made.__name__ = function.__name__
+    return made
 
 
 def plain_function(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,36 +70,8 @@ def plain_function(target: Target, original: Callable[..., Any]) -> Callable[...
     )
 
 
-def _bound_function(target: Target, name: str, body: str, constants: Mapping[str, Any]) -> types.FunctionType:
-    """A function with the signature of the target's own, which binds arguments as Python does.
-
-    Args:
-        body: its lines. ``{passed}`` stands for the frame's arguments, each of which may be ``_gs_default``.
-        constants: what the body names. The parameters keep the user's names, so all else is named as no program does.
-    """
-    function = target.function
-    signature, passed = _signature_text(function, skip_first=target.owner is not NO_OWNER)
-    if target.cells_argument:
-        signature = f"_gs_cells, {signature}"
-        passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
-    if not passed:
-        body = body.replace(", {passed})", ")").replace("({passed},)", "()")
-    body = indent(body.replace("{passed}", passed), "    ")
-    made = compile_function(
-        f"def {name}({signature}):\n{body}",
-        name,
-        {**constants, "_gs_default": _UNUSED_DEFAULT, "_gs_first": target.owner},
-    )
-    assert isinstance(made, types.FunctionType)
-    made.__defaults__ = function.__defaults__
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__ = function.__qualname__
-    made.__name__ = function.__name__
-    return made
-
-
 def _signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str, str]:
-    """Parameters of a bound function (with the target's names), and how it passes them on."""
+    """Parameters of the dispatch function (with the target's names), and how it passes them on."""
     code = function.__code__
     names = list(map(identifier_of, argument_names(code)))
     positional = names[: code.co_argcount]

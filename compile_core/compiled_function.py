@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from compile_core import config
-from compile_core.bound_calls import dispatch_function, find_function, plain_function
+from compile_core.bound_calls import dispatch_function, plain_function
 from compile_core.call_targets import (
     NO_OWNER,
     CalledForward,
@@ -45,7 +45,7 @@ from compile_core.capture import (
 )
 from compile_core.capture.code_objects.plain_frames import PlainFrames
 from compile_core.capture.directives import disabled_frame, leave_alone
-from compile_core.entry_table import CompiledGraph, Entry, EntryTable, GraphCall
+from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
@@ -138,28 +138,15 @@ class CompiledFunction:
         self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._call_plain = plain_function(target, self.original)
         self._dispatch = dispatch_function(target, self._table, self._call_plain, self._miss)
-        self._find_graph_call = find_function(target, self._table)
         functools.update_wrapper(self, self._target)
 
-    def _note_replaced_forward(self) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._called_forward is not None and self._called_forward.has_changed():
             self.reset()
             self._take(find_target(self.original))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._note_replaced_forward()
         if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
             return self._hooked_calls(self._target.__code__)(self._owner, *args, **kwargs)
         return self._dispatch(*args, **kwargs)
-
-    def find_graph_call(self, *args: Any, **kwargs: Any) -> GraphCall | None:
-        """What a call with these arguments is, if it is one of a compiled graph; nothing runs yet."""
-        self._note_replaced_forward()
-        if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
-            return None
-        if not any(entry.is_one_graph for entry in self._table.entries):
-            return None
-        return self._find_graph_call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Compiled functions are descriptors as functions are, so that methods can be compiled in a class body."""

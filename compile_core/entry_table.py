@@ -7,7 +7,6 @@ replacement only, so that a call which fits never waits for another thread's cap
 from __future__ import annotations
 
 import collections
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,24 +21,6 @@ CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class GraphCall:
-    """A call that runs a compiled graph, and the program's Python only behind it.
-
-    Attributes:
-        compiled: the graph as it was compiled.
-        inputs: what it will be given.
-        run: makes the call.
-    """
-
-    compiled: CompiledGraph
-    inputs: Sequence[Any]
-    run: Callable[[], Any]
-
-    def __call__(self) -> Any:
-        return self.run()
-
-
-@dataclass(frozen=True)
 class Entry:
     """A row of the guard table. ``run`` is None for a frame that runs as plain Python.
 
@@ -50,11 +31,6 @@ class Entry:
     compiled: CompiledGraph | None
     check: Callable[..., Any]
     run: Callable[..., Any] | None
-
-    @property
-    def is_one_graph(self) -> bool:
-        """Whether its calls are ``GraphCall``."""
-        return self.run is not None and self.compiled is not None and self.captured.break_reason is None
 
     def explain(self, arguments: Sequence[Any]) -> str:
         """The guard that does not hold for these arguments, in words."""
@@ -97,20 +73,6 @@ class EntryTable:
     def find(self, arguments: Sequence[Any]) -> Entry | None:
         """The first entry whose guards hold."""
         return next((entry for entry in self.entries if type(entry.check(*arguments)) is list), None)
-
-    def find_graph_call(self, arguments: tuple[Any, ...]) -> GraphCall | None:
-        """What a call with these arguments is, where an entry fits and that is what it stands for."""
-        for entry in self.entries:
-            inputs = entry.check(*arguments)
-            if type(inputs) is list:
-                if not entry.is_one_graph:
-                    return None
-                if entry is not self.entries[0]:
-                    self.move_to_front(entry)
-                assert entry.compiled is not None and entry.run is not None
-                run = functools.partial(entry.run, entry.compiled, inputs, *arguments)
-                return GraphCall(entry.compiled, inputs, run)
-        return None
 
     def note_miss(self, arguments: Sequence[Any]) -> str | None:
         """Why the entry used last does not fit these arguments, None for an empty table; counts the guards.

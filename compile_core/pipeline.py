@@ -16,7 +16,6 @@ import torch
 from compile_core import config
 from compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
 from compile_core.autograd.bound_graphs.double_backward import differentiable_backward
-from compile_core.autograd.bound_graphs.late_updates import SplitForward, split_forward, with_late_updates
 from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
 from compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
@@ -35,7 +34,6 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.fake_examples import fakes_like
 from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.late_inputs import LateInputs
 from compile_core.ir.numbers import is_number, value_at_compilation
 from compile_core.ir.print_graph import print_graph, print_schedule
 from compile_core.ir.regions import graph_inputs, whole_schedule
@@ -60,24 +58,15 @@ class SchedulePlanner(Protocol):
         stores. Gradients that it returns are autograd's to deliver."""
         ...
 
-    def late_inputs(self, inputs: Sequence[torch.Tensor]) -> LateInputs | None:
-        """Which of a graph's ``inputs`` may get their values while its forward runs, if any."""
-        ...
-
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A captured graph that went through all stages, called with its inputs: tensors, and numbers if it takes some.
-
-    Attributes:
-        awaits_inputs: it may be called before the values of late inputs are there.
-    """
+    """A captured graph that went through all stages, called with its inputs: tensors, and numbers if it takes some."""
 
     run: BoundGraph
     forward: Executable
     backward: Executable | None
     partitioned: PartitionedGraph
-    awaits_inputs: bool = False
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         return self.run(*inputs)
@@ -204,14 +193,7 @@ def compile_stages(
         """Stages 4 to 8."""
         # A backward that is differentiated runs the graph again, on the values of before.
         updated = updated_inputs(graph) if again is None else {}
-        late = planner.late_inputs(inputs) if planner is not None and again is None else None
-        split = split_forward(graph, late.positions, updated) if late is not None else None
-        parts = split or SplitForward(graph)
-        at_once = {output: given for output, given in updated.items() if output not in parts.outputs}
-        finish_updates = parts.updates and _start_regions(parts.updates, backend, options, dump)
-        # What passes to the updates leaves a recording; else it may lie among what is kept for the backward.
-        visible = parts.first if options.cuda_graphs else graph
-        schedule = whole_schedule("forward", parts.first.forward, at_once, visible.num_outputs)
+        schedule = whole_schedule("forward", graph.forward, updated, graph.num_outputs)
         finish_forward = _start_regions(schedule, backend, options, dump)
         finish_backward = None
         if graph.backward is not None:
@@ -220,15 +202,13 @@ def compile_stages(
             finish_backward = _start_regions(schedule, backend, options, dump, communicator)
         forward = finish_forward()
         backward = None if finish_backward is None else finish_backward()
-        run_forward, run_backward = updating(forward, graph, at_once), backward
+        run_forward, run_backward = updating(forward, graph, updated), backward
         if options.cuda_graphs:
-            changed = tuple(at_once.values())
-            run_forward, run_backward = with_cuda_graphs(parts.first, run_forward, backward, changed)
-        if late is not None and finish_updates is not None:
-            run_forward = with_late_updates(run_forward, parts, finish_updates(), late)
+            changed = tuple(updated.values())
+            run_forward, run_backward = with_cuda_graphs(graph, run_forward, backward, changed)
         taken = backward and TakenGradients.of(graph, backward.schedule, backward.communicator)
         bound = bind_autograd(graph, run_forward, run_backward, again, updated, taken)
-        return CompiledGraph(bound, forward, backward, graph, awaits_inputs=split is not None)
+        return CompiledGraph(bound, forward, backward, graph)
 
     # What a CUDA graph recorded has its sizes for good.
     if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):

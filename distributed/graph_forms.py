@@ -62,9 +62,8 @@ class GraphForms:
         self._agreed_graphs = agreed_graphs
         self._fingerprint = graph_fingerprint(captured)
         self._forms: list[_Form] = []
-        is_parameter = [isinstance(given, torch.nn.Parameter) for given in inputs]
-        self._pick_parameters = picker([k for k, holds in enumerate(is_parameter) if holds])
-        self._pick_others = picker([k for k, holds in enumerate(is_parameter) if not holds])
+        positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
+        self._pick_parameters = picker(positions)
         self._form_for(inputs)
 
     @property
@@ -79,37 +78,22 @@ class GraphForms:
 
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         program = self._form_for(inputs)
-        if isinstance(program, GraphOfManySizes) and program.known_for(inputs) is None:
+        if isinstance(program, GraphOfManySizes) and not program.is_compiled_for(inputs):
             self._agreed_graphs.compile(self._fingerprint, lambda: program.compiled_for(inputs))
         return program(*inputs)
 
-    def awaits_buffers(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these inputs may begin before buffers have their values, as it waits for them itself."""
-        program = self._known_form(inputs)
-        if isinstance(program, GraphOfManySizes):
-            program = program.known_for(inputs)
-        if not isinstance(program, CompiledGraph) or not program.awaits_inputs:
-            return False
-        return not self._planner.broadcast.alias(self._pick_others(inputs))
-
-    def _known_form(self, inputs: Sequence[Any]) -> Any:
+    def _form_for(self, inputs: Sequence[Any]) -> Any:
         parameters, hooked = self._pick_parameters(inputs), self._planner.hooked
         for form in self._forms:
             if hooked == form.hooked and all(map(operator.is_, form.parameters, parameters)):
                 return form.program
-        return None
-
-    def _form_for(self, inputs: Sequence[Any]) -> Any:
-        program = self._known_form(inputs)
-        if program is not None:
-            return program
         if len(self._forms) == _MOST_FORMS:
             logger.warning(
                 "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
             )
             return self._captured.module
         program = self._agreed_graphs.compile(self._fingerprint, lambda: self._compile(inputs))
-        self._forms.append(_Form(self._pick_parameters(inputs), self._planner.hooked, program))
+        self._forms.append(_Form(parameters, hooked, program))
         return program
 
     def _compile(self, inputs: Sequence[Any]) -> Any:

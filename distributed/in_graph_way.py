@@ -68,8 +68,8 @@ class InGraphWay:
             stepper = StepInBackward(optimizer, parameters, averaging.on_streams)
         self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch, stepper)
         self.settler = PlanSettler(self.buckets)
-        self._broadcast = BufferBroadcast(ddp, self.buckets.group)
-        self._planner = DDPPlanner(ddp, self.buckets, self._broadcast)
+        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
+        self._planner = DDPPlanner(ddp, self.buckets)
         self._forms: list[GraphForms] = []
         self._make_functions()
 
@@ -98,12 +98,8 @@ class InGraphWay:
         if ddp.module is not self._module:
             self._make_functions()
         if not is_synchronised(ddp):
-            sends_buffers = ddp._check_sync_bufs_pre_fwd()
+            args, kwargs = self._prepare(args, kwargs)
             ddp.require_forward_param_sync = False
-            args, kwargs = self._moved(args, kwargs)
-            if sends_buffers:
-                self._broadcast.start()
-                self._broadcast.finish()
             return self._local(*args, **kwargs)
         if buckets.missing:
             raise RuntimeError(_unused(buckets.missing, buckets.static_graph is not None))
@@ -112,13 +108,11 @@ class InGraphWay:
                 "_set_static_graph() was called after a step; call it before the first, on all ranks"
             )
         self.settler.begin_forward()
-        sends_buffers = ddp._check_sync_bufs_pre_fwd()
-        ddp.require_forward_param_sync = True
-        args, kwargs = self._moved(args, kwargs)
-        self._planner.hooked = buckets.hooked()
-        run = self._run_with_buffers if sends_buffers else self._synchronised
         try:
-            result = run(*args, **kwargs)
+            args, kwargs = self._prepare(args, kwargs)
+            ddp.require_forward_param_sync = True
+            self._planner.hooked = buckets.hooked()
+            result = self._synchronised(*args, **kwargs)
         except BaseException as error:
             self._tell_others(error)
             raise
@@ -146,28 +140,18 @@ class InGraphWay:
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
         return plan
 
-    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """On the module's device."""
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``DDP.forward`` does before it calls the module: buffers are broadcast, and arguments moved."""
         ddp = self._ddp
+        if ddp._check_sync_bufs_pre_fwd():
+            self._broadcast_buffers()
         if not ddp.device_ids:
             return args, kwargs
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
         return moved[0][0], moved[1][0]
-
-    def _run_with_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """Rank 0's buffers are sent: before the forward, or under one that is a graph which waits for them itself."""
-        call = self._synchronised.find_graph_call(*args, **kwargs)
-        self._broadcast.start()
-        try:
-            if call is None:
-                self._broadcast.finish()
-                return self._synchronised(*args, **kwargs)
-            if not (isinstance(call.compiled, GraphForms) and call.compiled.awaits_buffers(call.inputs)):
-                self._broadcast.finish()
-            return call()
-        finally:
-            self._broadcast.finish()
 
     def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
         self.buckets.refuse_changed()

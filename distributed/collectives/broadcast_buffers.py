@@ -2,14 +2,13 @@
 
 Stock DDP looks for the buffers in all modules each time, and copies each into and out of the message by itself: for a
 deep network that is milliseconds of the host's time, in front of the first kernel of a step. Here what was found is
-only compared, the message is one piece of memory, and copies are one call for all buffers of a dtype. A broadcast is
-started and finished apart: a forward that only brings buffers up to date runs in between.
+only compared, the message is one piece of memory, and copies are one call for all buffers of a dtype.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -35,51 +34,28 @@ class BufferBroadcast:
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
         self._buffers: list[torch.Tensor] = []
-        self._identities: set[int] = set()
-        self._storages: set[int] = set()
         self._addresses: list[int] | None = None
         self._messages: list[_Message] = []
-        self._under_way: list[tuple[_Message, Any]] = []
 
-    def start(self) -> None:
-        """Sends the buffers as they are now, once what was started before is finished."""
-        self.finish()
+    def __call__(self) -> None:
+        """The buffers are rank 0's for whatever comes next: on the current stream, if they are on a GPU."""
         if self._tables.module is not self._ddp.module or self._tables.changed():
             self._tables = _Tables(self._ddp.module)
             self._addresses = None
         if self._addresses is None or self._addresses != [*map(_address_of, self._buffers)]:
             self._find_buffers()
+        is_root = self._group.rank() == 0
         for message in self._messages:
-            if self._group.rank() == 0:
+            if is_root:
                 message.pack()
-            self._under_way.append((message, self._group.broadcast([message.flat], self._options)))
-
-    def finish(self) -> None:
-        """The buffers have their values for whatever comes next: on the current stream, if they are on a GPU."""
-        while self._under_way:
-            message, work = self._under_way.pop(0)
-            work.wait()
-            if self._group.rank() != 0:
+            self._group.broadcast([message.flat], self._options).wait()
+            if not is_root:
                 message.unpack()
-
-    def sends(self, tensor: torch.Tensor) -> bool:
-        """Whether this is one of the buffers that were sent last."""
-        return id(tensor) in self._identities
-
-    def alias(self, tensors: Iterable[Any]) -> bool:
-        """Whether any of these lies in the memory of one of them without being one."""
-        others = [tensor for tensor in tensors if id(tensor) not in self._identities]
-        return any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._storages
-            for tensor in others
-        )
 
     def _find_buffers(self) -> None:
         ignored = self._ddp.parameters_to_ignore
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
         self._addresses = [*map(_address_of, self._buffers)]
-        self._identities = {*map(id, self._buffers)}
-        self._storages = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
         self._messages = [
             _Message([buffer for buffer in self._buffers if buffer.device == device]) for device in devices

@@ -11,10 +11,8 @@ from bucketing.bucket import BucketPlan, Parameter
 from bucketing.reducer_plan import reducer_plan
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.late_inputs import LateInputs
 from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
-from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.planning.cut_backward import cut_backward
 from distributed.planning.plan_segments import plan_segments
@@ -45,15 +43,11 @@ class DDPPlanner:
 
     Attributes:
         buckets: where gradients go.
-        broadcast: of the module's buffers.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, buckets: GradientBuckets, broadcast: BufferBroadcast
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
         self._ddp = ddp
-        self.broadcast = broadcast
         self.buckets = buckets
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
@@ -76,15 +70,6 @@ class DDPPlanner:
             graph.backward, gradients, segments, self.buckets.factor, self.buckets.strides
         )
         return schedule, self.buckets
-
-    def late_inputs(self, inputs: Sequence[torch.Tensor]) -> LateInputs | None:
-        """The module's buffers, which rank 0 sends before each forward; see ``SchedulePlanner``."""
-        if not self._ddp._check_sync_bufs_pre_fwd():
-            return None
-        late = frozenset(position for position, given in enumerate(inputs) if self.broadcast.sends(given))
-        if self.broadcast.alias(inputs):
-            return None
-        return LateInputs(late, self.broadcast.finish)
 
     def first_plan(self) -> BucketPlan:
         """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""

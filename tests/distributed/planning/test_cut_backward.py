@@ -96,9 +96,6 @@ class FakePlanner:
         self.schedule = cut_backward(graph.backward, gradients, segments, self.factor, self.strides)
         return self.schedule, self.communicator
 
-    def late_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        return None
-
 
 @pytest.mark.parametrize(
     "segments",

@@ -31,8 +31,7 @@ def planned(batch: int) -> tuple[list[str], str]:
     }
     ddp: Any = SimpleNamespace(bucket_bytes_cap=25 * 2**20, bucket_bytes_cap_default=True)
     buckets: Any = SimpleNamespace(parameters=parameters, factor=1.0, strides={})
-    broadcast: Any = None
-    planner = DDPPlanner(ddp, buckets, broadcast)
+    planner = DDPPlanner(ddp, buckets)
     graph = recorded_graph(layers, **SHAPES, places=(batch,))
     schedule, _ = planner.plan_backward(graph, [*parameters.values(), torch.empty(batch)])
     return list(schedule.destinations), str(planner.first_plan())

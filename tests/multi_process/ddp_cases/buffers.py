@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +15,101 @@ from tests.multi_process.ddp_harness import (
     case,
     check_buffers,
     check_close,
+    check_gradients,
     check_in_graph,
     check_steps,
     data,
     loss_of,
     pair,
-    train,
 )
-
-
-@case()
-def buffers_are_broadcast() -> None:
-    stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
-    train((stock, compiled))
-    check_in_graph(compiled)
-    check_buffers(stock, compiled)
 
 
 def with_batch_norm() -> Net:
     return Net(norm=nn.BatchNorm1d(32))
+
+
+def check_steps_between_changes(
+    stock: Any,
+    compiled: Any,
+    run: Callable[[Any, int], torch.Tensor] = lambda model, step: model(data(step)),
+    steps: int = 4,
+) -> None:
+    """Between steps each rank changes its buffers, so that it matters whose they are."""
+    for step in range(steps):
+        for model in (stock, compiled):
+            model.zero_grad()
+            for buffer in model.module.buffers():
+                buffer.data.add_((step + dist.get_rank()) / 8 if buffer.is_floating_point() else step)
+            loss_of(run(model, step)).backward()
+        check_gradients(stock, compiled)
+        check_buffers(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def buffers_are_broadcast() -> None:
+    """Before forwards of two sizes and, under ``no_grad``, of an evaluation between them."""
+
+    def run(model: Any, step: int) -> torch.Tensor:
+        if step == 3:
+            model.eval()
+            with torch.no_grad():
+                model(data(step))
+            model.train()
+        return model(data(step, rows=6 - 2 * (step % 2)))
+
+    stock, compiled = pair(with_batch_norm)
+    check_steps_between_changes(stock, compiled, run, steps=5)
+
+
+@case()
+def buffers_that_the_forward_reads() -> None:
+    stock, compiled = pair(with_batch_norm)
+    for model in (stock, compiled):
+        model.module.norm.eval()  # it takes the statistics that it holds, then
+    check_steps_between_changes(stock, compiled)
+
+
+@case()
+def buffers_that_python_reads() -> None:
+    """A hook in front of the graph."""
+
+    def run(model: Any, step: int) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        handle = model.module.register_forward_pre_hook(
+            lambda module, args: seen.append(module.norm.running_mean.clone())
+        )
+        result = model(data(step))
+        handle.remove()
+        return result + seen[0]
+
+    stock, compiled = pair(with_batch_norm)
+    check_steps_between_changes(stock, compiled, run)
+
+
+class Sharing(Net):
+    """It reads a buffer's memory through tensors that are no buffers: an attribute's, and an argument's."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(32))
+        self.register_buffer("table", torch.full((64,), 0.1))
+        self.rows: Any = None
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale + self.rows
+
+
+@case()
+def memory_of_buffers_under_another_name() -> None:
+    def run(model: Any, step: int) -> torch.Tensor:
+        table = model.module.table
+        apart = torch.full_like(table, (step + 1) / 8)
+        # First none of them is the buffer's, then one after the other.
+        model.module.rows = (table if step == 2 else apart)[32:]
+        return model(data(step), (table if step == 3 else apart)[:32])
+
+    stock, compiled = pair(Sharing)
+    check_steps_between_changes(stock, compiled, run, steps=5)
 
 
 @case()

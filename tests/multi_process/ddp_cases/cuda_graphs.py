@@ -22,6 +22,7 @@ from bucketing.reducer_plan import reducer_plan
 from compile_core import pipeline
 from compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
 from distributed import explain_ddp, inspect_ddp
+from tests.multi_process.ddp_cases.buffers import check_steps_between_changes, with_batch_norm
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -66,12 +67,8 @@ def recording() -> Iterator[Any]:
         yield recorder
 
 
-def with_statistics() -> Net:
-    return Net(norm=nn.BatchNorm1d(32))
-
-
 def make_pair(
-    make: Callable[[], nn.Module] = with_statistics, fullgraph: bool = True, **ddp_options: Any
+    make: Callable[[], nn.Module] = with_batch_norm, fullgraph: bool = True, **ddp_options: Any
 ) -> tuple[Any, Any]:
     backend = "aot_eager" if DEVICE == "cpu" else "triton"
     return pair(make, backend=backend, mode="reduce-overhead", fullgraph=fullgraph, **ddp_options)
@@ -88,6 +85,14 @@ def replayed_steps_are_stock_ddps() -> None:
         assert recorded > 0
         train((stock, compiled), steps=3, first_step=6)
         assert recorder.segmented == recorded, "steps that are alike were recorded again"
+
+
+@case()
+def replayed_forwards_take_buffers_as_they_were_sent() -> None:
+    with recording() as recorder:
+        stock, compiled = make_pair()
+        check_steps_between_changes(stock, compiled, steps=6)
+        assert recorder.segmented > 0
 
 
 @case()
