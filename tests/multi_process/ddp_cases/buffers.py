@@ -201,10 +201,10 @@ class Counting(nn.Module):
 
 @case()
 def buffers_that_are_replaced() -> None:
-    """By other tensors, other data, and other modules."""
+    """By other tensors, other data, and other modules; one comes where none was, and one goes."""
     stock, compiled = pair(Counting)
     rank = dist.get_rank()
-    for change in range(4):
+    for change in range(6):
         for model in (stock, compiled):
             module = model.module
             if change == 1:
@@ -214,6 +214,10 @@ def buffers_that_are_replaced() -> None:
             elif change == 3:
                 module.net.norm = nn.BatchNorm1d(32, affine=False).to(DEVICE)
                 module.net.norm.running_mean.fill_(rank)
+            elif change == 4:
+                module.net.third.register_buffer("rank", torch.tensor(rank, device=DEVICE))
+            elif change == 5:
+                del module.on
             model.zero_grad()
             loss_of(model(data(change))).backward()
         check_buffers(stock, compiled)
