@@ -5,9 +5,9 @@
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. Sides that
 are compared with one another live in one process and take turns in rows of steps, which all ranks begin together and in
 which the host runs ahead, as in training; rows count once the GPUs have worked for so long that they are as hot and
-slow as they stay. Figures are the slowest rank's: milliseconds a step by CUDA events (median of the rows), seconds of
-the first step, the peak of allocated memory over some steps. All sides have the same weights and inputs; the loss of
-the first step tells that they compute the same (dropout is off).
+slow as they stay. Figures are the slowest rank's: milliseconds a step by CUDA events (the median of rows, each the
+median of its steps), seconds of the first step, the peak of allocated memory over some steps. All sides have the same
+weights and inputs; the loss of the first step tells that they compute the same (dropout is off).
 
 Each side has build caches of its own under ``--caches``: a first step is cold when they are new. ``--results`` gathers
 lines of JSON: what a call did not get to, for its ``--time-limit-s``, the next one measures. The link is what NCCL is

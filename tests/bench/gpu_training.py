@@ -4,9 +4,9 @@
 
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. The sides
 of a model live in one process, each with a copy of the same weights, and take turns in rows of steps (``rows.py``).
-Figures: milliseconds by CUDA events (median of the rows), seconds of the first step with empty caches, and the peak of
-allocated memory over some steps, without what other sides hold; the loss of the first step tells that sides compute
-the same (dropout is off).
+Figures: milliseconds by CUDA events (the median of rows, each the median of its steps), seconds of the first step with
+empty caches, and the peak of allocated memory over some steps, without what other sides hold; the loss of the first
+step tells that sides compute the same (dropout is off).
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ it is at its power limit and stays there, so the first seconds do not count.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -23,7 +26,7 @@ class Row:
     """Some steps in a row, as one rank saw them.
 
     Attributes:
-        step_ms: of one of them; by CUDA events, where there are any.
+        step_ms: the median of them; by CUDA events, where there are any.
         sm_mhz: the GPU's clock in the middle of them; 0 without a GPU.
         watts: the GPU's power, of which the driver gives the mean over about the last second.
     """
@@ -36,20 +39,22 @@ class Row:
 def run_row(step: Callable[[], object], device: torch.device, length: int) -> Row:
     synchronise(device)
     if device.type != "cuda":
-        begin = time.perf_counter()
+        moments_s = [time.perf_counter()]
         for _ in range(length):
             step()
-        return Row(1e3 * (time.perf_counter() - begin) / length)
+            moments_s.append(time.perf_counter())
+        return Row(1e3 * statistics.median(end - begin for begin, end in pairwise(moments_s)))
     for _ in range(_LEAD_IN):
         step()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(length):
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(length + 1)]
+    events[0].record()
+    for event in events[1:]:
         step()
-    end.record()
+        event.record()
     sm_mhz, watts = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
     torch.cuda.synchronize()
-    return Row(start.elapsed_time(end) / length, sm_mhz, watts)
+    steps_ms = [begin.elapsed_time(end) for begin, end in pairwise(events)]
+    return Row(statistics.median(steps_ms), sm_mhz, watts)
 
 
 def rows_in_turn(
@@ -58,15 +63,21 @@ def rows_in_turn(
     rows: int,
     agree: Callable[[bool], bool] = lambda mine: mine,
 ) -> dict[str, list[Row]]:
-    """By name, rows of each. ``agree`` makes one answer of all ranks' where runs are collective."""
+    """By name, rows of each. Each round begins with another, so that none always comes behind the same.
+
+    Args:
+        agree: makes one answer of all ranks' where runs are collective.
+    """
     begin = time.monotonic()
     while agree(time.monotonic() - begin < warm_up_s):
         for run in runs.values():
             run()
     found: dict[str, list[Row]] = {name: [] for name in runs}
+    names = deque(runs)
     for _ in range(rows):
-        for name, run in runs.items():
-            found[name].append(run())
+        for name in names:
+            found[name].append(runs[name]())
+        names.rotate(-1)
     return found
 
 
