@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,21 @@ def test_a_training_step_equals_plain_torchs(name: str) -> None:
             )
             assert found[what].stride() == value.stride() or "gradient" in what, what
     assert len(compiled._run.entries) == 1
+
+
+@pytest.mark.parametrize("hidden_given", [False, True])
+def test_lstms_of_onednn_keep_what_their_backward_needs(hidden_given: bool) -> None:
+    """Which it only does for float32 and where gradients are enabled: not so inside a compiled forward."""
+    plain = nn.LSTM(4, 6, num_layers=2, batch_first=True)
+    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True, backend="aot_eager")
+    inputs: list[Any] = [torch.randn(2, 5, 4)]
+    if hidden_given:
+        inputs.append((torch.randn(2, 2, 6, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)))
+    gradients = []
+    for model in (plain, compiled):
+        outputs = torch.utils._pytree.tree_leaves(model(*inputs))
+        wanted = [*model.parameters(), *(inputs[1] if hidden_given else ())]
+        gradients.append(torch.autograd.grad(sum(out.square().sum() for out in outputs), wanted))
+    assert all(map(torch.equal, *gradients))
+    with torch.no_grad():
+        assert torch.equal(plain(*inputs)[0], compiled(*inputs)[0])

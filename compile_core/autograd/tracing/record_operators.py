@@ -23,7 +23,7 @@ from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from compile_core.autograd.tracing import functional_batch_norm, random_order
+from compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
 from compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
@@ -40,6 +40,12 @@ _disable_functionalization: Any = torch._disable_functionalization  # type: igno
 aten = torch.ops.aten
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+_OF_EVERY_TRACE = {
+    **random_order.DECOMPOSITIONS,
+    **functional_batch_norm.DECOMPOSITIONS,
+    **lstm_layers.DECOMPOSITIONS,
+}
 
 # They ask about a tensor and compute nothing.
 _QUESTIONS = frozenset(
@@ -72,7 +78,7 @@ def record(
         A module with one placeholder for each input and the results of ``function`` as a tuple. Nodes have their fake
         result in ``meta["val"]``, and what ``torch.fx.traceback.annotate`` said of them in ``meta["custom"]``.
     """
-    table = {**random_order.DECOMPOSITIONS, **functional_batch_norm.DECOMPOSITIONS, **decompositions}
+    table = {**_OF_EVERY_TRACE, **decompositions}
     recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
     placeholders = [recorder.placeholder(given) for given in inputs]
     _enable_functionalization(reapply_views=True)

@@ -1,0 +1,36 @@
+"""oneDNN's layer of an LSTM, as an operator that keeps what its backward needs under ``no_grad``, too.
+
+Torch's operator fills the workspace of its backward only where gradients are enabled, and a compiled forward runs where
+they are not. So a forward that is differentiated has an operator of ours in its place, which enables them for the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("gradsplit", "FRAGMENT")
+_SCHEMA = str(aten.mkldnn_rnn_layer.default._schema)
+_library.define("lstm_layer" + _SCHEMA[_SCHEMA.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _run(*arguments: Any) -> Any:
+    # Nothing is differentiated here: no history is to be made of what the program knows to require gradients.
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*arguments)
+
+
+def _with_workspace(*arguments: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return NotImplemented
+    return torch.ops.gradsplit.lstm_layer.default(*arguments)
+
+
+_library.impl("lstm_layer", _run, "CPU")
+_library.impl("lstm_layer", aten.mkldnn_rnn_layer.default, "Meta")
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: _with_workspace}
