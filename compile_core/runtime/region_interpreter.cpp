@@ -6,56 +6,15 @@
 // Python's lock is given back while kernels run and taken when Python is needed. Whatever fails in C is done again by
 // the Python function that means the same, and that raises what Python would.
 //
-// No header is used; see toolchain/torch_library.py.
+// Torch's functions are C symbols whose addresses the loader fills in; see toolchain/torch_library.py.
 
 #include <alloca.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "python_objects.h"
+
 extern "C" {
-
-struct PyObject {
-    intptr_t references;
-    PyObject* type;
-};
-struct PyTupleObject {
-    PyObject head;
-    intptr_t size;
-    PyObject* items[1];
-};
-typedef PyObject* (*FastFunction)(PyObject*, PyObject* const*, intptr_t);
-struct MethodDefinition {
-    const char* name;
-    FastFunction function;
-    int flags;
-    const char* documentation;
-};
-
-extern PyObject PyTuple_Type, PyList_Type, _Py_NoneStruct;
-extern PyObject *PyExc_IndexError, *PyExc_TypeError;
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-char* PyBytes_AsString(PyObject*);
-void* PyEval_SaveThread(void);
-void PyEval_RestoreThread(void*);
-void PyErr_SetString(PyObject*, const char*);
-PyObject* PyList_GetItem(PyObject*, intptr_t);
-PyObject* PyList_New(intptr_t);
-int PyList_SetItem(PyObject*, intptr_t, PyObject*);
-int PyList_SetSlice(PyObject*, intptr_t, intptr_t, PyObject*);
-intptr_t PyList_Size(PyObject*);
-PyObject* PyLong_FromLongLong(long long);
-PyObject* PyLong_FromVoidPtr(void*);
-void* PyLong_AsVoidPtr(PyObject*);
-PyObject* PyObject_Vectorcall(PyObject*, PyObject* const*, size_t, PyObject*);
-PyObject* PySequence_Tuple(PyObject*);
-PyObject* PyTuple_New(intptr_t);
-int PyTuple_SetItem(PyObject*, intptr_t, PyObject*);
-int PyType_IsSubtype(PyObject*, PyObject*);
-char* PyUnicode_AsUTF8(PyObject*);
-void _PyTraceback_Add(const char*, const char*, int);
 
 // Filled in by the loader. A tensor's handle is the address of a pointer to its implementation.
 typedef void** Handle;
@@ -65,7 +24,6 @@ int (*gs_delete)(Handle);
 int (*gs_get_data_ptr)(Handle, void**);
 PyObject* (*gs_wrap)(Handle);      // THPVariable_Wrap
 PyObject* gs_tensor_type;          // torch.Tensor
-int64_t gs_implementation_offset;  // in the Python object
 // The driver's; null where there is none.
 int (*gs_launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                         void**);

@@ -19,7 +19,7 @@ import torch
 
 from compile_core.runtime.encode_program import EncodedProgram
 from compile_core.toolchain.cpp_compiler import builtin_function
-from compile_core.toolchain.torch_library import LoadErrors, load_library, place_of_tensor
+from compile_core.toolchain.torch_library import LoadErrors, load_library
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ def region_interpreter() -> RegionInterpreter | None:
     """The interpreter, built if need be; None where it cannot be had."""
     try:
         library = load_library(_SOURCE, _TORCH_SYMBOLS)
-        ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = place_of_tensor()
     except LoadErrors as error:
         logger.info("regions are run by generated Python: %s", error)
         return None

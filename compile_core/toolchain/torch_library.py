@@ -1,10 +1,11 @@
 """C functions of torch, where its objects keep what they are made of, and small C++ files that are built against both.
 
-Such a file includes no header, since a user's machine may lack them and torch's take long to compile: it builds in a
-fifth of a second, once for a machine. What it needs of torch are C symbols that torch exports for ahead-of-time
-compiled programs, and a few functions with well-known mangled names; the loader fills in their addresses. The place of
-the tensor in its Python object has no symbol: it is searched for, on a few tensors. Where anything is missing or
-differs (no compiler, another C++ library, another CPython), loading raises, and Python does what C would have done.
+Such a file includes no header but ours, since a user's machine may lack the others and torch's take long to compile: it
+builds in a fifth of a second, once for a machine. What it needs of torch are C symbols that torch exports for
+ahead-of-time compiled programs, and a few functions with well-known mangled names; the loader fills in their addresses.
+The place of the tensor in its Python object has no symbol: it is searched for, on a few tensors. Where anything is
+missing or differs (no compiler, another C++ library, another CPython), loading raises, and Python does what C would
+have done.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from compile_core.toolchain.disk_cache import DiskCache, content_key
 # What loading raises where it does not work here.
 LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)
 
+_HEADER = Path(__file__).with_name("python_objects.h")
 _FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-w")
 _TUPLE_ITEMS_OFFSET = 24
 
 
 def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
-    """Builds a C++ file, or finds it in the cache, and tells it where torch's functions are.
+    """Builds a C++ file, or finds it in the cache, and tells it where torch's functions are, and tensors.
 
     Args:
         source: the file.
@@ -42,13 +44,16 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
         LoadErrors: it does not work here.
     """
     check_python()
-    text = source.read_text()
+    text, header = source.read_text(), _HEADER.read_text()
     disk = DiskCache(default_cache_folder())
-    key = content_key(source.stem, text, " ".join(_FLAGS), platform.machine(), sys.platform, sys.version)
+    key = content_key(
+        source.stem, text, header, " ".join(_FLAGS), platform.machine(), sys.platform, sys.version
+    )
     built = f"{source.stem}.so"
 
     def build(folder: Path) -> None:
         (folder / source.name).write_text(text)
+        (folder / _HEADER.name).write_text(header)
         kept = disk.folder / "failed" / f"{key}.cpp"
         run_compiler([*_FLAGS, source.name, "-o", built], folder, kept, text)
 
@@ -59,6 +64,7 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
         if address is None:
             raise LookupError(f"torch has no {symbol}")
         ctypes.c_void_p.in_dll(library, name).value = address
+    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = _place_of_tensor()
     return library
 
 
@@ -77,7 +83,7 @@ def check_python() -> None:
 
 
 @cache
-def place_of_tensor() -> int:
+def _place_of_tensor() -> int:
     """Where in a Python object torch keeps its tensor, which is a pointer.
 
     Raises:

@@ -4,58 +4,15 @@
 // is not negative is a register; a negative one is the constant of index ~operand. Registers hold first the arguments,
 // then what each reading instruction found, in order. A condition that fails ends the run with the number of its guard.
 //
-// No header of Python or torch is used, since a user's machine may lack them and those of torch take long to compile:
-// what is needed of CPython is declared here, torch's functions are C symbols whose addresses the loader fills in, and
-// the loader checks the places of the few fields that are read directly.
+// Torch's functions are C symbols whose addresses the loader fills in, which also finds the few fields that are read
+// directly; see toolchain/torch_library.py.
 
 #include <alloca.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
 
+#include "python_objects.h"
+
 extern "C" {
-
-struct PyObject {
-    intptr_t references;
-    PyObject* type;
-};
-struct PyTupleObject {
-    PyObject head;
-    intptr_t size;
-    PyObject* items[1];
-};
-typedef PyObject* (*FastFunction)(PyObject*, PyObject* const*, intptr_t);
-struct MethodDefinition {
-    const char* name;
-    FastFunction function;
-    int flags;
-    const char* documentation;
-};
-
-extern PyObject PyDict_Type;
-extern PyObject* PyExc_Exception;
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-char* PyBytes_AsString(PyObject*);
-int PyDict_Contains(PyObject*, PyObject*);
-PyObject* PyDict_GetItemWithError(PyObject*, PyObject*);
-int PyDict_Next(PyObject*, intptr_t*, PyObject**, PyObject**);
-intptr_t PyDict_Size(PyObject*);
-void PyErr_Clear(void);
-PyObject* PyErr_Occurred(void);
-int PyErr_ExceptionMatches(PyObject*);
-PyObject* PyList_New(intptr_t);
-int PyList_SetItem(PyObject*, intptr_t, PyObject*);
-PyObject* PyLong_FromLongLong(long long);
-PyObject* PyObject_GenericGetDict(PyObject*, void*);
-PyObject* PyObject_GetAttr(PyObject*, PyObject*);
-PyObject* PyObject_GetItem(PyObject*, PyObject*);
-int PyObject_IsTrue(PyObject*);
-int PyObject_RichCompareBool(PyObject*, PyObject*, int);
-intptr_t PyObject_Size(PyObject*);
-PyObject* PyObject_Vectorcall(PyObject*, PyObject* const*, size_t, PyObject*);
-int PySequence_Contains(PyObject*, PyObject*);
-PyObject* PySequence_Tuple(PyObject*);
 
 // Filled in by the loader. A tensor's handle is the address of a pointer to its implementation.
 int (*gs_get_dtype)(void*, int32_t*);
@@ -70,9 +27,8 @@ int (*gs_get_storage_offset)(void*, int64_t*);
 int (*gs_get_data_ptr)(void*, void**);
 size_t (*gs_dtype_size)(int32_t);
 bool (*gs_requires_grad)(const void*);
-int64_t gs_implementation_offset;  // in the Python object
-int64_t gs_keys_offset;            // of the dispatch keys in the implementation
-uint64_t gs_lazy_keys;             // the keys of lazily conjugated and negated tensors
+int64_t gs_keys_offset;  // of the dispatch keys in the implementation
+uint64_t gs_lazy_keys;   // the keys of lazily conjugated and negated tensors
 }
 
 namespace {

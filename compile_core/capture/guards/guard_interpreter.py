@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from compile_core.toolchain.cpp_compiler import builtin_function
-from compile_core.toolchain.torch_library import LoadErrors, find_place, load_library, place_of_tensor
+from compile_core.toolchain.torch_library import LoadErrors, find_place, load_library
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,7 @@ def _load() -> GuardInterpreter:
 
 
 def _place_fields(library: ctypes.CDLL) -> dict[tuple[bool, bool], int]:
-    """Tells the library where a Python object keeps its tensor, and a tensor its dispatch keys; returns the keys of the
-    lazy views."""
+    """Tells the library where a tensor keeps its dispatch keys; returns the keys of the lazy views."""
     with torch.inference_mode(False):
         plain = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
         conjugated, negated = plain.conj(), plain.conj().imag
@@ -80,7 +79,6 @@ def _place_fields(library: ctypes.CDLL) -> dict[tuple[bool, bool], int]:
     keys = [torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors]
     keys_place = find_place(range(16, 184, 8), [tensor._cdata for tensor in tensors], keys)
     conj, neg = keys[1] & ~keys[0], keys[2] & ~keys[0]
-    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = place_of_tensor()
     ctypes.c_int64.in_dll(library, "gs_keys_offset").value = keys_place
     ctypes.c_uint64.in_dll(library, "gs_lazy_keys").value = conj | neg
     return {(False, False): 0, (True, False): conj, (False, True): neg, (True, True): conj | neg}
