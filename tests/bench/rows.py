@@ -8,9 +8,9 @@ it is at its power limit and stays there, so the first seconds do not count.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,7 +63,7 @@ def rows_in_turn(
     rows: int,
     agree: Callable[[bool], bool] = lambda mine: mine,
 ) -> dict[str, list[Row]]:
-    """By name, rows of each. Each round begins with another, so that none always comes behind the same.
+    """By name, rows of each. Each round has another order: what a GPU at its power limit did before shows in a row.
 
     Args:
         agree: makes one answer of all ranks' where runs are collective.
@@ -73,11 +73,11 @@ def rows_in_turn(
         for run in runs.values():
             run()
     found: dict[str, list[Row]] = {name: [] for name in runs}
-    names = deque(runs)
+    names, orders = [*runs], random.Random(0)
     for _ in range(rows):
+        orders.shuffle(names)
         for name in names:
             found[name].append(runs[name]())
-        names.rotate(-1)
     return found
 
 
