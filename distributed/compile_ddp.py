@@ -26,7 +26,7 @@ from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement.agreement import agreement_of
 from distributed.ddp_module import process_group
 from distributed.ddp_options import DDPOptions
-from distributed.eligibility import reason_for_reducer, reason_of_call
+from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
 from distributed.reducer_way import ReducerWay
@@ -47,6 +47,7 @@ class CompiledDDP:
         self.ddp = ddp
         self._request = request
         self._options = options or DDPOptions()
+        self._group = process_group(ddp)
         # Made before the ranks have agreed where a call is not synchronised: one rank may evaluate alone.
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
@@ -54,7 +55,7 @@ class CompiledDDP:
         self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
         self._logged: set[str] = set()
         if self._options.step_in_backward is not None:
-            if reason := self._reason_for_reducer():
+            if reason := self._own_reason_for_reducer():
                 raise ValueError(_no_step(reason))
             self._in_graph = InGraphWay(ddp, request, self._options)
         # It lies among the constants of code, where Python's collector does not look.
@@ -74,7 +75,7 @@ class CompiledDDP:
     @property
     def buckets(self) -> GradientBuckets | None:
         """The gradients of the in-graph way; ``None`` before the first call and in the other way."""
-        return None if self._in_graph is None or self._against_in_graph else self._in_graph.buckets
+        return None if self._in_graph is None or self.reason_for_reducer else self._in_graph.buckets
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -93,8 +94,14 @@ class CompiledDDP:
 
     @property
     def reason_for_reducer(self) -> str | None:
-        """Why the module keeps stock DDP's reducer; ``None`` where it does not, or before the first call."""
-        return self._against_in_graph or None
+        """Why a call made now would keep stock DDP's reducer; ``None`` where it would not. Before the first synchronised
+        call it is this rank's own reason."""
+        if self._against_in_graph:
+            return self._against_in_graph
+        reason = reason_of_call(self.ddp)
+        if not reason and self._against_in_graph is None:
+            reason = self._own_reason_for_reducer()
+        return reason or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if has_hooks(self.ddp):
@@ -103,30 +110,30 @@ class CompiledDDP:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self.ddp
-        # Before any agreement: a rank that has no inputs left makes no call.
-        against: str | None = self._reason_of_call()
-        if not against:
-            if self._against_in_graph is None and is_synchronised(ddp):
-                self._agree_on_way()
-            against = self._against_in_graph
-        if against is None:
-            against = self._reason_for_reducer()
-        if against and self._options.step_in_backward is not None:
-            raise CompileError(_no_step(against))
-        if against:
+        if process_group(ddp) is not self._group:
+            self._begin_anew()
+        # In a join() there is no agreement: a rank that has no inputs left makes no call.
+        if self._against_in_graph is None and is_synchronised(ddp) and not is_joining(ddp):
+            self._agree_on_way()
+        if against := self.reason_for_reducer:
+            if self._options.step_in_backward is not None:
+                raise CompileError(_no_step(against))
+            if not self._against_in_graph and against not in self._logged:
+                self._logged.add(against)
+                logger.warning("calls of the DDP module keep stock DDP's reducer: %s", against)
             return self.reducer_way(*args, **kwargs)
         if self._in_graph is None:
             self._in_graph = InGraphWay(ddp, self._request, self._options)
         return self._in_graph(*args, **kwargs)
 
-    def _reason_of_call(self) -> str:
-        reason = reason_of_call(self.ddp)
-        if reason and reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("calls of the DDP module keep stock DDP's reducer: %s", reason)
-        return reason
+    def _begin_anew(self) -> None:
+        """The module reduces over another process group now (``DDP._update_process_group``)."""
+        self._group, self._against_in_graph = process_group(self.ddp), None
+        if self._in_graph is not None:
+            self._in_graph.buckets.expecting = False
+            self._in_graph = None
 
-    def _reason_for_reducer(self) -> str:
+    def _own_reason_for_reducer(self) -> str:
         if self._options.overlap == "reducer":
             return 'overlap="reducer" was chosen'
         if not isinstance(self._request.backend, RegionBackend):
@@ -135,7 +142,7 @@ class CompiledDDP:
 
     def _agree_on_way(self) -> None:
         """Fixes the way for good: in-graph only if every rank can."""
-        ddp, reason = self.ddp, self._reason_for_reducer()
+        ddp, reason = self.ddp, self._own_reason_for_reducer()
         agreement = agreement_of(process_group(ddp))
         self._against_in_graph = agreement.settle(
             "asks how gradients are to be reduced", self._options.agreement_timeout_s, reason=reason

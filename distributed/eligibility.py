@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.ddp_module import process_group
 from distributed.group_backend import backend_of
+from distributed.reducer.parked_reducer import is_parked
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
@@ -40,22 +41,31 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
 
 def reason_of_call(ddp: DistributedDataParallel) -> str:
     """Why this one call must go through stock DDP's reducer, on all ranks alike, or ""."""
-    # Ranks that have no more inputs take part in the collectives of the reducer's buckets.
-    if ddp._join_config.enable:
-        return "the call is inside a join() context"
-    return _reason_switched_on(ddp)
+    return "the call is inside a join() context" if is_joining(ddp) else _reason_switched_on(ddp)
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether ranks may have no inputs left, which take part in the collectives of the reducer's buckets then."""
+    return ddp._join_config.enable
 
 
 def _reason_switched_on(ddp: DistributedDataParallel) -> str:
     """What the program can ask of a module after its first call, too."""
     # For its own mixed precision DDP registers one.
-    if ddp._comm_hooks and ddp.mixed_precision is None:
+    if (ddp._comm_hooks and ddp.mixed_precision is None) or _has_hook_in_c(ddp):
         return "a communication hook is registered"
     if hasattr(ddp, "buffer_hook"):
         return "a buffer hook is registered"
     if "forward" in vars(ddp):
         return "its forward was replaced"
     return ""
+
+
+def _has_hook_in_c(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has one of those that come with it. Nobody but its logger tells."""
+    if is_parked(ddp) or ddp.logger is None:
+        return False
+    return ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "").startswith("Builtin")
 
 
 def has_own_forward(ddp: DistributedDataParallel) -> bool:

@@ -20,7 +20,7 @@ from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement.agreement import agreement_of
+from distributed.agreement.agreement import Agreement, agreement_of
 from distributed.ddp_module import process_group
 from distributed.eligibility import has_own_forward
 from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
@@ -57,6 +57,7 @@ class ReducerWay:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
+        self._agreement().watch.at_point()
         if ddp.module is not self._module:
             self.forward = self._make_forward()
         if has_own_forward(ddp):
@@ -73,7 +74,6 @@ class ReducerWay:
     ) -> Callable[..., Sequence[torch.Tensor]]:
         """Ranks need not have the same graphs, but one that fails here is missed by the others in an all-reduce."""
         request = self._request
-        agreement = agreement_of(process_group(self._ddp))
 
         def compile_form() -> Callable[..., Sequence[torch.Tensor]]:
             graph = compile_in_ddp(captured, inputs, request)
@@ -83,4 +83,7 @@ class ReducerWay:
             return graph
 
         what = "compiles a graph for stock DDP's reducer"
-        return agreement.compile_alone(what, self._timeout_s, compile_form)
+        return self._agreement().compile_alone(what, self._timeout_s, compile_form)
+
+    def _agreement(self) -> Agreement:
+        return agreement_of(process_group(self._ddp))

@@ -31,6 +31,8 @@ def park_reducer(ddp: DistributedDataParallel) -> None:
     for name in _ATTRIBUTES:
         attributes.pop(name, None)
     attributes[_MARK] = True
+    # The next one has yet to rebuild its buckets.
+    ddp._has_rebuilt_buckets = False
 
 
 def is_parked(ddp: DistributedDataParallel) -> bool:

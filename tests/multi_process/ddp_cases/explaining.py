@@ -7,11 +7,15 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import compile_core
 from compile_core.errors import CompileError
 from distributed import DDPOptions, compile_ddp, explain_ddp, inspect_ddp
-from tests.multi_process.ddp_harness import DEVICE, Net, case, data, pair, stock_ddp
+from distributed.explaining.record_timeline import record_timeline
+from distributed.reducer.parked_reducer import is_parked
+from distributed.reducer.stock_buckets import stock_buckets
+from tests.multi_process.ddp_harness import DEVICE, Net, case, data, loss_of, pair, stock_ddp
 
 
 @case()
@@ -82,6 +86,31 @@ def module_of_the_reducer() -> None:
         len(explanation.stock_plan.buckets),
     )
     assert "find_unused_parameters=True" in str(explanation)
+
+
+@case()
+def communication_hook_before_and_after_the_first_step() -> None:
+    for steps in (0, 1):
+        _, compiled = pair(backend="aot_eager")
+        for step in range(steps):
+            loss_of(compiled(data(step))).backward()
+        compiled.register_comm_hook(None, default_hooks.allreduce_hook)
+        explanation = explain_ddp(compiled)(data(0))
+        assert "a communication hook is registered" in str(explanation) and explanation.pieces == (3,)
+        with pytest.raises(CompileError, match="nothing to record.*hook"), record_timeline(compiled):
+            pass
+
+
+@case()
+def module_that_ran_plainly_before() -> None:
+    """Its reducer has rebuilt its buckets, is let go, and must not be made again to be explained."""
+    ddp = stock_ddp()
+    for step in range(2):
+        loss_of(ddp(data(step))).backward()
+    rebuilt = [len(bucket) for bucket in stock_buckets(ddp, [])]
+    explanation = explain_ddp(ddp)(data(0))
+    assert [len(bucket.parameters) for bucket in explanation.stock_plan.buckets] == rebuilt
+    assert is_parked(ddp)
 
 
 class _Broken(Net):

@@ -96,6 +96,11 @@ def one_rank_that_needs_the_reducer_takes_all() -> None:
         compiled.find_unused_parameters = True
     train((stock, compiled))
     check_reducer(compiled, "rank 1")
+    stock, compiled = pair()
+    if dist.get_rank() == 1:
+        compiled.register_comm_hook(None, default_hooks.allreduce_hook)
+    train((stock, compiled))
+    check_reducer(compiled, "rank 1: a communication hook")
 
 
 @case()
@@ -245,6 +250,18 @@ def communication_hooks_registered_after_steps() -> None:
     check_steps(stock, compiled)
     assert calls[0] and calls[1]
     check_reducer(compiled, "communication hook")
+
+
+@case()
+def communication_hooks_that_come_with_the_reducer() -> None:
+    """They are known to it alone; registered before the first step, or later."""
+    for steps in (0, 2):
+        stock, compiled = pair(backend="aot_eager")
+        check_steps(stock, compiled, steps=steps)
+        for model in (stock, compiled):
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        check_steps(stock, compiled)
+        check_reducer(compiled, "communication hook")
 
 
 @case("cuda")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from tests.multi_process.ddp_harness import (
@@ -13,6 +15,7 @@ from tests.multi_process.ddp_harness import (
     data,
     loss_of,
     pair,
+    plain_step,
 )
 
 
@@ -49,3 +52,24 @@ def a_group_that_is_destroyed() -> None:
         check_steps(*models)
     dist.destroy_process_group(group)
     check_steps(*over_all)
+
+
+@case()
+def a_module_that_gets_another_group() -> None:
+    """As of ranks that are left when one has gone: here each goes on alone, and then all together."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    stock, compiled = pair(backend="aot_eager")
+
+    def step(model: Any, number: int) -> None:
+        if number % 3 == 0:
+            model(data(number))  # a forward without a backward
+            model._update_process_group([alone, dist.group.WORLD][number % 2])
+        plain_step(model, number)
+
+    check_steps(stock, compiled)
+    check_steps(stock, compiled, step, steps=3, synchronised=False)
+    for model in (stock, compiled):
+        model.load_state_dict(pair(backend="aot_eager")[0].state_dict())
+        model._update_process_group(dist.group.WORLD)
+    check_steps(stock, compiled)
+    check_in_graph(compiled)

@@ -25,6 +25,7 @@ from tests.multi_process.ddp_harness import (
     check_gradients,
     check_reducer,
     data,
+    loss_of,
     stock_ddp,
     train,
 )
@@ -132,6 +133,21 @@ def gradients_of_low_rank() -> None:
         return state, powerSGD_hook
 
     check_hook(Net, hook, 1, bucket_cap_mb=25)
+
+
+@case()
+def reducers_made_again_rebuild_their_buckets() -> None:
+    """Also where the one before had done so."""
+    stock, ddp = stock_ddp(), stock_ddp()
+    for model in (stock, ddp):
+        for step in range(2):
+            loss_of(model(data(step))).backward()
+    compiled = compile_core.compile(ddp, backend="aot_eager")
+    train((stock, compiled), steps=2, exact=True)
+    compiled.register_comm_hook(None, default_hooks.allreduce_hook)
+    train((stock, compiled), exact=True)
+    assert pieces(compiled) == [3], pieces(compiled)
+    check_same_buckets(stock, compiled)
 
 
 class Branching(Net):
