@@ -113,7 +113,7 @@ class Agreement:
             CompileError: the job has failed; on every rank.
         """
         number = self._begin(what, timeout_s)
-        return self._conclude(number, timeout_s, statements, reason)
+        return self._conclude(number, what, timeout_s, statements, reason)
 
     def give_up(self, what: str, timeout_s: float, error: str) -> None:
         """A round that this rank has no part in because of an error: the others are told, if they wait in it.
@@ -138,7 +138,7 @@ class Agreement:
         number = self._begin(what, timeout_s)
         with self._compiling():
             compiled, statements = compile()
-        self._conclude(number, timeout_s, statements, "")
+        self._conclude(number, what, timeout_s, statements, "")
         return compiled
 
     def compile_alone(self, what: str, timeout_s: float, compile: Callable[[], Compiled]) -> Compiled:
@@ -186,7 +186,9 @@ class Agreement:
         self._bulletin.post(f"{number}/begun/{self._rank}", True)
         return number
 
-    def _conclude(self, number: int, timeout_s: float, statements: Sequence[Statement], reason: str) -> str:
+    def _conclude(
+        self, number: int, what: str, timeout_s: float, statements: Sequence[Statement], reason: str
+    ) -> str:
         bulletin = self._bulletin
         digests = []
         for statement in statements:
@@ -194,7 +196,8 @@ class Agreement:
             digests.append((statement.claim, digest))
             if not bulletin.has(f"text/{digest}"):
                 bulletin.post(f"text/{digest}", (statement.lines, statement.places))
-        bulletin.post(f"{number}/decided/{self._rank}", {"reason": reason, "digests": digests})
+        decision = {"what": what, "reason": reason, "digests": digests}
+        bulletin.post(f"{number}/decided/{self._rank}", decision)
         if bulletin.count(f"{number}/count", 1) == len(self._ranks):
             bulletin.post(f"{number}/complete", True)
         deadline = time.monotonic() + timeout_s
@@ -217,12 +220,18 @@ class Agreement:
     def _judge(self, number: int) -> str:
         """The reason that counts; ends the job where ranks decided differently."""
         decisions = {rank: self._bulletin.read(f"{number}/decided/{rank}") for rank in self._ranks}
+        first = decisions[self._ranks[0]]
+        for rank, decision in decisions.items():
+            if [claim for claim, _ in decision["digests"]] != [claim for claim, _ in first["digests"]]:
+                self._end(
+                    f"rank {rank} {decision['what']} when rank {self._ranks[0]} {first['what']}; the ranks must run the "
+                    f"same program"
+                )
         for rank, decision in decisions.items():
             if decision["reason"]:
                 return f"rank {rank}: {decision['reason']}"
-        first = decisions[self._ranks[0]]["digests"]
         for rank, decision in decisions.items():
-            for (_, ours), (claim, theirs) in zip(first, decision["digests"], strict=True):
+            for (_, ours), (claim, theirs) in zip(first["digests"], decision["digests"], strict=True):
                 if ours != theirs:
                     self._end(
                         f"rank {rank} {claim} than rank {self._ranks[0]}: {self._difference(ours, theirs)}"
@@ -356,7 +365,8 @@ def _turns(seconds: float) -> Iterator[None]:
 def _did_not_come(ranks: Sequence[int], timeout_s: float, what: str) -> str:
     return (
         f"rank {_listed(ranks)} did not come to an agreement within {timeout_s:g} s while {what}. It may have "
-        f"failed, or not called the compiled module, or have nothing to compile because it runs another graph"
+        f"failed, or be late (then raise agreement_timeout_s), or not have called the compiled module, or have nothing "
+        f"to compile because it runs another graph"
     )
 
 

@@ -162,15 +162,22 @@ def _sum_of_results(results: Any) -> torch.Tensor:
 
 @contextmanager
 def _left_as_it_was(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Gradients, buffers and torch's random state are afterwards what they were before."""
+    """Gradients, buffers and torch's random state are afterwards what they were before, and so is whether buffers are
+    to be sent before the next forward."""
     gradients = [(parameter, parameter.grad) for parameter in ddp.parameters()]
     values = [None if gradient is None else gradient.clone() for _, gradient in gradients]
     buffers = [(buffer, buffer.clone()) for buffer in ddp.buffers()]
+    # A forward may put other tensors in their places.
+    tables = [(part._buffers, dict(part._buffers)) for part in ddp.modules()]
+    sends_buffers = ddp.require_forward_param_sync
     devices = {parameter.device for parameter in ddp.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng([device.index for device in devices]):
         try:
             yield
         finally:
+            ddp.require_forward_param_sync = sends_buffers
+            for table, held in tables:
+                table.update(held)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -126,6 +126,18 @@ def test_another_graph_is_an_error_with_the_first_line_that_differs() -> None:
     )
 
 
+def test_a_round_of_another_kind_is_an_error_that_says_what_each_rank_does() -> None:
+    """As where one rank has a graph more, or calls the modules in another order."""
+    for other in (
+        lambda agreement: agreement.settle("plans buckets", 5, [Statement("planned other buckets", ("a",))]),
+        lambda agreement: agreement.settle("asks for the way", 5, reason="it has hooks"),
+    ):
+        outcomes = Ranks().run(compiling(GRAPH), other)
+        check_all_told(
+            outcomes, "rank 1 ", " when rank 0 compiles a graph of 2 operators; the ranks must run"
+        )
+
+
 def test_a_reason_of_one_rank_counts_for_all() -> None:
     ranks = Ranks()
 

@@ -57,6 +57,31 @@ def explained_module_is_left_as_it_was() -> None:
     assert all(torch.equal(value, buffers[name]) for name, value in compiled.named_buffers())
 
 
+class _Counting(Net):
+    """Puts another tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return super().forward(x)
+
+
+@case()
+def buffers_that_are_replaced_are_left_as_they_were() -> None:
+    """Behind a call under ``no_sync()`` a rank goes on with its own buffers."""
+    _, compiled = pair(_Counting, backend="aot_eager")
+    loss_of(compiled(data(0))).backward()
+    with compiled.no_sync():
+        loss_of(compiled(data(0))).backward()
+    count = compiled.module.count
+    explain_ddp(compiled)(data(1))
+    assert compiled.module.count is count and count == 2
+    assert not compiled.require_forward_param_sync
+
+
 @case()
 def module_that_is_not_compiled() -> None:
     ddp = stock_ddp()
@@ -97,7 +122,7 @@ def communication_hook_before_and_after_the_first_step() -> None:
         compiled.register_comm_hook(None, default_hooks.allreduce_hook)
         explanation = explain_ddp(compiled)(data(0))
         assert "a communication hook is registered" in str(explanation) and explanation.pieces == (3,)
-        with pytest.raises(CompileError, match="nothing to record.*hook"), record_timeline(compiled):
+        with pytest.raises(CompileError, match=r"nothing to record.*hook"), record_timeline(compiled):
             pass
 
 
