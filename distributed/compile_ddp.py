@@ -94,8 +94,8 @@ class CompiledDDP:
 
     @property
     def reason_for_reducer(self) -> str | None:
-        """Why a call made now would keep stock DDP's reducer; ``None`` where it would not. Before ranks have agreed it is
-        this rank's own reason."""
+        """Why a call made now would keep stock DDP's reducer; ``None`` where it would not. Before ranks have agreed it
+        is this rank's own reason."""
         if self._against_in_graph:
             return self._against_in_graph
         reason = reason_of_call(self.ddp)

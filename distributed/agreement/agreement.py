@@ -224,8 +224,8 @@ class Agreement:
         for rank, decision in decisions.items():
             if [claim for claim, _ in decision["digests"]] != [claim for claim, _ in first["digests"]]:
                 self._end(
-                    f"rank {rank} {decision['what']} when rank {self._ranks[0]} {first['what']}; the ranks must run the "
-                    f"same program"
+                    f"rank {rank} {decision['what']} when rank {self._ranks[0]} {first['what']}; the ranks must "
+                    f"run the same program"
                 )
         for rank, decision in decisions.items():
             if decision["reason"]:
