@@ -79,7 +79,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "gradients": ("collectives", "optimizer_steps"),
     "planning": ("collectives", "gradients", "reducer"),
     "ddp_options": ("collectives",),
-    "eligibility": ("ddp_module", "group_backend"),
+    "eligibility": ("ddp_module", "group_backend", "reducer"),
     "graph_forms": ("agreement", "planning"),
     "in_graph_way": (*PARTS, "ddp_module", "ddp_options", "graph_forms"),
     "reducer_way": ("agreement", "ddp_module", "eligibility", "reducer"),
