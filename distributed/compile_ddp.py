@@ -54,6 +54,9 @@ class CompiledDDP:
         self._against_in_graph: str | None = None
         self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
         self._logged: set[str] = set()
+        for form in forms_of(ddp):
+            if isinstance(form, CompiledDDP):
+                form.give_back_optimizer()
         if self._options.step_in_backward is not None:
             if reason := self._own_reason_for_reducer():
                 raise ValueError(_no_step(reason))
@@ -117,6 +120,7 @@ class CompiledDDP:
             self._agree_on_way()
         if against := self.reason_for_reducer:
             if self._options.step_in_backward is not None:
+                self.give_back_optimizer()
                 raise CompileError(_no_step(against))
             if not self._against_in_graph and against not in self._logged:
                 self._logged.add(against)
@@ -130,8 +134,14 @@ class CompiledDDP:
         """The module reduces over another process group now (``DDP._update_process_group``)."""
         self._group, self._against_in_graph = process_group(self.ddp), None
         if self._in_graph is not None:
+            self.give_back_optimizer()
             self._in_graph.buckets.expecting = False
             self._in_graph = None
+
+    def give_back_optimizer(self) -> None:
+        """The program steps the optimizer of ``step_in_backward`` itself from now on, as with a form without it."""
+        if self._in_graph is not None:
+            self._in_graph.give_back_optimizer()
 
     def _own_reason_for_reducer(self) -> str:
         if self._options.overlap == "reducer":

@@ -63,9 +63,10 @@ class InGraphWay:
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
         averaging = Averaging(group, ddp.device, options.gradient_compression)
         parameters, stepper = reduced_parameters(ddp), None
+        self._optimizer: PartialOptimizer | None = None
         if options.step_in_backward is not None:
-            optimizer = PartialOptimizer(options.step_in_backward, parameters)
-            stepper = StepInBackward(optimizer, parameters, averaging.on_streams)
+            self._optimizer = PartialOptimizer(options.step_in_backward, parameters)
+            stepper = StepInBackward(self._optimizer, parameters, averaging.on_streams)
         self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch, stepper)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
@@ -90,6 +91,11 @@ class InGraphWay:
     def graphs(self) -> list[CompiledGraph]:
         """What was compiled for calls whose gradients are reduced."""
         return [graph for forms in self._forms for graph in forms.graphs]
+
+    def give_back_optimizer(self) -> None:
+        """The program steps the optimizer itself from now on, unless a backward of this way does so again."""
+        if self._optimizer is not None:
+            self._optimizer.give_back()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ddp, buckets = self._ddp, self.buckets

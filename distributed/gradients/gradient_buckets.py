@@ -439,7 +439,9 @@ class GradientBuckets:
                 for name in stored:
                     self.parameters[name].grad = self._buffers.places[name]
             if self._stepper is not None:
-                self._stepper.end_round(self._buffers.flat)
+                of_buckets = zip(self._buffers.flat, map(len, self._buffers.names), strict=True)
+                of_users = ((self._before[name], 1) for name in self._before if self._is_users(name))
+                self._stepper.end_round((*of_buckets, *of_users))
         # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
         self._clear(expecting=bool(self.missing))
         self.rounds += 1

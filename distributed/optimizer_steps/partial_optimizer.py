@@ -16,14 +16,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+# By which a GradScaler tells whether an optimizer takes scaled gradients.
+_TAKES_SCALED = "_step_supports_amp_scaling"
 
 
 class PartialOptimizer:
     """
     Args:
-        optimizer: from now on a call of its ``step`` is an error.
+        optimizer: until it is given back, a call of its ``step`` is an error.
         parameters: those that may be given to ``step``, by name.
 
     Raises:
@@ -35,37 +42,51 @@ class PartialOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._refuse_class()
-        known = {id(parameter) for parameter in parameters.values()}
-        foreign = sum(
-            given.requires_grad and id(given) not in known
-            for group in optimizer.param_groups
-            for given in group["params"]
-        )
-        if foreign:
-            raise ValueError(
-                f"{foreign} parameters of the optimizer in step_in_backward are none whose gradients the module "
-                "reduces: give them an optimizer of their own, which you step"
-            )
-        if _refuse_call not in optimizer._optimizer_step_pre_hooks.values():
-            optimizer.register_step_pre_hook(_refuse_call)
-        # Else a GradScaler would not call it where gradients are infinite, and nobody would hear of the mistake.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._known = frozenset(map(id, parameters.values()))
+        self._refuse_foreign(ValueError)
+        self._handle: RemovableHandle | None = None
+        self._took_scaled: Any = None
+        self._take()
         self._group_of: dict[int, int] = {}
         self._is_checked = False
+
+    def _take(self) -> None:
+        if self._handle is not None:
+            return
+        optimizer = self._optimizer
+        self._handle = optimizer.register_step_pre_hook(_refuse_call)
+        self._took_scaled = vars(optimizer).get(_TAKES_SCALED)
+        # Else a GradScaler would not call it where gradients are infinite, and nobody would hear of the mistake.
+        setattr(optimizer, _TAKES_SCALED, True)
+
+    def give_back(self) -> None:
+        """The program may call the optimizer's ``step`` again, until a round begins."""
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        if self._took_scaled is None:
+            delattr(self._optimizer, _TAKES_SCALED)
+        else:
+            setattr(self._optimizer, _TAKES_SCALED, self._took_scaled)
 
     def begin_round(self) -> None:
         """Called before the steps of one backward.
 
         Raises:
-            RuntimeError: the optimizer has hooks on its step.
+            RuntimeError: the optimizer has hooks on its step, or by now parameters that the module does not reduce.
         """
+        self._take()
         optimizer = self._optimizer
         hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name).values()]
+        for of_all in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+            hooks += of_all.values()
         if any(hook is not _refuse_call for hook in hooks):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has hooks on its step, but with step_in_backward there is no step of all "
                 "its parameters at once: remove the hooks, or call optimizer.step() without step_in_backward"
             )
+        self._refuse_foreign(RuntimeError)
         self._group_of = {
             id(given): k for k, group in enumerate(optimizer.param_groups) for given in group["params"]
         }
@@ -127,12 +148,28 @@ class PartialOptimizer:
                     raise self._refusal(f"changes its attribute {key!r} at every step")
                 before[key] = value
 
+    def _refuse_foreign(self, kind: type[Exception]) -> None:
+        known = self._known
+        foreign = sum(
+            id(given) not in known and given.requires_grad
+            for group in self._optimizer.param_groups
+            for given in group["params"]
+        )
+        if foreign:
+            raise kind(
+                f"{foreign} parameters of the optimizer in step_in_backward are none whose gradients the module "
+                "reduces, as those that were frozen when the DistributedDataParallel module was made: give them an "
+                "optimizer of their own, which you step"
+            )
+
     def _refuse_class(self) -> None:
         optimizer = self._optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"step_in_backward takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
+        if isinstance(optimizer, Joinable):  # as torch's ZeroRedundancyOptimizer
+            raise self._refusal("has collectives in its step", ValueError)
         arguments = inspect.signature(type(optimizer).step).parameters
         closure = arguments.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

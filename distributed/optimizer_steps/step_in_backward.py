@@ -15,7 +15,7 @@ One backward is one step. Nothing is stepped under ``no_sync()``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -44,8 +44,8 @@ class StepInBackward:
         self._early: frozenset[str] = frozenset()
         self._reduced: list[tuple[frozenset[str], Work]] = []
         self._stepped: set[str] = set()
-        # Gradients as the last round left them: buffers, with their versions.
-        self._left: list[tuple[torch.Tensor, int]] = []
+        # The memory of gradients as the last round left it, with its versions now and once it is set to zero.
+        self._left: list[tuple[torch.Tensor, int, int]] = []
         self._zeroes_in_place = False
 
     def begin_round(self, early: Iterable[str]) -> None:
@@ -83,19 +83,18 @@ class StepInBackward:
                 self._step(names)
         self._reduced = left
 
-    def end_round(self, buffers: Sequence[torch.Tensor]) -> None:
+    def end_round(self, gradients: Iterable[tuple[torch.Tensor, int]]) -> None:
         """All collectives are done: steps what is left.
 
         Args:
-            buffers: in which the gradients lie.
+            gradients: the tensors in which they lie, and how many there are in each.
         """
         self._step(self._parameters.keys() - self._stepped)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._optimizer.end_round()
         self._clear()
-        if not self._zeroes_in_place:
-            self._left = [(buffer, buffer._version) for buffer in buffers]
+        self._left = [(tensor, tensor._version, tensor._version + count) for tensor, count in gradients]
 
     def abandon_round(self) -> None:
         """The backward did not come to its end.
@@ -120,17 +119,20 @@ class StepInBackward:
             RuntimeError: somebody has changed the gradients since, which comes too late.
         """
         left, self._left = self._left, []
-        changed = [buffer for buffer, version in left if buffer._version != version]
+        changed = [(tensor, zeroed) for tensor, version, zeroed in left if tensor._version != version]
         if not changed:
             return
-        # Gradients that are set to zero look the same; whoever does that does it always.
-        self._zeroes_in_place = not any(bool(buffer.any()) for buffer in changed)
-        if not self._zeroes_in_place:
-            raise RuntimeError(
-                "gradients were changed after the backward, but DDPOptions(step_in_backward=...) had made the step by "
-                "then, so that had no effect: clip_grad_norm_ and the like need a compilation without "
-                "step_in_backward, and optimizer.step()"
-            )
+        # Setting each gradient to zero looks the same; whoever does that does it always, and does nothing else.
+        if all(tensor._version <= zeroed for tensor, zeroed in changed):
+            if not self._zeroes_in_place:
+                self._zeroes_in_place = not any(bool(tensor.any()) for tensor, _ in changed)
+            if self._zeroes_in_place:
+                return
+        raise RuntimeError(
+            "gradients were changed after the backward, but DDPOptions(step_in_backward=...) had made the step by "
+            "then, so that had no effect: clip_grad_norm_ and the like need a compilation without step_in_backward, "
+            "and optimizer.step(). To set gradients to zero in place, do it once a step"
+        )
 
     def _step(self, names: Iterable[str]) -> None:
         self._stepped.update(names)

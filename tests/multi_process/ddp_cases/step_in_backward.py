@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import compile_core
 from compile_core.ir.regions import graph_results
@@ -321,6 +322,31 @@ def what_comes_too_late_is_an_error() -> None:
 
 
 @case()
+def clipped_gradients_of_which_nothing_is_left() -> None:
+    """They are set to zero in place, so that only how often they were changed tells; or they are tensors of the
+    program's, which puts others in their places."""
+
+    def renew(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    clears: list[Callable[[nn.Module], None]] = [lambda model: model.zero_grad(set_to_none=False), renew]
+    for clear in clears:
+        models, optimizers = both()
+        compiled = models[1]
+        for step in range(3):  # without clipping all is well
+            for model in models:
+                clear(model)
+                loss_of(model(data(step))).backward()
+            optimizers[0].step()
+            check_parameters(models)
+        nn.utils.clip_grad_norm_(compiled.parameters(), 1e-3)
+        clear(compiled)
+        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+            compiled(data(3))
+
+
+@case()
 def scaled_losses_are_an_error() -> None:
     """Also where gradients are infinite, so that the step would be left out."""
     for factor in (1.0, torch.inf):
@@ -368,6 +394,61 @@ def optimizers_that_cannot_be_stepped_in_parts() -> None:
     hooked.register_step_post_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="hooks on its step"):
         loss_of(stepping(ddp, hooked)(data(0))).backward()
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    with handle, pytest.raises(RuntimeError, match="hooks on its step"):
+        loss_of(stepping(ddp, sgd(ddp))(data(0))).backward()
+    # Importing it warns, which is an error where tests are collected.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    # It broadcasts what it has stepped, and which bucket is stepped when differs between ranks.
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="collectives"):
+        stepping(ddp, sharded)
+
+
+@case()
+def parameters_that_are_trained_later_are_an_error() -> None:
+    """The module does not reduce them, and nobody would step them: those that it froze, and those from elsewhere."""
+
+    def make() -> nn.Module:
+        net = Net()
+        net.first.weight.requires_grad_(False)
+        return net
+
+    for thaws in (True, False):
+        models, optimizers = both(make=make)
+        train(models, optimizers, steps=1)
+        if thaws:
+            models[1].module.first.weight.requires_grad_(True)
+        else:
+            optimizers[1].add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+        with pytest.raises(RuntimeError, match="1 parameters of the optimizer"):
+            loss_of(models[1](data(1))).backward()
+
+
+@case()
+def optimizers_that_are_given_back() -> None:
+    """A form without ``step_in_backward`` steps nothing; the one before takes the optimizer again when it is used."""
+    models, optimizers = both()
+    train(models, optimizers, steps=1)
+    first = models[1]
+    again = compile_ddp(first, backend="aot_eager")
+    for step in range(2):
+        for model, optimizer in zip((models[0], again), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model(data(step))).backward()
+            optimizer.step()
+        check_parameters(models)
+    scaler = torch.amp.GradScaler(DEVICE)
+    loss = loss_of(again(data(2)))
+    optimizers[1].zero_grad()
+    scaler.scale(loss * torch.inf).backward()
+    before = [parameter.clone() for parameter in again.parameters()]
+    scaler.step(optimizers[1])  # leaves it out
+    assert all(map(torch.equal, before, again.parameters()))
+    train(models, optimizers, steps=1)
+    with pytest.raises(RuntimeError, match="leave the call out"):
+        optimizers[1].step()
 
 
 @case()
@@ -381,3 +462,5 @@ def stock_ddps_reducer_steps_nothing() -> None:
     check_in_graph(compiled)
     with ddp.join(), pytest.raises(compile_core.CompileError, match="join"):
         compiled(data(0))
+    # What the error says: call it.
+    inspect_ddp(compiled).options.step_in_backward.step()
