@@ -134,8 +134,10 @@ class InGraphWay:
         """A call raised. What a compilation raised, the others have been told already."""
         if self._agreement.watch.failure:
             return
-        if not isinstance(error, Exception):  # this process is about to end
-            self._agreement.watch.announce(f"rank {dist.get_rank()} was ended by {describe_error(error)}")
+        if not isinstance(error, Exception):  # this process ends, or the program goes on behind an interrupt
+            self._agreement.watch.announce_at_exit(
+                f"rank {dist.get_rank()} was ended by {describe_error(error)}"
+            )
         elif self.buckets.plan is None:
             self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
 

@@ -75,6 +75,7 @@ class FailureWatch:
         self._lock = threading.RLock()
         self._is_ours = False
         self._was_raised = False
+        self._last_words = ""
         self._last_point_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -92,12 +93,17 @@ class FailureWatch:
         self._was_raised = True
         self._linger()
 
+    def announce_at_exit(self, message: str) -> None:
+        """Ends the job on the other ranks if this process ends before its main thread comes by again."""
+        self._last_words = message
+
     def at_point(self) -> None:
         """The main thread comes by.
 
         Raises:
             CompileError: the job has failed.
         """
+        self._last_words = ""
         self._last_point_s = time.monotonic()
         if self.failure:
             self._was_raised = True
@@ -136,7 +142,11 @@ class FailureWatch:
                     raise
 
     def close(self) -> None:
-        """Ends the thread. A daemon thread that is in C++ while the interpreter ends would abort the process."""
+        """The process ends. A daemon thread that is in C++ meanwhile would abort it, so the thread ends first."""
+        if self._last_words:
+            with suppress(RuntimeError, ConnectionRefusedError):  # the store has ended, and with it the job
+                self._bulletin.require_server()
+                self.announce(self._last_words)
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)

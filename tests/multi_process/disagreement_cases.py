@@ -45,9 +45,11 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        self.swapped = False
+        self.swapped = self.is_interrupted = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
         if self.swapped:
             return self.first(self.second(x).relu())
         return self.second(self.first(x).relu())
@@ -163,6 +165,37 @@ def compilation_is_interrupted() -> None:
     if RANK == 1:
         faults.happens = interrupt
     step(model, rows=2 + RANK)
+
+
+@case
+def process_ends_in_a_forward() -> None:
+    """Rank 0 is in an all-reduce by then."""
+    ddp = make_ddp()
+    model = compiled(ddp)
+    step(model)
+    ddp.module.is_interrupted = RANK == 1
+    try:
+        step(model)
+    except KeyboardInterrupt:
+        agreement_of(dist.group.WORLD).watch.close()
+        raise
+
+
+@case
+def interrupts_that_the_program_handles() -> None:
+    """It goes on, if only to save and to evaluate."""
+    ddp = make_ddp()
+    model = compiled(ddp)
+    step(model)
+    ddp.module.is_interrupted = True
+    with suppress(KeyboardInterrupt):
+        step(model)
+    ddp.module.is_interrupted = False
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    check_equal_to_stock(model, [2, 2])
+    agreement_of(dist.group.WORLD).watch.close()
+    check_equal_to_stock(model, [2])
 
 
 @case

@@ -33,6 +33,7 @@ FAILURES: dict[str, tuple[str, str]] = {
     ),
     "later_compilation_fails": ("compilation failed on rank 1: InternalError: a fault", "InternalError"),
     "compilation_is_interrupted": ("compilation failed on rank 1: KeyboardInterrupt", "KeyboardInterrupt"),
+    "process_ends_in_a_forward": ("rank 1 was ended by KeyboardInterrupt", "KeyboardInterrupt"),
     "failure_is_known_before_the_backward": ("rank 1 gave up", "KeyboardInterrupt"),
     "first_call_raises": ("rank 1 did not come to an agreement: RuntimeError", "RuntimeError"),
 }
@@ -41,7 +42,11 @@ SILENCES = {
     "does_not_come": "rank 1 did not come to an agreement within 3 s while rank 0 asks how",
     "process_dies_while_it_compiles": "rank 1 did not end a compilation within 3 s while rank",
 }
-SUCCESSES = ("slow_rank_is_waited_for", "another_size_on_one_rank")
+SUCCESSES = (
+    "slow_rank_is_waited_for",
+    "another_size_on_one_rank",
+    "interrupts_that_the_program_handles",
+)
 # The limit for an agreement, and what comes on top: a look each second, and time to hear of it.
 SECONDS = 3 + 6
 
