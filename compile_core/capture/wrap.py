@@ -33,7 +33,7 @@ from compile_core.capture.object_model.functions import (
 from compile_core.capture.object_model.libraries import is_library_name
 from compile_core.capture.object_model.modules import ModuleValue
 from compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
-from compile_core.capture.object_model.opaque import wrap_opaque
+from compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
 from compile_core.capture.object_model.partials import PartialValue
 from compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
 from compile_core.capture.open_numbers.growing_lists import GrowingList
@@ -114,14 +114,15 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
         if number is not None:
             state.guards.type_is(source, int)
             return SymbolicInt(number, source)
-        # What ``.item()`` gave before a break, or its text, differs at every call; the uses of it are not worth a
+        # What ``.item()`` gave before a break, or its text, differs at every call; most uses of it are not worth a
         # capture each.
         passed_on = state.is_continuation and isinstance(source, LocalSource)
         if type(real) is float and state.sizes.history.is_open_float(source, real):
             state.guards.type_is(source, float)
             return FloatInput(state, source, real, never_stays=passed_on)
         if passed_on and type(real) is str and state.sizes.history.has_changed(source, real):
-            return wrap_opaque(state, real, source, None)
+            state.guards.type_is(source, str)
+            return ChangingText(real, source, None)
         state.guards.constant(source, real)
     return ConstantValue(real)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -231,3 +232,33 @@ def test_break_inside_a_range_of_the_profiler():
             assert torch.equal(compiled(torch.ones(2)), ranges(torch.ones(2)))
     assert len(graphs) > 1
     assert sum(event.key == "some range" for event in profiler.key_averages()) == 1
+
+
+def strings_that_decide(x, mode):
+    print("before", x.shape[0])
+    scales = {"train": 1, "validate": 2, "test": 3}
+    x = x * scales[mode] + (mode == "train") + 2 * (mode != "test") + 4 * (mode in ("test", "validate"))
+    if not mode:
+        return x - 1
+    print("between", mode)
+    return x + 1 if mode == "validate" else [x, f"in {mode}", mode.startswith("t")]
+
+
+def objects_that_decide(x, settings):
+    return x + 1 if settings == {"mode": "train"} else x - 1
+
+
+def test_strings_behind_a_break_decide_as_in_python():
+    """One that differs between calls is passed on without being known."""
+    compiled, _ = compile_counting(strings_that_decide)
+    x = torch.ones(3)
+    for mode in ("train", "validate", "test", "train", "test", "validate") * 2:
+        assert_same(strings_that_decide(x, mode), compiled(x, mode))
+
+
+def test_objects_without_rules_compare_as_in_python():
+    compiled, _ = compile_counting(objects_that_decide)
+    x = torch.ones(3)
+    for mode in ("validate", "train", "validate"):
+        settings = MappingProxyType({"mode": mode})  # equals a dictionary
+        assert_same(objects_that_decide(x, settings), compiled(x, settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.constants import ConstantValue
 from compile_core.errors import Unsupported
 from compile_core.ir.sources import Source
 
@@ -95,3 +96,27 @@ def wrap_opaque(state: CaptureState, real: Any, source: Source, reason: Unsuppor
     value = OpaqueValue(real, source, reason)
     state.known[id(real)] = (real, value)
     return value
+
+
+class ChangingText(OpaqueValue):
+    """A string that was another one in an earlier call.
+
+    What decides which way the program goes is guarded, such as the name of a mode. Everything else is refused: what
+    is made of a text that a number was written into would be captured in each call.
+    """
+
+    def settle(self, state: CaptureState) -> ConstantValue:
+        """The string itself, which must then be the same at every call."""
+        state.guards.constant(self.source, self.real)
+        return ConstantValue(self.real)
+
+    def hash_key(self, state: CaptureState) -> Any:
+        return self.settle(state).hash_key(state)
+
+    def truth(self, state: CaptureState) -> bool:
+        return self.settle(state).truth(state)
+
+
+def settled(state: CaptureState, value: Value) -> Value:
+    """A value that may be compared."""
+    return value.settle(state) if isinstance(value, ChangingText) else value

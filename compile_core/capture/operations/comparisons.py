@@ -13,6 +13,7 @@ import numpy as np
 from compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
 from compile_core.capture.object_model.functions import BoundMethodValue
 from compile_core.capture.object_model.objects import InstanceValue
+from compile_core.capture.object_model.opaque import OpaqueValue, settled
 from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, are_numbers, compare_numbers
 from compile_core.capture.operations.special_methods import of_metaclass, plain_content, special_method
 from compile_core.capture.values.base import CaptureState, NotConstant, Value
@@ -39,6 +40,7 @@ _SET_TESTS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": opera
 def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Value:
     """``left symbol right`` for one of COMPARE."""
     function, method, reflected = COMPARE[symbol]
+    left, right = settled(state, left), settled(state, right)
     array = operate(state, function, left, right)
     if array is not None:
         return array
@@ -121,6 +123,7 @@ def same_item(state: CaptureState, one: Value, other: Value) -> bool:
 
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
     """``left == right`` where the answer is known, which it is not for tensors."""
+    left, right = settled(state, left), settled(state, right)
     if any(issubclass(side.python_type(), np.dtype) for side in (left, right)):
         compared = operate(state, operator.eq, left, right)
         return compared is not None and compared.truth(state)
@@ -157,6 +160,9 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         pass
     if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
         return bool(left.real is right.real)
+    for side in (left, right):
+        if isinstance(side, OpaqueValue) and side.python_type().__eq__ is not object.__eq__:
+            raise state.unsupported("equality", f"{left.describe()} == {right.describe()}")
     plain = (ConstantValue, SequenceValue, DictValue, SetValue)
     if isinstance(left, plain) != isinstance(right, plain):
         return False
@@ -181,6 +187,7 @@ def is_same(state: CaptureState, left: Value, right: Value) -> bool:
     """``left is right``."""
     if left is right:
         return True
+    left, right = settled(state, left), settled(state, right)
     numbers = isinstance(left, SymbolicNumber) or isinstance(right, SymbolicNumber)
     if numbers and left.python_type() is not right.python_type():
         return False
