@@ -144,7 +144,8 @@ def record_timeline(compiled: Any) -> Iterator[Recorder]:
 
     Raises:
         TypeError: not a compiled DDP module.
-        CompileError: the module reduces its gradients with stock DDP's reducer, which is not recorded.
+        CompileError: the module reduces its gradients with stock DDP's reducer, which is not recorded; or it is being
+            recorded already.
     """
     runner = inspect_ddp(compiled)
     buckets = runner.buckets
@@ -152,6 +153,8 @@ def record_timeline(compiled: Any) -> Iterator[Recorder]:
         raise CompileError(
             f"nothing to record: {runner.reason_for_reducer or 'the module was not called yet'}"
         )
+    if buckets.observer is not None:
+        raise CompileError("the module is being recorded already: leave that context first")
     on_gpu = buckets.device.type == "cuda"
     recorder: Recorder = DeviceRecorder(buckets.device) if on_gpu else HostRecorder()
     backwards = labelled_backwards(runner)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,9 +35,12 @@ class AccumulationNodes:
     """The nodes of some parameters, with hooks that tell when the engine comes by.
 
     Args:
-        reached: called before a gradient is accumulated.
-        accumulated: called behind it with the name, before all hooks of the program that are on the node: as those of
-            stock DDP's reducer, which are there from when the module was wrapped.
+        reached: a method, called before a gradient is accumulated.
+        accumulated: one that is called behind it with the name, before all hooks of the program that are on the node:
+            as those of stock DDP's reducer, which are there from when the module was wrapped.
+
+    Nodes are shared by all compiled forms of a module: their hooks do not keep the methods' objects alive, and go with
+    this object.
 
     Attributes:
         by_name: the nodes.
@@ -51,12 +55,15 @@ class AccumulationNodes:
         self._parameters = parameters
         # Nobody else keeps these alive, and hooks go with them.
         self.by_name: dict[str, Any] = {name: _node_of(parameter) for name, parameter in parameters.items()}
-        self._hooks: list[Mapping[int, Any]] = []
+        handles: list[Any] = []
+        of_reached, of_accumulated = weakref.WeakMethod(reached), weakref.WeakMethod(accumulated)
         for name, node in self.by_name.items():
-            before = node.register_prehook(_Notice(reached))
-            behind = node.register_hook(_Notice(accumulated, name))
+            before = node.register_prehook(_Notice(_tell, of_reached))
+            behind = node.register_hook(_Notice(_tell, of_accumulated, name))
             put_first(behind)
-            self._hooks += [before.hooks_dict_ref(), behind.hooks_dict_ref()]
+            handles += [before, behind]
+        self._hooks: list[Mapping[int, Any]] = [handle.hooks_dict_ref() for handle in handles]
+        weakref.finalize(self, _remove, handles).atexit = False
 
     def hooked(self) -> frozenset[str]:
         """The names of parameters that have hooks of the program's."""
@@ -88,6 +95,17 @@ def refuse_new_hooks(names: Iterable[str]) -> None:
             f"hooks were registered on {', '.join(names)} between the forward and the backward of a "
             f"compiled DistributedDataParallel module; register them before the forward"
         )
+
+
+def _tell(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    living = method()
+    if living is not None:
+        living(*arguments)
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _node_of(parameter: torch.nn.Parameter) -> Any:

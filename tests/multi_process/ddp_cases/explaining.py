@@ -34,6 +34,8 @@ def plan_beside_stock_ddp() -> None:
     ]
     moved = [interval.bytes for interval in explanation.measured.intervals if interval.kind == "all_reduce"]
     assert moved == predicted == [bucket.bytes for bucket in explanation.plan.buckets]
+    with record_timeline(compiled), pytest.raises(CompileError, match="being recorded already"):
+        explain_ddp(compiled)(data(0))
     text = str(explanation)
     for expected in ("Buckets, beside stock DDP's", "third.weight", "backward_0", "exposed", "start-ups"):
         assert expected in text, text

@@ -214,3 +214,18 @@ def modules_that_are_let_go() -> None:
         del ddp, compiled, buckets
         gc.collect()
         assert [reference() for reference in living] == [None] * 3
+
+
+@case()
+def forms_that_are_let_go() -> None:
+    """Of a module that stays, when it is compiled again; they have buckets as large as its parameters."""
+    stock, ddp = stock_ddp(), stock_ddp()
+    living = []
+    for _ in range(3):
+        compiled = compile_core.compile(ddp, backend="aot_eager")
+        plain_step(compiled, 0)
+        living.append(weakref.ref(inspect_ddp(compiled).buckets))
+    gc.collect()
+    assert [reference() is None for reference in living] == [True, True, False]
+    check_steps(stock, compiled)
+    check_in_graph(compiled)
