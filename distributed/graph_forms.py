@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class GraphForms:
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         program = self._form_for(inputs)
         if isinstance(program, GraphOfManySizes) and not program.is_compiled_for(inputs):
-            self._agreed_graphs.compile(self._fingerprint, lambda: program.compiled_for(inputs))
+            self._compile_with_others(inputs, lambda: program.compiled_for(inputs))
         return program(*inputs)
 
     def _form_for(self, inputs: Sequence[Any]) -> Any:
@@ -92,9 +92,16 @@ class GraphForms:
                 "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
             )
             return self._captured.module
-        program = self._agreed_graphs.compile(self._fingerprint, lambda: self._compile(inputs))
+        program = self._compile_with_others(inputs, lambda: self._compile(inputs))
         self._forms.append(_Form(parameters, hooked, program))
         return program
+
+    def _compile_with_others(self, inputs: Sequence[Any], compile: Callable[[], Any]) -> Any:
+        """Ranks go their own ways between the parameters, as where data decide what is done with a batch."""
+        reduced = set(map(id, self._planner.buckets.parameters.values()))
+        if not any(id(parameter) in reduced for parameter in self._pick_parameters(inputs)):
+            return self._agreed_graphs.compile_alone(self._fingerprint, compile)
+        return self._agreed_graphs.compile(self._fingerprint, compile)
 
     def _compile(self, inputs: Sequence[Any]) -> Any:
         with normal_tensors():

@@ -1,7 +1,7 @@
 """Which graphs the ranks of a module have agreed on: one that is new in structure is compiled by all of them together.
 
 A rank may compile alone what differs only in sizes from a graph that was agreed on, as stock DDP serves a rank with
-another batch size: the buckets that its backward fills are the same.
+another batch size: the buckets that its backward fills are the same. Nor need the others have a graph that fills none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class AgreedGraphs:
             BaseException: from ``compile``, which ends the job on the other ranks.
         """
         if graph.digest in self._agreed:
-            what = f"compiles another size or form of {_describe(graph)}"
-            return self._agreement.compile_alone(what, self._timeout_s, compile)
+            return self.compile_alone(graph, compile)
         statements = (
             Statement("captured another graph", graph.lines, graph.places),
             Statement("has other dynamic sizes", graph.open_sizes),
@@ -46,6 +45,15 @@ class AgreedGraphs:
         compiled = self._agreement.compile_together(what, self._timeout_s, lambda: (compile(), statements))
         self._agreed[graph.digest] = graph
         return compiled
+
+    def compile_alone(self, graph: GraphFingerprint, compile: Callable[[], Compiled]) -> Compiled:
+        """What ``compile`` makes of a graph that the other ranks need not have.
+
+        Raises:
+            BaseException: from ``compile``, which ends the job on the other ranks.
+        """
+        what = "another size or form of" if graph.digest in self._agreed else "for itself"
+        return self._agreement.compile_alone(f"compiles {what} {_describe(graph)}", self._timeout_s, compile)
 
     def _difference(self, graph: GraphFingerprint) -> str:
         """Where a graph first differs from the one that it has most in common with."""

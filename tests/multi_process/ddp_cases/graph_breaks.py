@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import compile_core
@@ -124,6 +125,29 @@ def branches_that_data_decide() -> None:
         loss_of(model(data(step), torch.tensor([step]))).backward()
 
     check_graphs(Deciding, 3, run)
+
+
+@case()
+def ranks_that_go_their_own_ways_between_parameters() -> None:
+    """What holds no parameters, each rank captures and compiles for itself, also a rank alone."""
+
+    class OnRanks(Net):
+        def squeezed(self, x: torch.Tensor, step: int) -> torch.Tensor:
+            if dist.get_rank() == 0:
+                return torch.tanh(x)
+            return x.sigmoid() * 2 if step == 1 else x
+
+        def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+            x = self.norm(self.first(x))
+            compile_core.graph_break()
+            x = self.squeezed(x, step)
+            compile_core.graph_break()
+            return self.third(self.second(x))
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step), step)).backward()
+
+    check_graphs(OnRanks, 3, run)
 
 
 @case()
