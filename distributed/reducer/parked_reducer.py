@@ -2,7 +2,7 @@
 
 ``DistributedDataParallel`` makes its reducer, with buckets for all gradients, when it is constructed. On the in-graph
 way nobody uses it. It is let go, and made again, as for an unpickled module, when anybody asks for it: ``join()``, a
-communication hook, logging data, a copy, or a method of a later torch.
+communication hook, logging data, or a method of a later torch. Copies have one of their own, as all copies do.
 
 To notice that, the class gets attributes of the two names that hold it, when the first reducer is parked. They are
 asked only where an instance has none of its own, so other modules, and torch's compiler which looks into them, never
@@ -62,10 +62,19 @@ def _prepare_class() -> None:
 
     @functools.wraps(get_state)
     def state_without_reducer(self: DistributedDataParallel) -> Any:
-        """Leaves the reducer out, which must hence be there."""
-        if is_parked(self):
-            _make(self)
-        return get_state(self)
+        """Leaves the reducer out, of which it hence need not know that it is parked."""
+        if not is_parked(self):
+            return get_state(self)
+        attributes = vars(self)
+        attributes.update(dict.fromkeys(_ATTRIBUTES))
+        try:
+            state = get_state(self)
+        finally:
+            for name in _ATTRIBUTES:
+                del attributes[name]
+        del state[_MARK]
+        forget_parameters(state)
+        return state
 
     DistributedDataParallel.__getstate__ = state_without_reducer  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -77,7 +86,7 @@ def _make(ddp: DistributedDataParallel) -> None:
         parameters, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
-    forget_parameters(ddp)
+    forget_parameters(vars(ddp))
     if ddp.static_graph:
         # What the module has done once for a reducer before this one.
         ddp._static_graph_delay_allreduce_enqueued = False

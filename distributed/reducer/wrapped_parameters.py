@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +28,9 @@ def remember_parameters(ddp: DistributedDataParallel) -> None:
     vars(ddp)[_REMEMBERED] = _of_reducer(ddp)
 
 
-def forget_parameters(ddp: DistributedDataParallel) -> None:
-    """The module has a reducer again."""
-    vars(ddp).pop(_REMEMBERED, None)
+def forget_parameters(attributes: dict[str, Any]) -> None:
+    """The module that has these attributes has a reducer again, or will have one."""
+    attributes.pop(_REMEMBERED, None)
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from tests.multi_process.ddp_harness import (
     check_close,
     check_gradients,
     check_in_graph,
+    check_same_on_all_ranks,
     data,
+    loss_of,
     pair,
     train,
 )
@@ -67,8 +69,9 @@ def reducer_is_made_again_when_it_is_asked_for() -> None:
     assert not is_parked(ddp)
     park_reducer(ddp)
     copied = copy.deepcopy(ddp)
-    assert not is_parked(copied) and vars(copied)["reducer"] is not vars(ddp)["reducer"]
-    park_reducer(ddp)
+    assert is_parked(ddp) and not is_parked(copied) and vars(copied).keys() >= {"reducer", "logger"}
+    loss_of(copied(data(0))).backward()
+    check_same_on_all_ranks(copied.module.first.weight.grad, "gradient of a copy")
     # A module that was never parked does not meet what notices it.
     assert "reducer" in vars(stock) and not hasattr(type(type(stock).__dict__["reducer"]), "__set__")
     train((stock, compiled), steps=2)
