@@ -211,8 +211,11 @@ class GradientBuckets:
         self.expecting = True
         self._awaited = set(self.parameters)
         results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        for node in {value.grad_fn for value in results if value.grad_fn is not None}:
-            node.register_prehook(self._backward_reaches)
+        nodes = {value.grad_fn for value in results if value.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(self._backward_reaches_result)
+        if self._stepper is not None:
+            self._stepper.expect_backward(is_noticed=bool(nodes))
 
     def expect(self, node: Any, names: Sequence[str]) -> None:
         if len(self._announced) >= 16:
@@ -264,8 +267,14 @@ class GradientBuckets:
         if self._stepper is not None:
             self._stepper.region_ended(values)
 
+    def _backward_reaches_result(self, *_: Any) -> None:
+        """Before the engine runs the node of a result of the module."""
+        self._backward_reaches()
+        if self._stepper is not None:
+            self._stepper.module_reached()
+
     def _backward_reaches(self, *_: Any) -> None:
-        """Before the engine runs the node of a result of the module, or accumulates a gradient."""
+        """As above, or before it accumulates a gradient."""
         if self.expecting and self._round is None and self._buffers is not None and not returns_values():
             self._open_round()
 

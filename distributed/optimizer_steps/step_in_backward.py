@@ -44,6 +44,8 @@ class StepInBackward:
         self._early: frozenset[str] = frozenset()
         self._reduced: list[tuple[frozenset[str], Work]] = []
         self._stepped: set[str] = set()
+        self._is_noticed = True
+        self._is_through_module = False
         # The memory of gradients as the last round left it, with its versions now and once it is set to zero.
         self._left: list[tuple[torch.Tensor, int, int]] = []
         self._zeroes_in_place = False
@@ -54,10 +56,25 @@ class StepInBackward:
             early: the parameters whose gradients only compiled programs make.
         """
         self._optimizer.begin_round()
+        self._is_through_module = not self._is_noticed
         self._readers = ParameterReaders(self._parameters)
         self._early = frozenset(name for name in early if self._optimizer.has(self._parameters[name]))
 
+    def expect_backward(self, is_noticed: bool) -> None:
+        """A synchronised forward ended.
+
+        Args:
+            is_noticed: its backward will call ``module_reached``, since the forward's results were found.
+        """
+        self._is_noticed = is_noticed
+
+    def module_reached(self) -> None:
+        """The backward goes through a synchronised forward: it is one that steps. A round is also that of another one
+        which comes first behind such a forward, whose gradients stock DDP reduces, too."""
+        self._is_through_module = True
+
     def program_begins(self) -> None:
+        self.module_reached()
         self._readers.program_begins()
 
     def reducing(self, names: Iterable[str], work: Work) -> None:
@@ -89,6 +106,9 @@ class StepInBackward:
         Args:
             gradients: the tensors in which they lie, and how many there are in each.
         """
+        if not self._is_through_module:
+            self._clear()
+            return
         self._step(self._parameters.keys() - self._stepped)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -269,14 +269,36 @@ def parameters_that_autograd_reads_itself() -> None:
     train(models, optimizers, loss=decayed, exact=False)  # contributions add up in another order
 
 
+class Hidden:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class AllPlain(Net):
+    """No program stores a gradient, and the result is in an object of the program's."""
+
+    @compile_core.disable
+    def forward(self, x: torch.Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+@case()
+def results_that_are_not_found() -> None:
+    models, optimizers = both(make=AllPlain)
+    train(models, optimizers, loss=lambda model, x: loss_of(model(x).value))
+
+
 @case()
 def accumulation() -> None:
-    """Nothing is stepped under ``no_sync()``; two calls may share a backward."""
+    """Nothing is stepped under ``no_sync()``, also behind a forward without a backward; two calls may share a
+    backward."""
     models, optimizers = both()
     before = [parameter.clone() for parameter in models[1].parameters()]
     for model in models:
-        with model.no_sync():
-            loss_of(model(data(7))).backward()
+        for step in range(2):
+            with model.no_sync():
+                loss_of(model(data(7 + step))).backward()
+            model(data(0))
     assert all(map(torch.equal, before, models[1].parameters()))
     for model in models:
         (loss_of(model(data(1))) + loss_of(model(data(2)))).backward()
