@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 # Steps at the beginning of a row on a GPU. CUDA queues about a thousand launches, which is a few steps.
-_LEAD_IN = 5
+LEAD_IN = 5
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run_row(step: Callable[[], object], device: torch.device, length: int) -> Ro
             step()
             moments_s.append(time.perf_counter())
         return Row(1e3 * statistics.median(end - begin for begin, end in pairwise(moments_s)))
-    for _ in range(_LEAD_IN):
+    for _ in range(LEAD_IN):
         step()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(length + 1)]
     events[0].record()
