@@ -145,7 +145,8 @@ class StepInBackward:
         # Setting each gradient to zero looks the same; whoever does that does it always, and does nothing else.
         if all(tensor._version <= zeroed for tensor, zeroed in changed):
             if not self._zeroes_in_place:
-                self._zeroes_in_place = not any(bool(tensor.any()) for tensor, _ in changed)
+                gradients = self._gradients_in(changed)
+                self._zeroes_in_place = bool(gradients) and not any(map(_is_not_zero, gradients))
             if self._zeroes_in_place:
                 return
         raise RuntimeError(
@@ -153,6 +154,12 @@ class StepInBackward:
             "then, so that had no effect: clip_grad_norm_ and the like need a compilation without step_in_backward, "
             "and optimizer.step(). To set gradients to zero in place, do it once a step"
         )
+
+    def _gradients_in(self, changed: Iterable[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Those in the memory of these that are gradients still; others may be none by now."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor, _ in changed}
+        held = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        return [gradient for gradient in held if gradient.untyped_storage().data_ptr() in memory]
 
     def _step(self, names: Iterable[str]) -> None:
         self._stepped.update(names)
@@ -165,3 +172,7 @@ class StepInBackward:
         self._early = frozenset()
         self._reduced.clear()
         self._stepped.clear()
+
+
+def _is_not_zero(gradient: torch.Tensor) -> bool:
+    return bool(gradient.any())

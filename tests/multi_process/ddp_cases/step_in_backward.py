@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -269,17 +270,12 @@ def parameters_that_autograd_reads_itself() -> None:
     train(models, optimizers, loss=decayed, exact=False)  # contributions add up in another order
 
 
-class Hidden:
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
 class AllPlain(Net):
     """No program stores a gradient, and the result is in an object of the program's."""
 
     @compile_core.disable
     def forward(self, x: torch.Tensor) -> Any:
-        return Hidden(super().forward(x))
+        return SimpleNamespace(value=super().forward(x))
 
 
 @case()
@@ -309,6 +305,19 @@ def accumulation() -> None:
         loss_of(model(data(3))).backward()
     optimizers[0].step()
     check_parameters(models)
+
+
+@case()
+def gradients_set_to_zero_in_place_and_others_to_none() -> None:
+    models, optimizers = both()
+    for step in range(3):
+        for model in models:
+            for parameter in list(model.parameters())[::2]:
+                parameter.grad = None
+            model.zero_grad(set_to_none=False)
+            loss_of(model(data(step))).backward()
+        optimizers[0].step()
+        check_parameters(models)
 
 
 @case()
