@@ -29,6 +29,7 @@ from distributed.ddp_options import DDPOptions
 from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
+from distributed.reducer.wrapped_parameters import parameter_names
 from distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class CompiledDDP:
         self.ddp = ddp
         self._request = request
         self._options = options or DDPOptions()
+        self._names = parameter_names(ddp)
         self._group = process_group(ddp)
         # Made before the ranks have agreed where a call is not synchronised: one rank may evaluate alone.
         self._in_graph: InGraphWay | None = None
@@ -60,7 +62,7 @@ class CompiledDDP:
         if self._options.step_in_backward is not None:
             if reason := self._own_reason_for_reducer():
                 raise ValueError(_no_step(reason))
-            self._in_graph = InGraphWay(ddp, request, self._options)
+            self._in_graph = InGraphWay(ddp, request, self._options, self._names)
         # It lies among the constants of code, where Python's collector does not look.
         run = weakref.WeakMethod(self._run)
         self._hooked = HookedCalls(type(ddp).forward.__code__, lambda method: run() or method)
@@ -127,7 +129,7 @@ class CompiledDDP:
                 logger.warning("calls of the DDP module keep stock DDP's reducer: %s", against)
             return self.reducer_way(*args, **kwargs)
         if self._in_graph is None:
-            self._in_graph = InGraphWay(ddp, self._request, self._options)
+            self._in_graph = InGraphWay(ddp, self._request, self._options, self._names)
         return self._in_graph(*args, **kwargs)
 
     def _begin_anew(self) -> None:

@@ -35,7 +35,7 @@ from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
 from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_reducer
-from distributed.reducer.wrapped_parameters import reduced_parameters
+from distributed.reducer.wrapped_parameters import Names, reduced_parameters
 
 _FIRST_CALL = "plans the gradient buckets of a module"
 
@@ -54,7 +54,9 @@ class InGraphWay:
         graphs: what was compiled.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions, names: Names
+    ) -> None:
         self._ddp = ddp
         self._request = request
         self._options = options
@@ -62,7 +64,7 @@ class InGraphWay:
         self._agreement = agreement_of(group)
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
         averaging = Averaging(group, ddp.device, options.gradient_compression)
-        parameters, stepper = reduced_parameters(ddp), None
+        parameters, stepper = reduced_parameters(ddp, names), None
         self._optimizer: PartialOptimizer | None = None
         if options.step_in_backward is not None:
             self._optimizer = PartialOptimizer(options.step_in_backward, parameters)

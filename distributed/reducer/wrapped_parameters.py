@@ -17,10 +17,26 @@ from torch.nn.parallel import DistributedDataParallel
 _REMEMBERED = "_gradsplit_reduced_parameters"
 
 
-def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients the module reduces, by name; a tied one has its first name only."""
+Names = dict[torch.nn.Parameter, str]
+
+
+def parameter_names(ddp: DistributedDataParallel) -> Names:
+    """What the module's parameters are called now; a tied one has its first name only."""
+    return {parameter: name for name, parameter in ddp.module.named_parameters()}
+
+
+def reduced_parameters(
+    ddp: DistributedDataParallel, names: Names | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients the module reduces, by name.
+
+    Args:
+        names: of parameters that the module had earlier. It may have others in their places now, as ``functional_call``
+            puts them there for a call.
+    """
     reduced = set(_of_reducer(ddp))
-    return {name: parameter for name, parameter in ddp.module.named_parameters() if parameter in reduced}
+    names = {**(names or {}), **parameter_names(ddp)}
+    return {name: parameter for parameter, name in names.items() if parameter in reduced}
 
 
 def remember_parameters(ddp: DistributedDataParallel) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from compile_core import CompileError
@@ -266,6 +267,22 @@ def parameters_given_to_the_forward() -> None:
     stock, compiled = pair(Given, backend="aot_eager")
     check_steps(stock, compiled, run)
     check_in_graph(compiled)
+
+
+@case()
+def other_parameters_for_a_call() -> None:
+    """The first call is an evaluation of averages, in the places of all parameters or of one; the others train."""
+    for replaced in (lambda name: True, lambda name: name == "module.second.weight"):
+        stock, compiled = pair(backend="aot_eager")
+        averages = {name: p.detach() * 0.5 for name, p in stock.named_parameters() if replaced(name)}
+        for _ in range(2):
+            with torch.no_grad():
+                expected, found = (
+                    functional_call(model, averages, (data(5),)) for model in (stock, compiled)
+                )
+            check_close(found, expected, exact=True)
+            check_steps(stock, compiled, steps=2)
+        check_in_graph(compiled)
 
 
 @case()
