@@ -24,12 +24,11 @@ from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.pipeline import CompiledGraph
 from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import process_group
+from distributed.ddp_module import parameter_names, process_group
 from distributed.ddp_options import DDPOptions
 from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
-from distributed.reducer.wrapped_parameters import parameter_names
 from distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from distributed.agreement.agreed_graphs import AgreedGraphs
 from distributed.agreement.agreement import Statement, agreement_of, describe_error
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
-from distributed.ddp_module import process_group
+from distributed.ddp_module import Names, process_group
 from distributed.ddp_options import DDPOptions
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
@@ -35,7 +35,7 @@ from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
 from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_reducer
-from distributed.reducer.wrapped_parameters import Names, reduced_parameters
+from distributed.reducer.wrapped_parameters import reduced_parameters
 
 _FIRST_CALL = "plans the gradient buckets of a module"
 

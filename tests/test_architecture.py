@@ -74,7 +74,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "group_backend": (),
     "agreement": (),
     "collectives": ("clocks", "group_backend"),
-    "reducer": (),
+    "reducer": ("ddp_module",),
     "optimizer_steps": ("collectives",),
     "gradients": ("collectives", "optimizer_steps"),
     "planning": ("collectives", "gradients", "reducer"),

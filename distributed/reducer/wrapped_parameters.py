@@ -13,16 +13,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.ddp_module import Names, parameter_names
+
 # What is known of a reducer that was let go.
 _REMEMBERED = "_gradsplit_reduced_parameters"
-
-
-Names = dict[torch.nn.Parameter, str]
-
-
-def parameter_names(ddp: DistributedDataParallel) -> Names:
-    """What the module's parameters are called now; a tied one has its first name only."""
-    return {parameter: name for name, parameter in ddp.module.named_parameters()}
 
 
 def reduced_parameters(
