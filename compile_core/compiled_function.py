@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
+import random
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -211,7 +213,7 @@ class CompiledFunction:
         """No entry fits: capture, compile and run."""
         if must_run_plain() or self._runs_plain:
             return self._call_plain(*arguments)
-        with self._lock:
+        with self._lock, _kept_random_state():
             # Another thread may have captured the same while this one waited.
             entry = self._table.find(arguments) or self._make_entry_if_allowed(arguments)
         if entry is None or entry.run is None:
@@ -450,6 +452,16 @@ def reset() -> None:
     for function in living_functions():
         function.reset()
     _logged_locations.clear()
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """The program's random numbers go on where they were: modules that a compilation imports may draw some."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 def _original_of(value: Any) -> Any:

@@ -102,7 +102,7 @@ class RunnerWriter(SourceWriter):
             parts = f"{self.emit(value.function)}, {self.emit(value.owner)}"
             return self.bind(f"{self.constant(types.MethodType)}({parts})")
         if isinstance(value, BuiltinMethod):
-            return self.bind(f"{self.emit(value.owner)}.{value.name}")
+            return self.bind(f"({self.emit(value.owner)}).{value.name}")
         if isinstance(value, PartialValue):
             named = [f"{key}={self.emit(item)}" for key, item in value.named(self.state).items()]
             parts = [value.function, *value.args.all(self.state)]

@@ -62,6 +62,9 @@ from compile_core.ir.sources import (
     container_item,
 )
 
+# Literals of which Python may hold several equal ones.
+_OBJECTS_OF_THEIR_OWN = (float, complex, *FOLDED_TYPES)
+
 _BUILTIN_CALLABLES = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -124,7 +127,10 @@ def _wrap_literal(state: CaptureState, real: Any, source: Source | None) -> Valu
             state.guards.type_is(source, str)
             return ChangingText(real, source, None)
         state.guards.constant(source, real)
-    return ConstantValue(real)
+    made = ConstantValue(real)
+    if type(real) in _OBJECTS_OF_THEIR_OWN:
+        made.source = source  # handed on as the object that it is, which ``is`` tells, and containers of nan
+    return made
 
 
 def _wrap_immutable(state: CaptureState, real: Any, source: Source | None) -> Value:
@@ -151,8 +157,9 @@ def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
     if not all(is_literal(item) or isinstance(item, type) for item in members):
         raise state.unsupported("set", "an existing set of other things than literals and classes")
     if source is not None:
-        held = frozenset(members)
-        state.guards.add([source], "{c0}.__eq__({0}, {c1})", [cls, held], f"{source} == {set(held)!r}")
+        # The order too, in which equal sets may differ: texts show it, and loops follow it.
+        shown = f"{source} holds {members!r}, in this order"
+        state.guards.add([source], "[*{c0}.__iter__({0})] == {c1}", [cls, members], shown)
         if any(isinstance(item, (int, float, complex)) for item in members):
             # Numbers of different types may be equal.
             kinds = frozenset((type(item), item) for item in members)

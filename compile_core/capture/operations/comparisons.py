@@ -24,6 +24,7 @@ from compile_core.capture.values.mappings import DictValue, DictView
 from compile_core.capture.values.references import ReferenceValue
 from compile_core.capture.values.sets import SetValue, as_set
 from compile_core.capture.values.tensors import TensorValue
+from compile_core.errors import Unsupported
 
 COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
     "==": (operator.eq, "__eq__", "__eq__"),
@@ -112,13 +113,17 @@ def _kind(value: SequenceValue) -> type:
 
 def same_item(state: CaptureState, one: Value, other: Value) -> bool:
     """How containers compare items: by identity first."""
-    if one is other:
+    if one is other or equal(state, one, other):
         return True
-    numbers = isinstance(one, SymbolicNumber) or isinstance(other, SymbolicNumber)
-    constants = isinstance(one, ConstantValue) and isinstance(other, ConstantValue)
-    if constants and not numbers and one.as_constant() is other.as_constant():
-        return True
-    return equal(state, one, other)
+    if _is_nan(state, one) and _is_nan(state, other):
+        raise state.unsupported("identity", "whether two nan in containers are one object")
+    return False
+
+
+def _is_nan(state: CaptureState, value: Value) -> bool:
+    if isinstance(value, SymbolicNumber):
+        return value.python_type() is float and not compare_numbers(state, "==", operator.eq, value, value)
+    return isinstance(value, ConstantValue) and isinstance(value.value, float) and value.value != value.value
 
 
 def equal(state: CaptureState, left: Value, right: Value) -> bool:
@@ -159,10 +164,10 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
     except NotConstant:
         pass
     if isinstance(left, ReferenceValue) and isinstance(right, ReferenceValue):
-        return bool(left.real is right.real)
+        return _equal_references(state, left, right)
     for side in (left, right):
-        if isinstance(side, OpaqueValue) and side.python_type().__eq__ is not object.__eq__:
-            raise state.unsupported("equality", f"{left.describe()} == {right.describe()}")
+        if isinstance(side, (OpaqueValue, ReferenceValue)) and not _compares_by_identity(side):
+            raise _unknown(state, left, right)
     plain = (ConstantValue, SequenceValue, DictValue, SetValue)
     if isinstance(left, plain) != isinstance(right, plain):
         return False
@@ -170,7 +175,31 @@ def equal(state: CaptureState, left: Value, right: Value) -> bool:
         return False
     if all(side.python_type().__eq__ is object.__eq__ for side in (left, right)):
         return is_same(state, left, right)
-    raise state.unsupported("equality", f"{left.describe()} == {right.describe()}")
+    raise _unknown(state, left, right)
+
+
+# Built-in functions are equal if they are one, bound to one object.
+_BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
+
+
+def _equal_references(state: CaptureState, left: ReferenceValue, right: ReferenceValue) -> bool:
+    sides = (left, right)
+    if left.real is right.real:
+        return True
+    if all(isinstance(side.real, _BOUND_IN_C) for side in sides):
+        return bool(left.real == right.real)
+    if all(map(_compares_by_identity, sides)):
+        return False
+    raise _unknown(state, left, right)
+
+
+def _compares_by_identity(value: OpaqueValue | ReferenceValue) -> bool:
+    """Whether ``==`` between this and an object of another kind asks nothing but whether they are one object."""
+    return value.python_type().__eq__ is object.__eq__ or isinstance(value.real, _BOUND_IN_C)
+
+
+def _unknown(state: CaptureState, left: Value, right: Value) -> Unsupported:
+    return state.unsupported("equality", f"{left.describe()} == {right.describe()}")
 
 
 def _equal_dicts(state: CaptureState, left: DictValue, right: DictValue) -> bool:

@@ -29,7 +29,7 @@ from compile_core.capture.values.base import CaptureState, NotConstant, Value
 from compile_core.capture.values.constants import ConstantValue, fold
 from compile_core.capture.values.containers import ListValue, SequenceValue
 from compile_core.capture.values.deques import DequeValue
-from compile_core.capture.values.mappings import DictValue, DictView
+from compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
 from compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
 from compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
 from compile_core.capture.values.sets import SetValue, as_set
@@ -147,16 +147,24 @@ def _of_containers(state: CaptureState, symbol: str, left: Value, right: Value) 
                 if issubclass(sequence.cls, tuple):
                     return SequenceValue(list(items), tuple)
     if symbol == "|" and isinstance(left, DictValue) and isinstance(right, DictValue):
-        merged = left.copy(state)
-        assert isinstance(merged, DictValue)
-        merged.update(state, right)
-        return merged
+        return _union(state, left, right)
     views = [isinstance(side, DictView) and side.what != "values" for side in (left, right)]
     if symbol in SET_OPERATORS and any(views):
         return as_set(state, left, set).call_method(state, SET_OPERATORS[symbol], [right], {})
     if symbol in SET_OPERATORS and isinstance(left, SetValue) and isinstance(right, SetValue):
         return left.call_method(state, SET_OPERATORS[symbol], [right], {})
     return None
+
+
+def _union(state: CaptureState, left: DictValue, right: DictValue) -> Value:
+    """``left | right``: a subclass answers for a plain dictionary, on whichever side it stands."""
+    merged = left.copy(state)
+    assert isinstance(merged, DictValue)
+    other = right.mapping if isinstance(right, ReadOnlyView) else right
+    if merged.cls is dict and other.cls is not dict:
+        merged.cls, merged.default_factory = other.cls, other.default_factory
+    merged.update(state, right)
+    return merged
 
 
 def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
@@ -176,6 +184,8 @@ def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Va
             return left.repeat(state, right)
         if isinstance(right, (TensorValue, InstanceValue)):
             raise state.unsupported("operator", f"{symbol} of {left.describe()} and {right.describe()}")
+    if isinstance(left, ReadOnlyView) and symbol == "|=":
+        raise state.raise_exception(TypeError, "'|=' is not supported by mappingproxy; use '|' instead")
     if isinstance(left, DictValue) and symbol == "|=":
         left.update(state, right)
         return left

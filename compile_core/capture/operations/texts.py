@@ -70,6 +70,8 @@ def formatted(state: CaptureState, value: Value, spec: Value) -> Value:
         own = _own_method(state, value, "__format__", [spec])
         if own is not None:
             return own
+        if isinstance(value.content, ConstantValue) and spec.as_constant() != "":
+            return fold(state, format, [value.content, spec], {})
         shown = text(state, value)
     if spec.as_constant() != "":
         name = value.python_type().__name__
@@ -134,6 +136,7 @@ def _of_container(state: CaptureState, value: Value, inside: list[Value]) -> str
         pairs = zip(value.cls._fields, value.all(state), strict=True)
         return f"{value.cls.__name__}({', '.join(f'{name}={show(item)}' for name, item in pairs)})"
     if isinstance(value, DictValue) and value.cls is dict:
+        value.guard_keys(state)
         pairs = [(key, value.get(state, real)) for real, (key, _) in list(value.entries.items())]
         return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in pairs)}}}"
     if isinstance(value, DequeValue):

@@ -40,12 +40,12 @@ class ContainerValue(Value):
         return self.length(state) != 0
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
-        if name in self.methods:
-            return BuiltinMethod(self, name)
         if not hasattr(self.cls, name):
             raise state.raise_exception(
                 AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}"
             )
+        if name in self.methods:
+            return BuiltinMethod(self, name)
         return super().get_attribute(state, name)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:

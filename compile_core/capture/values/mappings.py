@@ -69,7 +69,8 @@ class DictValue(ContainerValue):
         if self.source is not None and (isinstance(real, ComputedKey) or isinstance(key, IdentityValue)):
             raise state.unsupported("dict-key", f"{key.describe()} looked up in a dictionary from outside")
         if real in self.entries:
-            if key.source is not None and self.entries[real][0].source is None:
+            is_literal = isinstance(key, ConstantValue)  # 1 may be found as True, which the dictionary keeps
+            if key.source is not None and self.entries[real][0].source is None and not is_literal:
                 self.entries[real] = (key, self.entries[real][1])
             return self.get(state, real)
         if not self.keys_guarded and self.source is not None:
@@ -306,6 +307,11 @@ class ReadOnlyView(DictValue):
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         return self.mapping.contains(state, item)
+
+    def copy(self, state: CaptureState) -> Value:
+        return self.mapping.copy(state)
+
+    methods: ClassVar = DictValue.methods | {"copy": copy}
 
     def before_change(self, state: CaptureState) -> None:
         raise state.raise_exception(TypeError, "'mappingproxy' object does not support item assignment")

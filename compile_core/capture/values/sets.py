@@ -66,9 +66,6 @@ class SetValue(ContainerValue):
         return [self.members[key] for key in (self.members if self.mirror is None else self.mirror)]
 
     def iterate(self, state: CaptureState) -> Value:
-        if self.source is not None and self.mirror is not None and len(self.members) > 1:
-            order = list(self.mirror)
-            state.guards.add([self.source], "list({0}) == {c0}", [order], f"the order of {self.source}")
         return SetIterator(self, list(self.ordered(state)))
 
     def before_change(self, state: CaptureState) -> None:

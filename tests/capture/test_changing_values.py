@@ -1,0 +1,174 @@
+"""Values that differ between calls, or between the branches of one class of values, decide as in plain Python.
+
+Each program runs on several arguments in turn, as one graph and behind a graph break.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import io
+import random
+import types
+
+import pytest
+import torch
+
+import compile_core
+from compile_core.compiled_function import CompiledFunction
+from tests.capture.same_as_plain import assert_same
+
+NAN = float("nan")
+
+
+class Whole(int):
+    """Has the texts of its base."""
+
+
+class Named(dict):
+    """Has the texts of its base."""
+
+
+def outcome(function, given):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            result = function(torch.ones(2), *given)
+        except Exception as error:
+            result = type(error), error.args
+    return [result, repr(given), printed.getvalue()]
+
+
+def behind_a_break(program):
+    def breaks_first(x, *given):
+        compile_core.graph_break()
+        return program(x, *given)
+
+    return breaks_first
+
+
+def shared(one, other):
+    """Two names of one object, which a deep copy keeps."""
+    return one, other
+
+
+def text(x, value):
+    return x + 1, f"{value}", f"{value!r}", str(value), f"{len(str(value)):>4}"
+
+
+def padded(x, value):
+    try:
+        return x + 1, f"{value:>8}", format(value, "04d")
+    except TypeError as error:
+        return x, str(error)
+
+
+def union(x, one, other):
+    made = one | other
+    return x + 1, type(made), list(made.items()), getattr(made, "default_factory", None)
+
+
+def own_copy(x, mapping):
+    made = mapping.copy()
+    made["new"] = 1
+    return x + 1, made
+
+
+def adds(x, members):
+    members.add(5)
+    return x + len(members)
+
+
+def takes_last(x, mapping):
+    return x + 1, mapping.popitem()
+
+
+def equal(x, one, other):
+    return x + (1 if one == other else 2), one != other
+
+
+def position(x, one, other):
+    return x + [one, other].index(other), (one, 1) == (other, 1), other in [one]
+
+
+def keys_found(x, number):
+    table = {5.0: x, 6: x + 1, True: x + 2}
+    return table[number] * number, list(table), table.get(number) is x
+
+
+def method_as_value(x, number):
+    compare = number.__eq__
+    print("between")
+    return x + 1, compare(2), compare(number)
+
+
+CASES = [
+    (text, [({"a": 1},), ({"a": 1, "b": 2},), ({"b": 2, "a": 1},), ({1: "a"},), ({True: "a"},), ({},)]),
+    (text, [(Named(a=1),), (Named(a=1, b=2),), (Named(),), ([{"a": 1}],), ([{"b": 1}],)]),
+    (text, [({8, 16, 0},), ({16, 8, 0},), ({0, 16, 8},), (frozenset([16, 8]),), (frozenset([8, 16]),)]),
+    (padded, [(3,), (Whole(3),), (Whole(4),)]),
+    (
+        union,
+        [
+            ({"a": 1}, collections.OrderedDict(a=2, b=2)),
+            ({"a": 1}, collections.defaultdict(list, {"b": 2})),
+            (collections.defaultdict(list, {"b": 2}), {"a": 1}),
+            (collections.OrderedDict(b=2), collections.defaultdict(list, {"a": 1})),
+            (types.MappingProxyType({"a": 1}), {"b": 2}),
+            ({"a": 1}, types.MappingProxyType({"b": 2})),
+        ],
+    ),
+    (own_copy, [({"a": 1},), (types.MappingProxyType({"a": 1}),), (types.MappingProxyType({"b": 1}),)]),
+    (adds, [({1},), (frozenset([1]),), ({5},)]),
+    (takes_last, [({1: 2},), (types.MappingProxyType({1: 2}),)]),
+    (equal, [(bytearray(b"a"), b"a"), (bytearray(b"b"), b"a"), (b"a", bytearray(b"a"))]),
+    (equal, [("abc".upper, "abc".lower), ("abc".upper, "abc".upper), (len, len), (len, 1), (list[int], list[int])]),
+    (position, [(1.5, 2.5), (2.5, 2.5), shared(NAN, NAN), (2.5, NAN), (NAN, float("nan")), (NAN, 2.5)]),
+    (keys_found, [(5,), (6,), (1,), (5.0,), (6.0,), (1.0,)]),
+    (method_as_value, [(1,), (2,), (3,), (2.0,)]),
+]  # fmt: skip
+
+
+def plain_copy(given):
+    """A copy for one call; what cannot change, or cannot be copied, stays."""
+    return [copy.copy(item) if isinstance(item, (list, dict, set, bytearray)) else item for item in given]
+
+
+@pytest.mark.parametrize(("program", "arguments"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("wrapped", [lambda program: program, behind_a_break], ids=["whole", "behind"])
+def test_as_in_plain_python(program, arguments, wrapped):
+    plain = wrapped(program)
+    compiled = CompiledFunction(plain, lambda graph, inputs: graph.module)
+    for given in [*arguments, *arguments[::-1]]:
+        assert_same(outcome(plain, plain_copy(given)), outcome(compiled, plain_copy(given)), repr(given))
+
+
+BYTES = bytearray(b"a")
+
+
+def reads_global_bytes(x):
+    return x + (1 if BYTES == b"a" else 2)
+
+
+def test_globals_written_in_c_compare_as_in_python():
+    compiled = CompiledFunction(reads_global_bytes, lambda graph, inputs: graph.module)
+    try:
+        for held in (b"a", b"b", b"a"):
+            BYTES[:] = held
+            assert torch.equal(compiled(torch.ones(2)), reads_global_bytes(torch.ones(2)))
+    finally:
+        BYTES[:] = b"a"
+
+
+def test_compilation_leaves_pythons_random_numbers():
+    """What a compilation imports, or a backend does, may draw some."""
+
+    def compile_graph(graph, inputs):
+        random.random()
+        return graph.module
+
+    compiled = CompiledFunction(lambda x: x + 1, compile_graph)
+    before = random.getstate()
+    compiled(torch.ones(2))
+    assert random.getstate() == before
