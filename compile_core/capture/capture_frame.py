@@ -312,12 +312,12 @@ def _guard_distinct(state: CaptureState) -> None:
     changed += state.effects.cells.values()
     changed += state.effects.attributes.values()
     others = [value for _, value in state.known.values() if value.source is not None]
-    kinds: dict[Any, tuple[list[Source], list[Source]]] = {}
+    kinds: dict[type, tuple[list[Source], list[Source]]] = {}
     for value in {id(value): value for value in changed}.values():
         if value.source is not None and not isinstance(value, ConstantValue):
-            kinds.setdefault((type(value), value.python_type()), ([], []))[0].append(value.source)
+            kinds.setdefault(value.python_type(), ([], []))[0].append(value.source)
     for other in others:
-        kind = kinds.get((type(other), other.python_type()))
+        kind = kinds.get(other.python_type())
         if kind is not None and other.source is not None and other.source not in kind[0]:
             kind[1].append(other.source)
     for touched, untouched in kinds.values():

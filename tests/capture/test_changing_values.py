@@ -172,3 +172,18 @@ def test_compilation_leaves_pythons_random_numbers():
     before = random.getstate()
     compiled(torch.ones(2))
     assert random.getstate() == before
+
+
+def appends_and_reads(x, one, other):
+    one.append(1)
+    return x + len(other)
+
+
+def test_lists_of_which_one_has_grown_may_be_one_list():
+    """One whose length differed before is another kind of value than one whose length did not."""
+    compiled = CompiledFunction(appends_and_reads, lambda graph, inputs: graph.module)
+    for one, other in [([1], [2]), ([1, 2], [2]), ([1, 2, 3], [2]), (None, [1]), ([1], [2]), (None, [1])]:
+        given, twin = list(other), list(other)
+        found = compiled(torch.ones(2), given if one is None else list(one), given)
+        assert torch.equal(found, appends_and_reads(torch.ones(2), twin if one is None else list(one), twin))
+        assert given == twin
