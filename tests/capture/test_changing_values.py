@@ -5,6 +5,7 @@ Each program runs on several arguments in turn, as one graph and behind a graph 
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import copy
@@ -28,6 +29,30 @@ class Whole(int):
 
 class Named(dict):
     """Has the texts of its base."""
+
+
+class Dotted(dict):
+    """Its attributes are its items, by methods written in C."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__
+    __delattr__ = dict.__delitem__
+
+
+class OwnDict(dict):
+    """Its attributes are its items, as it is its own ``__dict__``."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Shape(abc.ABC):  # noqa: B024
+    """Knows its classes by registration."""
+
+
+class Circle:
+    """Is registered in the middle of a test."""
 
 
 def outcome(function, given):
@@ -172,6 +197,40 @@ def test_compilation_leaves_pythons_random_numbers():
     before = random.getstate()
     compiled(torch.ones(2))
     assert random.getstate() == before
+
+
+def items_are_attributes(x, table, number):
+    before = table.a, table["a"], len(table)
+    table.b = number
+    between = table.get("b"), table.b
+    table["c"] = x * number
+    after = table.c, table.get("c"), sorted(table)
+    del table.a
+    return before, between, after, "a" in table
+
+
+@pytest.mark.parametrize("wrapped", [lambda program: program, behind_a_break], ids=["whole", "behind"])
+@pytest.mark.parametrize("cls", [Dotted, OwnDict])
+def test_dictionaries_whose_items_are_attributes(cls, wrapped):
+    plain = wrapped(items_are_attributes)
+    compiled = CompiledFunction(plain, lambda graph, inputs: graph.module)
+    for items, number in [({"a": 1}, 2), ({"a": 1, "b": 5}, 2), ({"a": 3, "c": 1, "b": 2}, 3), ({"a": 1}, 2)]:
+        one, other = cls(**items), cls(**items)
+        expected, found = plain(torch.ones(2), one, number), compiled(torch.ones(2), other, number)
+        assert_same(expected, found, "results")
+        assert_same(list(one.items()), list(other.items()), "the dictionary")
+        assert list(vars(one)) == list(vars(other))
+
+
+def knows_shapes(x, shape):
+    return x + 1 if isinstance(shape, Shape) and issubclass(type(shape), Shape) else x - 1
+
+
+def test_a_class_that_is_registered_later():
+    compiled = CompiledFunction(knows_shapes, lambda graph, inputs: graph.module)
+    assert compiled(torch.ones(1), Circle()).item() == 0
+    Shape.register(Circle)
+    assert compiled(torch.ones(1), Circle()).item() == 2
 
 
 def appends_and_reads(x, one, other):

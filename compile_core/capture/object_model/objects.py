@@ -15,6 +15,7 @@ from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.values.containers import ContainerValue
 from compile_core.capture.values.hash_keys import ComputedKey
 from compile_core.capture.values.index_iterator import IndexIterator
+from compile_core.capture.values.mappings import DictValue
 from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
 
 
@@ -323,10 +324,15 @@ class InstanceValue(Value):
             state.guards.absent(place, name)
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        if type(self.cls.__setattr__) is types.FunctionType:
+        if self._has_own(state, "__setattr__"):
             self._special(state, "__setattr__", [ConstantValue(name), value])
         else:
             self.store(state, name, value)
+
+    def _has_own(self, state: CaptureState, name: str) -> bool:
+        """Whether a class of the program has this method, which may be one in C: ``__setattr__ = dict.__setitem__``."""
+        owner, entry = find_class_entry(state, self.cls, name)
+        return owner is not None and (isinstance(entry, types.FunctionType) or is_defined_in_python(owner))
 
     def store(self, state: CaptureState, name: str, value: Value) -> None:
         """What ``object.__setattr__`` does."""
@@ -364,11 +370,21 @@ class InstanceValue(Value):
             raise state.unsupported(
                 "library-state", f"a change of {self.describe()}, which belongs to a library"
             )
+        self.before_change_of_content(state)
         self.changes[name] = value
         state.effects.attribute_changed(self, name)
 
+    def before_change_of_content(self, state: CaptureState) -> None:
+        """A dictionary that is its own ``__dict__`` has two ways to each item, of which a capture follows one."""
+        place = self.dict_source()
+        if self.source is None or place is None or not isinstance(self.content, DictValue):
+            return
+        if self.real_dict() is self.real:
+            raise state.unsupported("own-dict", f"a change of {self.describe()}, which is its own __dict__")
+        state.guards.distinct(self.source, place)
+
     def delete_attribute(self, state: CaptureState, name: str) -> None:
-        if type(self.cls.__delattr__) is types.FunctionType:
+        if self._has_own(state, "__delattr__"):
             self._special(state, "__delattr__", [ConstantValue(name)])
         else:
             self.remove(state, name)

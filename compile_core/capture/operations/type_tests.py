@@ -32,7 +32,7 @@ def _issubclass(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
         raise state.raise_exception(TypeError, "issubclass() arg 1 must be a class")
     for wanted in _classes(state, classes, "issubclass"):
         own = _own_test(state, wanted, "__subclasscheck__", value)
-        if issubclass(value.real, wanted) if own is None else own:
+        if _is_subclass(state, value.real, wanted) if own is None else own:
             return ConstantValue(True)
     return ConstantValue(False)
 
@@ -74,10 +74,19 @@ def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
         elif getattr(wanted, "_is_protocol", False):
             found = _follows_protocol(state, value, wanted)
         else:
-            found = issubclass(cls, wanted)
+            found = _is_subclass(state, cls, wanted)
         if found:
             return True
     return False
+
+
+def _is_subclass(state: CaptureState, cls: type, wanted: type) -> bool:
+    """``issubclass``; a class that an ABC does not know may be registered later, unless both are a library's."""
+    found = issubclass(cls, wanted)
+    may_change = not (is_library_object(cls) and is_library_object(wanted))
+    if not found and may_change and isinstance(wanted, abc.ABCMeta):
+        state.guards.add([], "not issubclass({c0}, {c1})", [cls, wanted], f"{cls} is no {wanted}")
+    return found
 
 
 def _own_test(state: CaptureState, wanted: type, name: str, value: Value) -> bool | None:

@@ -128,6 +128,9 @@ class Value:
         """A real object that hashes and compares as the object does in a dictionary."""
         raise state.unsupported("hash", f"no rule to use {self.describe()} as a dictionary key")
 
+    def before_change_of_content(self, state: CaptureState) -> None:
+        """The container that an object of the program's class consists of is about to change."""
+
     def graph_argument(self, state: CaptureState) -> Any:
         """The argument of a graph node that stands for the object."""
         raise state.unsupported(

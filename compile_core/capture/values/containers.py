@@ -73,6 +73,8 @@ class ContainerValue(Value):
             raise state.unsupported(
                 "library-state", f"a change of {self.describe()} that belongs to a library"
             )
+        if self.owner is not None:
+            self.owner.before_change_of_content(state)
         state.effects.container_changed(self)
 
 
