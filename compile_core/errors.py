@@ -58,6 +58,16 @@ class Unsupported(CompileError):
         self.stack = tuple(stack) or (() if location is None else (location,))
         super().__init__(str(self))
 
+    def without_frames(self) -> Unsupported:
+        """The error as it may be kept: the frames of its traceback hold the tensors of the call that failed."""
+        errors: list[BaseException] = [self]
+        while errors:
+            error = errors.pop()
+            if error.__traceback__ is not None:
+                error.__traceback__ = None
+                errors += [other for other in (error.__cause__, error.__context__) if other is not None]
+        return self
+
     def __str__(self) -> str:
         lines = [f"[{self.reason_id}] {self.explanation}"]
         lines += [f"  {place}" for place in self.stack]

@@ -211,7 +211,7 @@ def _interpret(
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
         step = None if frame is None or frame.steps == 0 else frame.steps - 1
-        return CapturedFrame(None, state.all_guards(), names, None, error), step
+        return CapturedFrame(None, state.all_guards(), names, None, error.without_frames()), step
     except SymbolicRaise as raised:
         raise PlainCall(f"the function raises {raised.value.describe()}") from None
     finally:

@@ -9,9 +9,11 @@ import abc
 import collections
 import contextlib
 import copy
+import gc
 import io
 import random
 import types
+import weakref
 
 import pytest
 import torch
@@ -246,3 +248,49 @@ def test_lists_of_which_one_has_grown_may_be_one_list():
         found = compiled(torch.ones(2), given if one is None else list(one), given)
         assert torch.equal(found, appends_and_reads(torch.ones(2), twin if one is None else list(one), twin))
         assert given == twin
+
+
+def breaks_twice(x, holder):
+    compile_core.graph_break()
+    y = x + holder.value
+    print(end="")
+    return y * 2
+
+
+def test_nothing_of_a_call_is_kept_for_its_graph_breaks():
+    """The reasons of breaks are kept; the frames in which they were found would keep the call's tensors."""
+    compiled = CompiledFunction(breaks_twice, lambda graph, inputs: graph.module)
+    for _ in range(2):
+        x, holder = torch.ones(2), Circle()
+        holder.value = 1
+        seen = [weakref.ref(x), weakref.ref(holder)]
+        compiled(x, holder)
+        del x, holder
+        gc.collect()
+        assert [found() for found in seen] == [None, None]
+    assert compiled.break_reasons
+
+
+class NoLoop(Circle):
+    """Sets methods to None, which says that there are none, whatever the bases have."""
+
+    __contains__ = None
+    __iter__ = None
+
+    def __getitem__(self, index):
+        return [1, 2][index]
+
+
+def refusals(x, value):
+    said = []
+    for ask in (lambda: 1 in value, lambda: list(value), lambda: value[0]):
+        try:
+            said.append(ask())
+        except TypeError as error:
+            said.append(str(error))
+    return x, said
+
+
+def test_special_methods_that_are_none():
+    compiled = CompiledFunction(refusals, lambda graph, inputs: graph.module)
+    assert_same(refusals(torch.ones(1), NoLoop()), compiled(torch.ones(1), NoLoop()), "results")

@@ -422,8 +422,10 @@ class InstanceValue(Value):
 
     def _special(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
         owner, entry = find_class_entry(state, self.cls, name)
-        if owner is None or entry is None or owner is object:
+        if owner is None or owner is object:
             return None
+        if entry is None:
+            raise state.raise_exception(TypeError, _refusal(self.cls.__name__, name))
         return bind_class_entry(state, self, self.cls, owner, name, entry).call(state, args, {})
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
@@ -483,6 +485,12 @@ class InstanceValue(Value):
             if member is item or state.equal(member, item):
                 return True
         return False
+
+
+def _refusal(cls: str, name: str) -> str:
+    """What Python says of a class that sets a special method to None."""
+    shown = {"__iter__": "iterable", "__contains__": "a container"}.get(name)
+    return f"{cls!r} object is not {shown}" if shown else "'NoneType' object is not callable"
 
 
 def _is_data_descriptor(entry: Any) -> bool:
