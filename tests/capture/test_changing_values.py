@@ -294,3 +294,56 @@ def refusals(x, value):
 def test_special_methods_that_are_none():
     compiled = CompiledFunction(refusals, lambda graph, inputs: graph.module)
     assert_same(refusals(torch.ones(1), NoLoop()), compiled(torch.ones(1), NoLoop()), "results")
+
+
+def uses_a_global(x):
+    try:
+        return x + SETTING  # noqa: F821
+    except NameError:
+        return x - 1
+
+
+def test_a_global_that_is_defined_later():
+    compiled = CompiledFunction(uses_a_global, lambda graph, inputs: graph.module)
+    assert compiled(torch.ones(1)).item() == 0
+    globals()["SETTING"] = 5
+    try:
+        assert compiled(torch.ones(1)).item() == 6
+    finally:
+        del globals()["SETTING"]
+    assert compiled(torch.ones(1)).item() == 0
+
+
+class ByNumber:
+    """Hashes and compares by what it holds."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return hash(self.number)
+
+    def __eq__(self, other):
+        return isinstance(other, ByNumber) and self.number == other.number
+
+
+def stores(x, table, key):
+    table[key] = 5
+    return x + len(table), list(table.items())
+
+
+ONE, OTHER = Circle(), Circle()
+KEYS = [
+    [([ONE], OTHER), ([OTHER], ONE), ([OTHER], OTHER), ([ONE, OTHER], OTHER), ([OTHER, ONE], OTHER), ([], ONE)],
+    [(map(ByNumber, held), ByNumber(key)) for held, key in [([2], 1), ([1], 1), ([2], 3), ([3], 3), ([], 1)]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", KEYS, ids=["by identity", "by number"])
+def test_keys_that_are_objects_of_the_program(cases):
+    compiled = CompiledFunction(stores, lambda graph, inputs: graph.module)
+    for held, key in cases:
+        plain = dict.fromkeys(held, 1)
+        given = dict(plain)
+        assert_same(stores(torch.ones(1), plain, key), compiled(torch.ones(1), given, key), "results")
+        assert list(plain.items()) == list(given.items())

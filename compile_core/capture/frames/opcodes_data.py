@@ -174,10 +174,11 @@ def load_global(frame: Frame, name: str) -> Value:
         return state.wrap(scope[name], GlobalSource(state.reference("globals", scope), name))
     builtins = scope.get("__builtins__", vars(builtins_module))
     names = builtins if isinstance(builtins, dict) else vars(builtins)
-    if name not in names:
-        raise state.raise_exception(NameError, f"name {name!r} is not defined")
     if not library and name not in scope:
         state.guards.absent(state.reference_source("globals", scope), name)
+    if name not in names:
+        state.guards.absent(state.reference_source("builtins", names), name)
+        raise state.raise_exception(NameError, f"name {name!r} is not defined")
     return state.wrap(names[name], None)
 
 
@@ -202,6 +203,8 @@ def _delete_global(frame: Frame, instruction: Instruction) -> None:
     stored = state.effects.stored_global(scope, name)
     present = stored is not MISSING if stored is not None else name in scope
     if not present:
+        if stored is None:
+            state.guards.absent(state.reference_source("globals", scope), name)
         raise state.raise_exception(NameError, f"name {name!r} is not defined")
     load_global(frame, name)  # guards that it is there
     state.effects.global_changed(scope, name, MISSING)

@@ -44,7 +44,10 @@ class DictValue(ContainerValue):
                 # Literals are guarded by their value, all other keys by being the object that is known.
                 found = state.wrap(key, KeySource(keys, index))
                 if key in self.entries:
-                    self.entries[key] = (found, self.entries[key][1])
+                    item = self.entries[key][1]
+                    if isinstance(item, LazyValue) and found.source is not None and not _is_known(key):
+                        item = LazyValue(item.real, EntrySource(self.source, found.source))
+                    self.entries[key] = (found, item)
 
     def before_change(self, state: CaptureState) -> None:
         self.guard_keys(state)
@@ -66,7 +69,7 @@ class DictValue(ContainerValue):
     def find(self, state: CaptureState, key: Value) -> Value | None:
         """The item of a key; None where there is none, which is then guarded."""
         real = key.hash_key(state)
-        if self.source is not None and (isinstance(real, ComputedKey) or isinstance(key, IdentityValue)):
+        if self.source is not None and (_is_computed(real) or isinstance(key, IdentityValue)):
             raise state.unsupported("dict-key", f"{key.describe()} looked up in a dictionary from outside")
         if real in self.entries:
             is_literal = isinstance(key, ConstantValue)  # 1 may be found as True, which the dictionary keeps
@@ -113,6 +116,10 @@ class DictValue(ContainerValue):
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         real = key.hash_key(state)
+        if self.source is not None and self.original_keys and _is_computed(real):
+            raise state.unsupported("dict-key", f"{key.describe()} stored in a dictionary from outside")
+        if self.original_keys and not _is_known(real):
+            self.find(state, key)  # whether it is there already is guarded
         if real in self.entries and self.entries[real][1] is value:
             return  # the very object that is there already
         self.before_change(state)
@@ -270,6 +277,13 @@ def mapping_pairs(state: CaptureState, value: Value) -> list[tuple[Value, Value]
         return None
     keys = state.items_of(value.get_attribute(state, "keys").call(state, [], {}))
     return [(key, value.get_item(state, key)) for key in keys]
+
+
+def _is_computed(key: Any) -> bool:
+    """Whether the program's own methods say what a key equals, which keys from outside are not asked."""
+    if isinstance(key, (tuple, frozenset)):
+        return any(map(_is_computed, key))
+    return isinstance(key, ComputedKey)
 
 
 def _is_known(key: Any) -> bool:
