@@ -56,6 +56,8 @@ class Shape(abc.ABC):  # noqa: B024
 class Circle:
     """Is registered in the middle of a test."""
 
+    value = 0
+
 
 def outcome(function, given):
     printed = io.StringIO()
@@ -298,7 +300,7 @@ def test_special_methods_that_are_none():
 
 def uses_a_global(x):
     try:
-        return x + SETTING  # noqa: F821
+        return x + SETTING  # pyright: ignore[reportUndefinedVariable]
     except NameError:
         return x - 1
 
