@@ -19,7 +19,7 @@ from compile_core.capture.values.base import NULL, SymbolicRaise, Value
 from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.values.containers import SequenceValue, SliceValue
 from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir.sources import GlobalSource
+from compile_core.ir.sources import GlobalSource, ItemSource
 
 
 @opcode(*sorted(NO_EFFECT))
@@ -176,9 +176,14 @@ def load_global(frame: Frame, name: str) -> Value:
     names = builtins if isinstance(builtins, dict) else vars(builtins)
     if not library and name not in scope:
         state.guards.absent(state.reference_source("globals", scope), name)
+    place = state.reference_source("builtins", names)
     if name not in names:
-        state.guards.absent(state.reference_source("builtins", names), name)
+        state.guards.absent(place, name)
         raise state.raise_exception(NameError, f"name {name!r} is not defined")
+    if not library:
+        state.guards.is_object(
+            ItemSource(place, name), names[name]
+        )  # ranks that are to be silent replace ``print``
     return state.wrap(names[name], None)
 
 
