@@ -58,7 +58,7 @@ class _MadeOnDemand:
 def _prepare_class() -> None:
     for name in _ATTRIBUTES:
         setattr(DistributedDataParallel, name, _MadeOnDemand(name))
-    get_state = DistributedDataParallel.__getstate__
+    get_state: Any = DistributedDataParallel.__getstate__
 
     @functools.wraps(get_state)
     def state_without_reducer(self: DistributedDataParallel) -> Any:
