@@ -21,8 +21,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
 # By which a GradScaler tells whether an optimizer takes scaled gradients.
 _TAKES_SCALED = "_step_supports_amp_scaling"
 

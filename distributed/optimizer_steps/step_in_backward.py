@@ -146,7 +146,7 @@ class StepInBackward:
         if all(tensor._version <= zeroed for tensor, zeroed in changed):
             if not self._zeroes_in_place:
                 gradients = self._gradients_in(changed)
-                self._zeroes_in_place = bool(gradients) and not any(map(_is_not_zero, gradients))
+                self._zeroes_in_place = bool(gradients) and not any(bool(each.any()) for each in gradients)
             if self._zeroes_in_place:
                 return
         raise RuntimeError(
@@ -172,7 +172,3 @@ class StepInBackward:
         self._early = frozenset()
         self._reduced.clear()
         self._stepped.clear()
-
-
-def _is_not_zero(gradient: torch.Tensor) -> bool:
-    return bool(gradient.any())

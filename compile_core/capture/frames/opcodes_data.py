@@ -181,9 +181,8 @@ def load_global(frame: Frame, name: str) -> Value:
         state.guards.absent(place, name)
         raise state.raise_exception(NameError, f"name {name!r} is not defined")
     if not library:
-        state.guards.is_object(
-            ItemSource(place, name), names[name]
-        )  # ranks that are to be silent replace ``print``
+        # Programs replace some, as ``print`` on ranks that are to be silent.
+        state.guards.is_object(ItemSource(place, name), names[name])
     return state.wrap(names[name], None)
 
 
