@@ -62,13 +62,14 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     module = _with_stores(compute)
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
     examples = [node.meta["val"] for node in graph_inputs(module)]
+    # As traced: TorchInductor's passes may pad products, and put the padded rows' strides in the place of these.
+    strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
     with timed("inductor"), _configured(options), _tracing(module):
         module = inductor.fx_passes.joint_graph.joint_graph_passes(module)
-        _promise_layouts(module)
+        _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(
             module, examples, is_backward=compute.name.startswith("backward")
         )
-    strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
     stored = {name: position for position, name in enumerate(compute.destinations)}
     num_inputs = len(compute.inputs)
 
@@ -147,13 +148,10 @@ def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:
     return promised.copy_(result)
 
 
-def _promise_layouts(module: GraphModule) -> None:
+def _promise_layouts(module: GraphModule, strides: Sequence[tuple[int, ...] | None]) -> None:
     """Asks for results in the strides that they were traced with, on which backward and caller rely."""
     (output,) = module.graph.find_nodes(op="output")
-    results = output.args[0]
-    output.meta["original_output_strides"] = [
-        None if result is None else result.meta["val"].stride() for result in results
-    ]
+    output.meta["original_output_strides"] = list(strides)
     output.meta["user_visible_output_idxs"] = [
-        position for position, result in enumerate(results) if result is not None
+        position for position, stride in enumerate(strides) if stride is not None
     ]

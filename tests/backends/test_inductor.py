@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -87,6 +88,29 @@ def test_rows_that_are_padded_in_the_forward_are_not_in_the_backward(monkeypatch
     gradient, x.grad = x.grad, None
     torch.exp(x.sin()).sum().backward()
     torch.testing.assert_close(gradient, x.grad)
+
+
+def test_products_that_are_padded_have_the_strides_they_were_traced_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, TorchInductor computes a product over an odd size as part of a larger one, if that is faster."""
+    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
+    padded: list[Any] = []
+    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
+    monkeypatch.setattr(pad_mm, "should_pad", lambda match, *_: padded.append(match) or True)
+    x, weight = torch.randn(2, 8, 16), torch.randn(37, 16, requires_grad=True)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = x @ weight.t()
+        return functional.cross_entropy(scores.view(-1, 37), torch.arange(16)), scores
+
+    loss, scores = compile_core.compile(step, backend="inductor")(x, weight)
+    loss.backward()
+    assert padded and scores.is_contiguous()
+    found, weight.grad = weight.grad, None
+    plain_loss, plain_scores = step(x, weight)
+    plain_loss.backward()
+    torch.testing.assert_close((loss, scores, found), (plain_loss, plain_scores, weight.grad))
 
 
 def test_random_numbers_of_the_plain_program() -> None:
