@@ -19,6 +19,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.kept_calls import KeptCall
@@ -38,6 +39,7 @@ def _inductor() -> Any:
         import torch._inductor.config
         import torch._inductor.decomposition
         import torch._inductor.fx_passes.joint_graph
+        import torch._inductor.lowering
         import torch._inductor.virtualized
     except ImportError as error:
         raise CompileError(
@@ -65,7 +67,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     # As traced: TorchInductor's passes may pad products, and put the padded rows' strides in the place of these.
     strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
     with timed("inductor"), _configured(options), _tracing(module):
-        module = inductor.fx_passes.joint_graph.joint_graph_passes(module)
+        module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module, examples))
         _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(
             module, examples, is_backward=compute.name.startswith("backward")
@@ -95,6 +97,9 @@ def _tracing(module: GraphModule) -> Iterator[None]:
     """What TorchInductor expects to be compiled in: the graph's mode of fake tensors, which lets constants in."""
     values = [node.meta.get("val") for node in module.graph.nodes]
     fake_mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), FakeTensorMode())
+    if fake_mode.shape_env is not None:
+        # Numbers that the graph was captured with are tensors by now: TorchInductor would look for whoever made them.
+        fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
     strict = fake_mode.allow_non_fake_inputs
     fake_mode.allow_non_fake_inputs = True
     try:
@@ -102,6 +107,16 @@ def _tracing(module: GraphModule) -> Iterator[None]:
             yield
     finally:
         fake_mode.allow_non_fake_inputs = strict
+
+
+def _decomposed(module: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
+    """The graph in operators that TorchInductor has: tensors in the place of numbers bring others, behind the trace."""
+    table = _inductor().decomposition.select_decomp_table()
+    lowerings = _inductor().lowering.lowerings
+    if not any(node.target in table and node.target not in lowerings for node in module.graph.nodes):
+        return module
+    with _inductor().virtualized.V.fake_mode:
+        return make_fx(module, table)(*examples)
 
 
 def _with_stores(compute: Compute) -> GraphModule:

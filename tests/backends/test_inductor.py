@@ -113,6 +113,20 @@ def test_products_that_are_padded_have_the_strides_they_were_traced_with(
     torch.testing.assert_close((loss, scores, found), (plain_loss, plain_scores, weight.grad))
 
 
+def test_numbers_that_differ_between_calls() -> None:
+    """They are tensors from the second on, with operators between them that the trace did not take apart."""
+
+    def step(x: torch.Tensor, scale: float) -> tuple[Any, ...]:
+        return (x * scale).clamp(max=scale), torch.where(x > 0.0, x, scale), scale * 2
+
+    compiled = compile_core.compile(step, backend="inductor", fullgraph=True)
+    for scale in (0.5, 1.5, 2.5):
+        x = torch.randn(4, 5, requires_grad=True)
+        found, expected = compiled(x, scale), step(x, scale)
+        gradients = [torch.autograd.grad(kind[0].sum() + kind[1].sum(), x) for kind in (found, expected)]
+        torch.testing.assert_close((found, gradients[0]), (expected, gradients[1]))
+
+
 def test_random_numbers_of_the_plain_program() -> None:
     compiled = compile_core.compile(
         lambda: torch.rand(8), backend="inductor", options={"fallback_random": True}
