@@ -66,7 +66,9 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     examples = [node.meta["val"] for node in graph_inputs(module)]
     # As traced: TorchInductor's passes may pad products, and put the padded rows' strides in the place of these.
     strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
-    with timed("inductor"), _configured(options), _tracing(module):
+    # Products are timed on random numbers.
+    devices = {example.device for example in examples if example.device.type != "cpu"}
+    with timed("inductor"), _configured(options), _tracing(module), torch.random.fork_rng(devices):
         module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module, examples))
         _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(

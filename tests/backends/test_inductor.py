@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._mode_utils import no_dispatch
 
 import compile_core
 from compile_core.backends import inductor
@@ -111,6 +112,25 @@ def test_products_that_are_padded_have_the_strides_they_were_traced_with(
     plain_loss, plain_scores = step(x, weight)
     plain_loss.backward()
     torch.testing.assert_close((loss, scores, found), (plain_loss, plain_scores, weight.grad))
+
+
+def test_products_are_timed_on_random_numbers_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a padded product may be faster, TorchInductor tries both."""
+    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
+    timed: list[torch.Tensor] = []
+
+    def should_pad(*_: Any) -> bool:
+        with no_dispatch():
+            timed.append(torch.randn(3))
+        return False
+
+    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
+    monkeypatch.setattr(pad_mm, "should_pad", should_pad)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    compile_core.compile(lambda x: x @ x.t(), backend="inductor")(torch.ones(7, 5))
+    assert timed and torch.equal(torch.rand(3), expected)
 
 
 def test_numbers_that_differ_between_calls() -> None:
