@@ -22,6 +22,9 @@ class DDPOptions:
         gradient_compression: ``"bf16"`` or ``"fp16"``: float32 gradients are averaged over ranks in this type, and are
             float32 again in ``param.grad``, as with stock DDP's ``bf16_compress_hook``. ``None``: as they are. Stock
             DDP's reducer does not heed it: it has communication hooks.
+        copy_engines: GPUs of one host that reach one another's memory add gradients up by copies, which leave the
+            multiprocessors to the backward, instead of by NCCL's kernels. Buckets are then not in the memory that
+            ``torch.cuda.memory_allocated`` counts. Others use NCCL, with the reason logged.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops
@@ -31,11 +34,13 @@ class DDPOptions:
             logged. ``reducer``: stock DDP's reducer, with the forward cut on its buckets.
 
     Raises:
-        ValueError: a time that is not positive, an unknown compression or ``overlap``.
+        ValueError: a time that is not positive, an unknown compression or ``overlap``, copy engines for gradients that
+            are to be compressed.
     """
 
     agreement_timeout_s: float = 60.0
     gradient_compression: str | None = None
+    copy_engines: bool = False
     step_in_backward: torch.optim.Optimizer | None = None
     overlap: Overlap = "in_graph"
 
@@ -49,3 +54,5 @@ class DDPOptions:
             raise ValueError(
                 f"gradient_compression must be None or one of {known}, not {self.gradient_compression!r}"
             )
+        if self.copy_engines and self.gradient_compression:
+            raise ValueError("copy_engines add gradients up as they are: leave out gradient_compression")

@@ -1,4 +1,4 @@
-"""How a bucket is averaged over ranks: as it is, or in fewer bits on the wire.
+"""How a bucket is averaged over ranks: as it is, in fewer bits on the wire, or by copies between the GPUs of a host.
 
 Compression is what stock DDP has as ``bf16_compress_hook``: gradients are rounded to 16 bits once, the collective adds
 in 16 bits, and the mean is a float32 gradient again. They are divided before they are rounded; the hook does it after,
@@ -11,29 +11,20 @@ backward has given up that much memory of activations, so the peak of a step is 
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distributed.collectives.copy_engines import CopyEngines, SharedBuffer, reason_against
+from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
 
+logger = logging.getLogger(__name__)
+
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Work(Protocol):
-    """A collective under way; a ``torch.distributed.Work`` is one."""
-
-    def wait(self, timeout: timedelta = ..., /) -> Any:
-        """On a GPU the current stream waits, else the caller."""
-        ...
-
-    def is_completed(self) -> bool: ...
-
-    def get_future(self) -> Any:
-        """Done when the collective is; what a ``wait`` has yet to do then is not part of it."""
-        ...
 
 
 class Averaging:
@@ -43,6 +34,7 @@ class Averaging:
         group: over which ranks.
         device: where buckets lie.
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
+        copy_engines: buckets are added up by copies, if the ranks' GPUs reach one another; not with ``compression``.
 
     Attributes:
         on_streams: collectives are ordered by streams, not waited for by the host.
@@ -51,28 +43,58 @@ class Averaging:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, compression: str | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        compression: str | None = None,
+        copy_engines: bool = False,
     ) -> None:
         self.on_streams = backend_of(group, device) == "nccl"
-        self.factor = 1.0 if self.on_streams else 1.0 / group.size()
+        averages = self.on_streams and not copy_engines
+        self.factor = 1.0 if averages else 1.0 / group.size()
         self._group = group
+        self._device = device
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
+        # Whether it can is asked of all ranks at the first bucket.
+        self._asked_for_copies = self._shall_copy = copy_engines
+        self._engines: CopyEngines | None = None
         self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
         self._sum_options = dist.AllreduceOptions()
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def __str__(self) -> str:
         """What ranks must have in common."""
-        return f"float32 is sent as {str(self._wire_type or torch.float32).removeprefix('torch.')}"
+        how = ", by copy engines where they reach" if self._asked_for_copies else ""
+        return f"float32 is sent as {str(self._wire_type or torch.float32).removeprefix('torch.')}{how}"
 
     def wire_bytes(self, flat: torch.Tensor) -> int:
         """What is sent of this buffer."""
         wire_type = self._wire_type if self._compresses(flat) else None
         return flat.numel() * (wire_type or flat.dtype).itemsize
 
-    def start(self, flat: torch.Tensor) -> Work:
-        """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already."""
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
+        """Zeros to store a bucket in; all ranks ask for theirs in one order."""
+        if self._shall_copy:
+            self._shall_copy = False
+            if against := reason_against(self._group, self._device):
+                logger.warning("gradients are not averaged by copy engines: %s", against)
+            else:
+                self._engines = CopyEngines(self._group, self._device)
+        # Other devices are those of modules that are spread over several.
+        if self._engines is not None and device == self._device:
+            return self._engines.allocate(numel, dtype)
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
+
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Work:
+        """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
+
+        Args:
+            flat: where they are.
+            buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
+        """
+        if self._engines is not None and len(buffer.of_ranks) > 1:
+            return self._engines.start(flat, buffer)
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
@@ -100,13 +122,13 @@ class Averaging:
         with torch.cuda.stream(from_wire):
             work.wait()
             flat.copy_(wire)
-            return _StreamWork(work, from_wire.record_event(), wire)
+            return StreamWork(from_wire.record_event(), wire)
 
 
 class _HostWork:
     """The mean is cast back by whoever first waits."""
 
-    def __init__(self, work: Work, wire: torch.Tensor, flat: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work, wire: torch.Tensor, flat: torch.Tensor) -> None:
         self._work, self._wire, self._flat = work, wire, flat
         self._is_cast = False
 
@@ -121,20 +143,3 @@ class _HostWork:
             self._work.wait(*timeout)
             self._flat.copy_(self._wire)
             self._is_cast = True
-
-
-class _StreamWork:
-    """Keeps the wire buffer until the round is over: other streams than the one it is of use it."""
-
-    def __init__(self, work: Work, done: Any, wire: torch.Tensor) -> None:
-        self._work, self._done, self._wire = work, done, wire
-
-    def is_completed(self) -> bool:
-        return self._done.query()
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
-    def wait(self, *timeout: timedelta) -> None:
-        # Of the bucket's device, which need not be the caller's current one.
-        self._done.wait(torch.cuda.current_stream(self._wire.device))

@@ -63,18 +63,18 @@ def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int)
     one is not part of it. A collective, called on all ranks of the group."""
     clock = clock_of(device)
     numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
-    buffer = torch.zeros(numel, dtype=torch.float32, device=device)
+    buffer = averaging.allocate(numel, torch.float32, device)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
     samples = []
     for size in sizes:
-        part, seconds = buffer[:size], []
+        part, seconds = buffer.first(size), []
         for _ in range(_REPETITIONS):
             start = clock.mark()
-            for work in [averaging.start(part) for _ in range(_IN_A_ROW)]:
+            for work in [averaging.start(part.mine, part) for _ in range(_IN_A_ROW)]:
                 work.wait()
             seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
         # The first of a size may set connections up.
-        samples.append((part.numel() * 4, max(statistics.median(seconds[1:]), 1e-9)))
+        samples.append((size * 4, max(statistics.median(seconds[1:]), 1e-9)))
     return fit_link_model(samples)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from bucketing.bucket import BucketPlan
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from distributed.collectives.copy_engines import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount
@@ -22,6 +23,7 @@ class BucketBuffers:
     Attributes:
         plan: what they were made for.
         names: the parameters of each bucket.
+        allocated: what was allocated for each bucket.
         flat: the buffer of each bucket, one-dimensional.
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
@@ -32,20 +34,22 @@ class BucketBuffers:
         plan: BucketPlan,
         parameters: Mapping[str, torch.nn.Parameter],
         strides: Mapping[str, tuple[int, ...]],
+        allocate: Callable[[int, torch.dtype, torch.device], SharedBuffer],
     ) -> None:
         self.plan = plan
         self.names = [tuple(parameter.name for parameter in bucket.parameters) for bucket in plan.buckets]
-        self.flat: list[torch.Tensor] = []
         self.places: dict[str, torch.Tensor] = {}
         self.bucket_of: dict[str, int] = {}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._strides = strides
         self._offsets: dict[str, int] = {}
+        self.allocated: list[SharedBuffer] = []
         for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
-            self.flat.append(torch.zeros(bucket.numel, dtype=like.dtype, device=like.device))
+            self.allocated.append(allocate(bucket.numel, like.dtype, like.device))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
+        self.flat = [buffer.mine for buffer in self.allocated]
         self._find_places(self._offsets)
         self._owners = [parameters[name] for name in self.places]
         # As long as nobody else has any of them.

@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 from bucketing.bucket import BucketPlan
 from compile_core.errors import CompileError, InternalError
 from compile_core.ir.tensor_spec import contiguous_strides
-from distributed.collectives.averaging import Averaging, Work
+from distributed.collectives.averaging import Averaging
 from distributed.collectives.measure_costs import ReadyTimes
+from distributed.collectives.work import Work
 from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
 from distributed.gradients.anchors import Anchors
 from distributed.gradients.asked_gradients import returns_values
@@ -149,6 +150,12 @@ class GradientBuckets:
         """The plan in use; ``None`` before the first."""
         return None if self._buffers is None else self._buffers.plan
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the buckets that other ranks reach, which torch's allocator does not count."""
+        allocated = () if self._buffers is None else self._buffers.allocated
+        return sum(buffer.mine.nbytes for buffer in allocated if len(buffer.of_ranks) > 1)
+
     def hooked(self) -> frozenset[str]:
         """The parameters whose gradients must now pass through autograd's engine, since hooks wait for them there."""
         return self._nodes.hooked()
@@ -176,14 +183,15 @@ class GradientBuckets:
                 )
 
     def adopt(self, plan: BucketPlan) -> None:
-        """Uses this plan from now on; gradients that lie in the buckets of the one before move.
+        """Uses this plan from now on, as all ranks do; gradients that lie in the buckets of the one before move.
 
         Raises:
             InternalError: a backward is under way.
         """
         if self._round is not None:
             raise InternalError("bucket plans cannot change during a backward")
-        before, self._buffers = self._buffers, BucketBuffers(plan, self.parameters, self._all_strides)
+        before = self._buffers
+        self._buffers = BucketBuffers(plan, self.parameters, self._all_strides, self.averaging.allocate)
         if before is None:
             return
         for name, parameter in self.parameters.items():
@@ -386,7 +394,7 @@ class GradientBuckets:
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        work = self.averaging.start(flat)
+        work = self.averaging.start(flat, self._buffers.allocated[bucket])
         self._works.append(work)
         if self._stepper is not None:
             for name in names:

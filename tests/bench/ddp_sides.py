@@ -26,6 +26,7 @@ from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
+from distributed import DDPOptions, compile_ddp
 
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., Tensor]
@@ -148,8 +149,8 @@ def _ddp(module: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def _compiled_ddp(module: nn.Module, **options: Any) -> Call:
-    return compile_core.compile(_ddp(module), **options)
+def _compiled_ddp(module: nn.Module, ddp_options: DDPOptions | None = None, **options: Any) -> Call:
+    return compile_ddp(_ddp(module), ddp_options, **options)
 
 
 @contextmanager
@@ -189,6 +190,7 @@ SIDES: Mapping[str, Side] = {
     "ours-ddp": partial(_training, _compiled_ddp),
     "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
     "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
+    "ours-ddp-copies": partial(_training, partial(_compiled_ddp, ddp_options=DDPOptions(copy_engines=True))),
     "eager-ddp": partial(_training, _ddp),
     "inductor": partial(_training, torch.compile),
     "no-optimization": _stock("no_optimization"),
@@ -209,11 +211,12 @@ VARIANTS: Mapping[str, tuple[str, Variant]] = {
 # The peers whose best we compare with.
 PEERS = ("ddp-optimizer", "python-reducer", "no-optimization")
 # Ours under DDP.
-OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-overhead", "bridge-ddp")
+OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-copies", "ours-ddp-overhead", "bridge-ddp")
 # What each is compared with, and hence measured in turns with.
 COMPARED_WITH: Mapping[str, str] = {
     "all-reduce": "ours",
     "ours-ddp": "ours",
+    "ours-ddp-copies": "ours",
     "ours-ddp-overhead": "ours-overhead",
     "bridge-ddp": "bridge",
     **{name: side for name, (side, _) in VARIANTS.items()},

@@ -151,7 +151,7 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Ru
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     _first_steps(running, device, _STEPS_OF_PEAK)
-    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes + _shared_bytes(running) if on_gpu else 0
     figures = dataclasses.replace(
         start,
         first_s=first_s,
@@ -160,6 +160,15 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Ru
         loss=loss,
     )
     return running, figures
+
+
+def _shared_bytes(running: Running) -> int:
+    """Of buckets that lie outside of what torch's allocator counts."""
+    try:
+        buckets = distributed.inspect_ddp(running.call).buckets
+    except TypeError:
+        return 0
+    return 0 if buckets is None else buckets.shared_bytes
 
 
 def _first_steps(running: Running, device: torch.device, steps: int = _SETTLING) -> float:

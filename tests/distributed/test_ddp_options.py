@@ -11,6 +11,7 @@ from distributed import DDPOptions
     ("settings", "message"),
     [
         ({"agreement_timeout_s": 0.0}, "positive"),
+        ({"gradient_compression": "bf16", "copy_engines": True}, "leave out gradient_compression"),
         ({"gradient_compression": "int8"}, "'bf16', 'fp16', not 'int8'"),
     ],
 )
