@@ -56,9 +56,12 @@ class BufferBroadcast:
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
         self._addresses = [*map(_address_of, self._buffers)]
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
-        self._messages = [
-            _Message([buffer for buffer in self._buffers if buffer.device == device]) for device in devices
-        ]
+        # A program that evaluates in inference mode may train behind it.
+        with torch.inference_mode(False):
+            self._messages = [
+                _Message([buffer for buffer in self._buffers if buffer.device == device])
+                for device in devices
+            ]
 
 
 class _Message:

@@ -111,8 +111,9 @@ def _remove(handles: Iterable[Any]) -> None:
 def _node_of(parameter: torch.nn.Parameter) -> Any:
     is_trained = parameter.requires_grad
     try:
-        # It may be frozen for now.
-        return get_gradient_edge(parameter.requires_grad_()).node
+        # It may be frozen for now, and in inference mode nothing has a node.
+        with torch.inference_mode(False):
+            return get_gradient_edge(parameter.requires_grad_()).node
     finally:
         parameter.requires_grad_(is_trained)
 

@@ -49,6 +49,21 @@ def first_call_under_a_mode() -> None:
 
 
 @case()
+def first_call_in_inference_mode() -> None:
+    """As of a loop that evaluates once before it trains."""
+    stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
+    for model in (stock, compiled):
+        model.eval()
+    with torch.inference_mode():
+        check_close(compiled(data(5)), stock(data(5)))
+    for model in (stock, compiled):
+        model.train()
+    train((stock, compiled), steps=3)
+    check_in_graph(compiled)
+    check_buffers(stock, compiled)
+
+
+@case()
 def modes_in_later_calls() -> None:
     stock, compiled = pair(lambda: Net(norm=nn.BatchNorm1d(32)))
     train((stock, compiled), steps=1)
