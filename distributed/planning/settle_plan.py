@@ -29,6 +29,7 @@ class PlanSettler:
     def __init__(self, buckets: GradientBuckets) -> None:
         self._buckets = buckets
         self._times: ReadyTimes | None = None
+        self._last_measured = 0
         self.costs: CostModel | None = None
         self.chosen: MergePlan | None = None
 
@@ -39,8 +40,9 @@ class PlanSettler:
             return
         if self._times is None and buckets.rounds >= _FIRST_MEASURED:
             self._times = buckets.ready_times = ReadyTimes(buckets.device)
-        elif buckets.rounds >= _FIRST_MEASURED + _ROUNDS:
-            assert self._times is not None
+            # Several backwards of one forward are several rounds, so more than the first may have passed.
+            self._last_measured = buckets.rounds + _ROUNDS
+        elif self._times is not None and buckets.rounds >= self._last_measured:
             buckets.ready_times = None
             self.costs, self.chosen = _choose(buckets, self._times)
             buckets.adopt(self.chosen.plan)

@@ -59,6 +59,23 @@ def plan_is_chosen_from_measured_costs() -> None:
 
 
 @case()
+def rounds_that_pass_before_any_is_measured() -> None:
+    """Several backwards of one forward are rounds, and are over when the next forward begins to measure; another
+    forward may follow without a round between them."""
+    stock, compiled = pair()
+    loss = loss_of(compiled(data(0)))
+    for _ in range(6):
+        loss.backward(retain_graph=True)
+    compiled.zero_grad()
+    for step in range(4):
+        for model in (stock, compiled):
+            model.zero_grad()
+            (loss_of(model(data(step))) + loss_of(model(data(step + 9)))).backward()
+        check_gradients(stock, compiled)
+    assert inspect_ddp(compiled).merge_plan is not None
+
+
+@case()
 def reducer_is_made_again_when_it_is_asked_for() -> None:
     """Its buckets are a copy of all gradients, which nobody needs in the in-graph way."""
     stock, compiled = pair()
