@@ -1,4 +1,5 @@
-"""A rank whose GPU waits in NCCL for one that failed. Run by ``test_disagreement.py``, a start of ranks for each case.
+"""A rank whose GPU waits in NCCL for one that failed. Run by ``test_disagreement.py``, a start of ranks for each case;
+with ``copies`` behind its name, gradients are added up by copy engines.
 
 Each rank prints what became of it, and after how many seconds of the step that matters.
 """
@@ -70,7 +71,7 @@ CASES: dict[str, Callable[[CompiledDDP, Net, Faults], None]] = {
 }
 
 
-def main(case: str) -> None:
+def main(case: str, *how: str) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -79,7 +80,9 @@ def main(case: str) -> None:
     ddp = DistributedDataParallel(net, device_ids=[device.index])
     request = CompileRequest(faults.backend, CompileOptions(), False, False)
     is_slow = case == "slow_compilation"
-    options = DDPOptions(agreement_timeout_s=60 if is_slow else AGREEMENT_TIMEOUT_S)
+    options = DDPOptions(
+        agreement_timeout_s=60 if is_slow else AGREEMENT_TIMEOUT_S, copy_engines="copies" in how
+    )
     model = CompiledDDP(ddp, request, options)
     step(model)
     if is_slow:
@@ -100,4 +103,4 @@ def main(case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

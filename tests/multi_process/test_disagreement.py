@@ -64,9 +64,9 @@ ON_GPUS = {
 Outcomes = list[dict[str, tuple[str, float]]]
 
 
-def start(program: str, argument: str) -> subprocess.CompletedProcess[str]:
+def start(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs one of the programs beside this one on two ranks."""
-    return start_ranks(["-m", f"tests.multi_process.{program}", argument], timeout_s=200)
+    return start_ranks(["-m", f"tests.multi_process.{program}", *arguments], timeout_s=200)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,16 @@ def test_ranks_that_agree_late_or_differ_in_size_go_on(case: str, outcomes: Outc
 @pytest.mark.gpu
 @pytest.mark.multi_process
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
-@pytest.mark.parametrize("case", ON_GPUS)
-def test_a_rank_that_is_blocked_in_nccl_is_freed(case: str) -> None:
-    run = start("blocked_gpu_cases", case)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        *((case, ()) for case in ON_GPUS),
+        ("later_compilation_fails", ("copies",)),
+        ("process_dies_while_it_compiles", ("copies",)),
+    ],
+)
+def test_a_rank_that_is_blocked_in_nccl_is_freed(case: str, how: tuple[str, ...]) -> None:
+    run = start("blocked_gpu_cases", case, *how)
     for rank, said in enumerate(ON_GPUS[case]):
         lines = [line for line in run.stdout.splitlines() if line.startswith(f"rank {rank} after ")]
         assert (len(lines) == 1 and f" s: {said}" in lines[0]) if said else not lines, run.stdout + run.stderr
