@@ -31,6 +31,8 @@ from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
 
+_AS_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+
 
 @cache
 def _inductor() -> Any:
@@ -66,9 +68,12 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     examples = [node.meta["val"] for node in graph_inputs(module)]
     # As traced: TorchInductor's passes may pad products, and put the padded rows' strides in the place of these.
     strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
+    # Strides that the program speaks of are the plain ones, which padded products do not have.
+    strided = any(node.target in _AS_STRIDED for node in module.graph.nodes)
+    configured = _configured(options, **({"shape_padding": False} if strided else {}))
     # Products are timed on random numbers.
     devices = {example.device for example in examples if example.device.type != "cpu"}
-    with timed("inductor"), _configured(options), _tracing(module), torch.random.fork_rng(devices):
+    with timed("inductor"), configured, _tracing(module), torch.random.fork_rng(devices):
         module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module, examples))
         _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(
@@ -85,13 +90,13 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     return lambda: run_region
 
 
-def _configured(options: CompileOptions) -> Any:
+def _configured(options: CompileOptions, **others: Any) -> Any:
     """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
     settings = {"triton.cudagraphs": False, "fallback_random": options.fallback_random}
     # Of the rest, what nobody asked for is as TorchInductor has it.
     for name in {"max_autotune", "epilogue_fusion", "shape_padding"} & options.changed:
         settings[name] = getattr(options, name)
-    return _inductor().config.patch(settings)
+    return _inductor().config.patch({**settings, **others})
 
 
 @contextmanager
