@@ -26,7 +26,7 @@ from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement.agreement import agreement_of
 from distributed.ddp_module import parameter_names, process_group
 from distributed.ddp_options import DDPOptions
-from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call
+from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call, shares_parameters
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
 from distributed.reducer_way import ReducerWay
@@ -40,6 +40,9 @@ class CompiledDDP:
     Attributes:
         reducer_way: what runs the calls that keep stock DDP's reducer.
     """
+
+    # How many there have been.
+    _made = 0
 
     def __init__(
         self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions | None = None
@@ -55,6 +58,8 @@ class CompiledDDP:
         self._against_in_graph: str | None = None
         self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
         self._logged: set[str] = set()
+        CompiledDDP._made += 1
+        self._shares_parameters, self._asked_at = False, 0
         for form in forms_of(ddp):
             if isinstance(form, CompiledDDP):
                 form.give_back_optimizer()
@@ -104,7 +109,7 @@ class CompiledDDP:
             return self._against_in_graph
         reason = reason_of_call(self.ddp)
         if not reason and self._against_in_graph is None:
-            reason = self._own_reason_for_reducer()
+            reason = self._own_reason_for_reducer() or self._reason_shared()
         return reason or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +120,8 @@ class CompiledDDP:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self.ddp
         if process_group(ddp) is not self._group:
+            self._begin_anew()
+        if self._against_in_graph == "" and self._reason_shared():
             self._begin_anew()
         # In a join() there is no agreement: a rank that has no inputs left makes no call.
         if self._against_in_graph is None and is_synchronised(ddp) and not is_joining(ddp):
@@ -132,7 +139,7 @@ class CompiledDDP:
         return self._in_graph(*args, **kwargs)
 
     def _begin_anew(self) -> None:
-        """The module reduces over another process group now (``DDP._update_process_group``)."""
+        """The module reduces over another process group now (``DDP._update_process_group``), or on the other way."""
         self._group, self._against_in_graph = process_group(self.ddp), None
         if self._in_graph is not None:
             self.give_back_optimizer()
@@ -151,9 +158,17 @@ class CompiledDDP:
             return f"backend {self._request.backend.name!r} takes whole graphs and no schedule"
         return reason_for_reducer(self.ddp)
 
+    def _reason_shared(self) -> str:
+        """The reason that comes with other DDP modules: asked again when one is compiled, and kept, since modules may
+        go earlier on one rank than on another."""
+        if not self._shares_parameters and self._asked_at != CompiledDDP._made:
+            self._asked_at = CompiledDDP._made
+            self._shares_parameters = shares_parameters(self.ddp)
+        return "another DDP module has some of its parameters" if self._shares_parameters else ""
+
     def _agree_on_way(self) -> None:
-        """Fixes the way for good: in-graph only if every rank can."""
-        ddp, reason = self.ddp, self._own_reason_for_reducer()
+        """Fixes the way: in-graph only if every rank can."""
+        ddp, reason = self.ddp, self._own_reason_for_reducer() or self._reason_shared()
         agreement = agreement_of(process_group(ddp))
         self._against_in_graph = agreement.settle(
             "asks how gradients are to be reduced", self._options.agreement_timeout_s, reason=reason

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.ddp_module import process_group
 from distributed.group_backend import backend_of
 from distributed.reducer.parked_reducer import is_parked
+from distributed.reducer.wrapped_parameters import reduced_parameters
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
@@ -42,6 +45,30 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
 def reason_of_call(ddp: DistributedDataParallel) -> str:
     """Why this one call must go through stock DDP's reducer, on all ranks alike, or ""."""
     return "the call is inside a join() context" if is_joining(ddp) else _reason_switched_on(ddp)
+
+
+def shares_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether another DDP module, compiled or not, has parameters that this one reduces, as an encoder under two heads.
+
+    A backward that reaches both gives each reducer what autograd has accumulated from both. Buckets of one module would
+    have that module's part alone.
+    """
+    if not _share_parameters(ddp):
+        return False
+    # One that the program has let go of may lie in a cycle.
+    gc.collect()
+    return _share_parameters(ddp)
+
+
+def _share_parameters(ddp: DistributedDataParallel) -> bool:
+    # Nobody lists those that are not compiled. A compiled module has the attributes of the one that was compiled.
+    modules = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    others = [vars(module) for module in modules if vars(module) is not vars(ddp)]
+    wrapped = [attributes["_modules"]["module"] for attributes in others if attributes.get("_modules")]
+    theirs = {parameter for module in wrapped for parameter in module.parameters()}
+    if theirs.isdisjoint(ddp.module.parameters()):
+        return False
+    return not theirs.isdisjoint(reduced_parameters(ddp).values())
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:

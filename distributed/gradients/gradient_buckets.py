@@ -38,6 +38,7 @@ from distributed.gradients.anchors import Anchors
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
+from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.static_graph import StaticGraph, changed
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
@@ -312,6 +313,7 @@ class GradientBuckets:
 
     def _open_round(self) -> None:
         assert self._buffers is not None
+        note_round(self, self.parameters, _backward_number())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         self._buffers.restore_places()
         announced: dict[str, int] = {}

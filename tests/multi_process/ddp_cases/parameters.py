@@ -11,18 +11,22 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+import compile_core
 from compile_core import CompileError
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
+    DEVICE,
     Net,
     case,
     check_close,
     check_gradients,
     check_in_graph,
+    check_reducer,
     check_steps,
     data,
     loss_of,
     pair,
+    stock_ddp,
     train,
 )
 
@@ -351,3 +355,77 @@ def a_sparse_embedding() -> None:
             loss_of(model(data(step))).backward()
             model.module.table.weight.grad = model.module.table.weight.grad.to_dense()
         check_gradients(stock, compiled, exact=True)
+
+
+class Headed(nn.Module):
+    """An encoder that other modules may have, too."""
+
+    def __init__(self, encoder: nn.Module, results: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(32, results)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+def two_heads() -> list[nn.Module]:
+    torch.manual_seed(7)
+    encoder = Net()
+    return [Headed(encoder, results).to(DEVICE) for results in (3, 5)]
+
+
+def wrapped(module: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(module, bucket_cap_mb=0.004)
+
+
+def check_heads(stock: list[Any], compiled: list[Any], steps: range) -> None:
+    """One backward through all modules of each list."""
+    for step in steps:
+        for modules in (stock, compiled):
+            for module in modules:
+                module.zero_grad()
+            losses = [loss_of(module(data(step + 50 * number))) for number, module in enumerate(modules)]
+            torch.stack(losses).sum().backward()
+        for expected, found in zip(stock, compiled, strict=True):
+            check_gradients(expected, found)
+
+
+@case()
+def an_encoder_in_two_modules() -> None:
+    stock = [*map(wrapped, two_heads())]
+    compiled = [compile_core.compile(wrapped(module), backend="aot_eager") for module in two_heads()]
+    check_heads(stock, compiled, range(3))
+    for module in compiled:
+        check_reducer(module, "another DDP module has some of its parameters")
+
+
+@case()
+def an_encoder_that_another_module_gets_later() -> None:
+    stock = [*map(wrapped, two_heads())]
+    actor, critic = two_heads()
+    compiled = [compile_core.compile(wrapped(actor), backend="aot_eager")]
+    check_heads(stock[:1], compiled, range(2))
+    check_in_graph(compiled[0])
+    compiled.append(compile_core.compile(wrapped(critic), backend="aot_eager"))
+    check_heads(stock, compiled, range(2, 5))
+
+
+@case()
+def a_module_that_is_wrapped_again() -> None:
+    """What wrapped it before is gone, and takes no part."""
+    stock, compiled = pair(backend="aot_eager")
+    train((stock, compiled), steps=2)
+    stock = DistributedDataParallel(stock.module)
+    compiled = compile_core.compile(DistributedDataParallel(compiled.module), backend="aot_eager")
+    train((stock, compiled), steps=2)
+    check_in_graph(compiled)
+
+
+@case()
+def two_forms_of_a_module_in_one_backward() -> None:
+    ddp = stock_ddp()
+    forms = [compile_core.compile(ddp, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
+    losses = [loss_of(form(data(0))) for form in forms]
+    with pytest.raises(CompileError, match="two compiled forms"):
+        torch.stack(losses).sum().backward()
