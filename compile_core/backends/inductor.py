@@ -167,7 +167,10 @@ def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:
     if all(n == 1 or a == b for n, a, b in zip(result.shape, result.stride(), strides, strict=True)):
         return result
     promised = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
-    return promised.copy_(result)
+    # What is expanded lies in memory once.
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in strides)
+    promised[once].copy_(result[once])
+    return promised
 
 
 def _promise_layouts(module: GraphModule, strides: Sequence[tuple[int, ...] | None]) -> None:

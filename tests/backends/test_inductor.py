@@ -114,6 +114,20 @@ def test_products_that_are_padded_have_the_strides_they_were_traced_with(
     torch.testing.assert_close((loss, scores, found), (plain_loss, plain_scores, weight.grad))
 
 
+def test_products_that_are_padded_are_expanded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They come with the padded rows' strides, and a copy into expanded memory is an error."""
+    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
+    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
+    monkeypatch.setattr(pad_mm, "should_pad", lambda *_: True)
+    x = torch.randn(4, 7)
+    found = compile_core.compile(lambda x: (x.t() @ x).expand(3, 7, 7), backend="inductor")(x)
+    assert found.stride() == (0, 7, 1)
+    torch.testing.assert_close(found, (x.t() @ x).expand(3, 7, 7))
+    assert not [record for record in caplog.records if record.name.startswith("compile_core")]
+
+
 def test_products_whose_strides_are_spoken_of_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """TorchInductor would read the padded memory with the strides of the product without padding."""
     pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
