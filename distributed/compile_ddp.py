@@ -133,6 +133,9 @@ class CompiledDDP:
             if not self._against_in_graph and against not in self._logged:
                 self._logged.add(against)
                 logger.warning("calls of the DDP module keep stock DDP's reducer: %s", against)
+            if self._in_graph is not None:
+                # The backward to come is the reducer's, though a forward before may have had none.
+                self._in_graph.buckets.expecting = False
             return self.reducer_way(*args, **kwargs)
         if self._in_graph is None:
             self._in_graph = InGraphWay(ddp, self._request, self._options, self._names)

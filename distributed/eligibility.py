@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.ddp_module import process_group
 from distributed.group_backend import backend_of
-from distributed.reducer.parked_reducer import is_parked
+from distributed.reducer.parked_reducer import has_hook_in_c
 from distributed.reducer.wrapped_parameters import reduced_parameters
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
@@ -79,20 +79,13 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
 def _reason_switched_on(ddp: DistributedDataParallel) -> str:
     """What the program can ask of a module after its first call, too."""
     # For its own mixed precision DDP registers one.
-    if (ddp._comm_hooks and ddp.mixed_precision is None) or _has_hook_in_c(ddp):
+    if (ddp._comm_hooks and ddp.mixed_precision is None) or has_hook_in_c(ddp):
         return "a communication hook is registered"
     if hasattr(ddp, "buffer_hook"):
         return "a buffer hook is registered"
     if "forward" in vars(ddp):
         return "its forward was replaced"
     return ""
-
-
-def _has_hook_in_c(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer has one of those that come with it. Nobody but its logger tells."""
-    if is_parked(ddp) or ddp.logger is None:
-        return False
-    return ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "").startswith("Builtin")
 
 
 def has_own_forward(ddp: DistributedDataParallel) -> bool:

@@ -8,6 +8,7 @@ graph, several graphs and the eager code between them fill the same buckets.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
 from distributed.planning.settle_plan import PlanSettler
-from distributed.reducer.parked_reducer import park_reducer
+from distributed.reducer.parked_reducer import park_again, park_reducer
 from distributed.reducer.wrapped_parameters import reduced_parameters
 
 _FIRST_CALL = "plans the gradient buckets of a module"
@@ -69,7 +70,8 @@ class InGraphWay:
         if options.step_in_backward is not None:
             self._optimizer = PartialOptimizer(options.step_in_backward, parameters)
             stepper = StepInBackward(self._optimizer, parameters, averaging.on_streams)
-        self.buckets = GradientBuckets(parameters, group, averaging, self._agreement.watch, stepper)
+        watch, park = self._agreement.watch, functools.partial(park_again, weakref.ref(ddp))
+        self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
         self._planner = DDPPlanner(ddp, self.buckets)

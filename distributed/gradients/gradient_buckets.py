@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,7 @@ class GradientBuckets:
         averaging: how buckets are reduced; an attribute, too.
         watch: over failures of ranks. Where streams wait, a collective that was aborted leaves numbers without meaning.
         stepper: steps an optimizer in the rounds, if one is to be.
+        round_begins: is called before any gradient of a round has come.
 
     Attributes:
         factor: what a gradient must be multiplied with when it is stored; see ``Averaging``.
@@ -99,6 +100,7 @@ class GradientBuckets:
         averaging: Averaging,
         watch: Watch,
         stepper: StepInBackward | None = None,
+        round_begins: Callable[[], None] = lambda: None,
     ) -> None:
         self.parameters = dict(parameters)
         self._all_strides = {name: gradient_strides(parameter) for name, parameter in parameters.items()}
@@ -118,6 +120,7 @@ class GradientBuckets:
         self.observer: GradientObserver | None = None
         self.averaging = averaging
         self._stepper = stepper
+        self._round_begins = round_begins
         self._wait = operator.methodcaller("wait") if averaging.on_streams else watch.wait
         self._watch = watch
         self.device = next(iter(self.parameters.values())).device
@@ -314,6 +317,7 @@ class GradientBuckets:
     def _open_round(self) -> None:
         assert self._buffers is not None
         note_round(self, self.parameters, _backward_number())
+        self._round_begins()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         self._buffers.restore_places()
         announced: dict[str, int] = {}

@@ -12,10 +12,12 @@ meet them.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from compile_core.errors import CompileError
 from distributed.reducer.wrapped_parameters import as_wrapped, forget_parameters, remember_parameters
 
 # The logger holds the reducer, too.
@@ -35,8 +37,33 @@ def park_reducer(ddp: DistributedDataParallel) -> None:
     ddp._has_rebuilt_buckets = False
 
 
+def park_again(reference: weakref.ref[DistributedDataParallel]) -> None:
+    """Lets go of the reducer that a plain call of the module had made: what autograd accumulates from that call comes
+    to whoever reduces the rest, and of one gradient only one can.
+
+    Raises:
+        CompileError: the reducer has a communication hook by now, which would be lost.
+    """
+    ddp = reference()
+    if ddp is None or is_parked(ddp) or ddp._join_config.enable:
+        return
+    if ddp._comm_hooks or has_hook_in_c(ddp):
+        raise CompileError(
+            "a communication hook was registered between a forward and its backward of a compiled "
+            "DistributedDataParallel module; register it before the forward"
+        )
+    park_reducer(ddp)
+
+
 def is_parked(ddp: DistributedDataParallel) -> bool:
     return _MARK in vars(ddp)
+
+
+def has_hook_in_c(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has one of those that come with it. Nobody but its logger tells."""
+    if is_parked(ddp) or ddp.logger is None:
+        return False
+    return ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "").startswith("Builtin")
 
 
 class _MadeOnDemand:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import compile_core
+from compile_core import CompileError
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
@@ -241,6 +242,8 @@ def communication_hooks_registered_after_steps() -> None:
     stock, compiled = pair(backend="aot_eager")
     check_steps(stock, compiled)
     for model, mine in zip((stock, compiled), calls, strict=True):
+        model(data(9))  # which has no backward, so the next one is the reducer's
+
         # Annotations would be looked at, and are texts here.
         def hook(seen, bucket):
             seen.append(bucket.index())
@@ -250,6 +253,21 @@ def communication_hooks_registered_after_steps() -> None:
     check_steps(stock, compiled)
     assert calls[0] and calls[1]
     check_reducer(compiled, "communication hook")
+
+
+@case()
+def communication_hooks_registered_before_a_backward() -> None:
+    """The backward is a compiled one already; and the hook must not be lost with the reducer that has it."""
+    for register in (
+        lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+        lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    ):
+        _, compiled = pair(backend="aot_eager")
+        loss_of(compiled(data(0))).backward()
+        loss = loss_of(compiled(data(1)))
+        register(compiled)
+        with pytest.raises(CompileError, match="communication hook was registered between"):
+            loss.backward()
 
 
 @case()

@@ -229,3 +229,26 @@ def forms_that_are_let_go() -> None:
     assert [reference() is None for reference in living] == [True, True, False]
     check_steps(stock, compiled)
     check_in_graph(compiled)
+
+
+@case()
+def plain_calls_beside_compiled_ones() -> None:
+    """A backward may reach calls of both kinds, in any order, and a call of either kind may have no backward."""
+    stock, other = stock_ddp(), stock_ddp()
+    compiled = compile_core.compile(other, backend="aot_eager")
+
+    def loss(forms: tuple[Any, Any], step: int) -> torch.Tensor:
+        first, second = forms if step % 2 else reversed(forms)
+        return loss_of(first(data(step))) + loss_of(second(data(step + 20)))
+
+    for step in range(6):
+        for model, forms in ((stock, (stock, stock)), (other, (other, compiled))):
+            model.zero_grad()
+            loss(forms, step).backward()
+        check_gradients(stock, other)
+    for step in range(4):
+        for model, form in ((stock, stock), (other, compiled)):
+            (form, model)[step % 2](data(step + 40))
+            model.zero_grad()
+            loss_of((model, form)[step % 2](data(step))).backward()
+        check_gradients(stock, other)
