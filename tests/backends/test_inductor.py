@@ -133,13 +133,13 @@ def test_products_whose_strides_are_spoken_of_are_not_padded(monkeypatch: pytest
     pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
     monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
     monkeypatch.setattr(pad_mm, "has_triton", lambda: True, raising=False)
-    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "force_shape_pad", True)
     x, weight = torch.randn(4, 5), torch.randn(7, 5)
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x @ weight.t()).as_strided((2, 3), (7, 1), 1).sin()
 
-    found = compile_core.compile(step, backend="inductor")(x, weight)
+    with inductor._inductor().config.patch(force_shape_pad=True):
+        found = compile_core.compile(step, backend="inductor")(x, weight)
     torch.testing.assert_close(found, step(x, weight))
 
 
