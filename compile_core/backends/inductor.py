@@ -72,7 +72,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     strided = any(node.target in _AS_STRIDED for node in module.graph.nodes)
     configured = _configured(options, **({"shape_padding": False} if strided else {}))
     # Products are timed on random numbers.
-    devices = {example.device for example in examples if example.device.type != "cpu"}
+    devices = {example.device for example in examples if example.device.type == "cuda"}
     with timed("inductor"), configured, _tracing(module), torch.random.fork_rng(devices):
         module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module, examples))
         _promise_layouts(module, strides)

@@ -66,6 +66,20 @@ class Net(nn.Module):
         return self.third(torch.tanh(self.second(x)))
 
 
+class ThreeTypes(nn.Module):
+    """A layer each of float32, float64 and bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16, dtype=torch.float64)
+        self.third = nn.Linear(16, 16, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)).double()
+        return self.third(torch.tanh(self.second(x)).bfloat16()).float()
+
+
 class PartlyPlain(Net):
     """One layer, of which autograd reads the weight itself, lies between two graphs and is used in the second again."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.collectives.averaging import WIRE_TYPES
 from tests.multi_process.ddp_harness import (
     Net,
+    ThreeTypes,
     case,
     check_gradients,
     check_in_graph,
@@ -78,24 +78,13 @@ def accumulated_gradients_are_compressed_with_the_rest() -> None:
     check_gradients(stock, compiled, exact=True)
 
 
-class TwoTypes(nn.Module):
-    """Only its float32 gradients are made smaller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16, dtype=torch.float64)
-        self.third = nn.Linear(16, 16, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x)).double()
-        return self.third(torch.tanh(self.second(x)).bfloat16()).float()
-
-
 @case()
 def other_types_travel_as_they_are() -> None:
-    stock = stock_ddp(TwoTypes)
-    compiled = compile_ddp(stock_ddp(TwoTypes), DDPOptions(gradient_compression="fp16"), backend="aot_eager")
+    """Only float32 gradients are made smaller."""
+    stock = stock_ddp(ThreeTypes)
+    compiled = compile_ddp(
+        stock_ddp(ThreeTypes), DDPOptions(gradient_compression="fp16"), backend="aot_eager"
+    )
     for model in (stock, compiled):
         loss_of(model(data(0))).backward()
     check_in_graph(compiled)

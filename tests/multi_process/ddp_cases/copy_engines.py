@@ -15,6 +15,7 @@ from distributed.collectives import averaging
 from distributed.collectives.copy_engines import SharedBuffer, reason_against
 from tests.multi_process.ddp_harness import (
     Net,
+    ThreeTypes,
     case,
     check_in_graph,
     check_steps,
@@ -70,17 +71,6 @@ def accumulated_gradients() -> None:
     stock, compiled = pair()
     check_steps(stock, compiled, step)
     check_copied(compiled)
-
-
-class ThreeTypes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16, dtype=torch.float64)
-        self.third = nn.Linear(16, 16, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(x).double()).bfloat16()).float()
 
 
 @case()
