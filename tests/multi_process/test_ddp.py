@@ -24,7 +24,7 @@ def run_cases(
         if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames
     ]
     program = ["-m", "tests.multi_process.run_ddp_cases", str(folder), *wanted]
-    run = start_ranks(program, timeout_s=280, processes=processes, DDP_CASES_DEVICE=device)
+    run = start_ranks(program, timeout_s=560, processes=processes, DDP_CASES_DEVICE=device)
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
     print(run.stdout)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
@@ -44,7 +44,7 @@ def on_gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.multi_process
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ddp")  # one worker runs the ranks once for all cases
 @pytest.mark.parametrize("case", CPU_CASES)
 def test_ddp(case: str, on_cpu: list[dict[str, str]]) -> None:
@@ -54,7 +54,7 @@ def test_ddp(case: str, on_cpu: list[dict[str, str]]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.multi_process
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ddp_gpu")
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_ddp_on_gpus(case: str, on_gpus: list[dict[str, str]]) -> None:
