@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,9 +56,7 @@ class Averaging:
         self._group = group
         self._device = device
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
-        # Whether it can is asked of all ranks at the first bucket.
-        self._asked_for_copies = self._shall_copy = copy_engines
-        self._engines: CopyEngines | None = None
+        self._shall_copy = copy_engines
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
         self._sum_options = dist.AllreduceOptions()
@@ -65,7 +64,7 @@ class Averaging:
 
     def __str__(self) -> str:
         """What ranks must have in common."""
-        how = ", by copy engines where they reach" if self._asked_for_copies else ""
+        how = ", by copy engines where they reach" if self._shall_copy else ""
         return f"float32 is sent as {str(self._wire_type or torch.float32).removeprefix('torch.')}{how}"
 
     def wire_bytes(self, flat: torch.Tensor) -> int:
@@ -75,12 +74,6 @@ class Averaging:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
         """Zeros to store a bucket in; all ranks ask for theirs in one order."""
-        if self._shall_copy:
-            self._shall_copy = False
-            if against := reason_against(self._group, self._device):
-                logger.warning("gradients are not averaged by copy engines: %s", against)
-            else:
-                self._engines = CopyEngines(self._group, self._device)
         # Other devices are those of modules that are spread over several.
         if self._engines is not None and device == self._device:
             return self._engines.allocate(numel, dtype)
@@ -93,11 +86,21 @@ class Averaging:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
         """
-        if self._engines is not None and len(buffer.of_ranks) > 1:
+        if self._engines is not None and buffer.is_shared:
             return self._engines.start(flat, buffer)
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
+
+    @cached_property
+    def _engines(self) -> CopyEngines | None:
+        """Asks all ranks, at the first bucket, whether they reach one another."""
+        if not self._shall_copy:
+            return None
+        if against := reason_against(self._group, self._device):
+            logger.warning("gradients are not averaged by copy engines: %s", against)
+            return None
+        return CopyEngines(self._group, self._device)
 
     def _compresses(self, flat: torch.Tensor) -> bool:
         return self._wire_type is not None and flat.dtype == torch.float32

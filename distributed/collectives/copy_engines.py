@@ -48,6 +48,11 @@ class SharedBuffer:
     def mine(self) -> torch.Tensor:
         return self.of_ranks[self.rank]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is reached by others at all."""
+        return len(self.of_ranks) > 1
+
     def first(self, numel: int) -> SharedBuffer:
         """The part of it with so many elements at the beginning."""
         return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, self.handle)

@@ -158,7 +158,7 @@ class GradientBuckets:
     def shared_bytes(self) -> int:
         """Of the buckets that other ranks reach, which torch's allocator does not count."""
         allocated = () if self._buffers is None else self._buffers.allocated
-        return sum(buffer.mine.nbytes for buffer in allocated if len(buffer.of_ranks) > 1)
+        return sum(buffer.mine.nbytes for buffer in allocated if buffer.is_shared)
 
     def hooked(self) -> frozenset[str]:
         """The parameters whose gradients must now pass through autograd's engine, since hooks wait for them there."""

@@ -162,13 +162,18 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Ru
     return running, figures
 
 
+def _ours(running: Running) -> distributed.CompiledDDP | None:
+    """What runs a side that is ours under DDP."""
+    try:
+        return distributed.inspect_ddp(running.call)
+    except TypeError:
+        return None
+
+
 def _shared_bytes(running: Running) -> int:
     """Of buckets that lie outside of what torch's allocator counts."""
-    try:
-        buckets = distributed.inspect_ddp(running.call).buckets
-    except TypeError:
-        return 0
-    return 0 if buckets is None else buckets.shared_bytes
+    runner = _ours(running)
+    return 0 if runner is None or runner.buckets is None else runner.buckets.shared_bytes
 
 
 def _first_steps(running: Running, device: torch.device, steps: int = _SETTLING) -> float:
@@ -201,9 +206,8 @@ def _with_plan(figures: Figures, running: Running, device: torch.device, ranks: 
         per_s = figures.gradient_gib * 2**30 / figures.step_ms * 1e-6
         bus = per_s * 2 * (dist.get_world_size() - 1) / dist.get_world_size()
         return dataclasses.replace(figures, note=f"{per_s:.2f} GB/s, on the bus {bus:.2f} GB/s")
-    try:
-        runner = distributed.inspect_ddp(running.call)
-    except TypeError:
+    runner = _ours(running)
+    if runner is None:
         return figures
     if runner.plan is None:
         return dataclasses.replace(figures, note=f"reducer: {runner.reason_for_reducer}")

@@ -36,7 +36,7 @@ def check_copied(compiled: Any) -> None:
     """On GPUs that can, it is copied."""
     check_in_graph(compiled)
     buckets = inspect_ddp(compiled).buckets
-    copies = {len(buffer.of_ranks) > 1 for buffer in buckets._buffers.allocated}
+    copies = {buffer.is_shared for buffer in buckets._buffers.allocated}
     assert copies == {not reason_against(buckets.group, buckets.device)}
 
 
@@ -135,6 +135,6 @@ def buckets_lie_in_what_was_allocated() -> None:
         stock, compiled = pair()
         train((stock, compiled), steps=8, exact=True)
     buffers = inspect_ddp(compiled).buckets._buffers
-    assert all(len(buffer.of_ranks) > 1 for buffer in buffers.allocated)
+    assert all(buffer.is_shared for buffer in buffers.allocated)
     places = [parameter.grad.untyped_storage().data_ptr() for parameter in compiled.parameters()]
     assert set(places) == {buffer.mine.untyped_storage().data_ptr() for buffer in buffers.allocated}
