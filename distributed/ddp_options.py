@@ -22,9 +22,10 @@ class DDPOptions:
         gradient_compression: ``"bf16"`` or ``"fp16"``: float32 gradients are averaged over ranks in this type, and are
             float32 again in ``param.grad``, as with stock DDP's ``bf16_compress_hook``. ``None``: as they are. Stock
             DDP's reducer does not heed it: it has communication hooks.
-        copy_engines: GPUs of one host that reach one another's memory add gradients up by copies, which leave the
-            multiprocessors to the backward, instead of by NCCL's kernels. Buckets are then not in the memory that
-            ``torch.cuda.memory_allocated`` counts. Others use NCCL, with the reason logged.
+        copy_engines: GPUs of one host that reach one another's memory average gradients by copies, which leave the
+            multiprocessors to the backward, instead of by NCCL's kernels. ``None``: of two ranks, those in buckets of
+            at least 32 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
+            with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops
@@ -40,7 +41,7 @@ class DDPOptions:
 
     agreement_timeout_s: float = 60.0
     gradient_compression: str | None = None
-    copy_engines: bool = False
+    copy_engines: bool | None = None
     step_in_backward: torch.optim.Optimizer | None = None
     overlap: Overlap = "in_graph"
 
@@ -55,4 +56,4 @@ class DDPOptions:
                 f"gradient_compression must be None or one of {known}, not {self.gradient_compression!r}"
             )
         if self.copy_engines and self.gradient_compression:
-            raise ValueError("copy_engines add gradients up as they are: leave out gradient_compression")
+            raise ValueError("copy_engines average gradients as they are: leave out gradient_compression")

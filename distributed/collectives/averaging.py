@@ -19,13 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.copy_engines import CopyEngines, SharedBuffer, reason_against
+from distributed.collectives.copy_engines import CopyEngines, SharedBuffer, find_engines
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
 
 logger = logging.getLogger(__name__)
 
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# By default smaller buckets are NCCL's: its kernels are done soon, and to start one takes the host less.
+_LEAST_COPIED_BYTES = 32 * 2**20
+# And those of more ranks: it was measured with two.
+_MOST_COPYING_RANKS = 2
 
 
 class Averaging:
@@ -35,7 +39,8 @@ class Averaging:
         group: over which ranks.
         device: where buckets lie.
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
-        copy_engines: buckets are added up by copies, if the ranks' GPUs reach one another; not with ``compression``.
+        copy_engines: buckets are averaged by copies where the ranks' GPUs reach one another; not with ``compression``.
+            ``None``: the large ones of two ranks.
 
     Attributes:
         on_streams: collectives are ordered by streams, not waited for by the host.
@@ -48,24 +53,25 @@ class Averaging:
         group: dist.ProcessGroup,
         device: torch.device,
         compression: str | None = None,
-        copy_engines: bool = False,
+        copy_engines: bool | None = False,
     ) -> None:
         self.on_streams = backend_of(group, device) == "nccl"
-        averages = self.on_streams and not copy_engines
-        self.factor = 1.0 if averages else 1.0 / group.size()
+        self.factor = 1.0 if self.on_streams else 1.0 / group.size()
         self._group = group
         self._device = device
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
-        self._shall_copy = copy_engines
+        self._copy_engines = copy_engines if compression is None else False
+        self._least_copied_bytes = _LEAST_COPIED_BYTES if copy_engines is None else 0
         self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
         self._sum_options = dist.AllreduceOptions()
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def __str__(self) -> str:
         """What ranks must have in common."""
-        how = ", by copy engines where they reach" if self._shall_copy else ""
-        return f"float32 is sent as {str(self._wire_type or torch.float32).removeprefix('torch.')}{how}"
+        copied = {None: "large ones between two", True: "all", False: "none"}[self._copy_engines]
+        wire = str(self._wire_type or torch.float32).removeprefix("torch.")
+        return f"float32 is sent as {wire}, buckets by copy engines: {copied}"
 
     def wire_bytes(self, flat: torch.Tensor) -> int:
         """What is sent of this buffer."""
@@ -75,7 +81,8 @@ class Averaging:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
         """Zeros to store a bucket in; all ranks ask for theirs in one order."""
         # Other devices are those of modules that are spread over several.
-        if self._engines is not None and device == self._device:
+        is_large = numel * dtype.itemsize >= self._least_copied_bytes
+        if is_large and device == self._device and self._engines is not None:
             return self._engines.allocate(numel, dtype)
         return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
 
@@ -86,7 +93,7 @@ class Averaging:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
         """
-        if self._engines is not None and buffer.is_shared:
+        if buffer.is_shared and flat.nbytes >= self._least_copied_bytes and self._engines is not None:
             return self._engines.start(flat, buffer)
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
@@ -94,13 +101,16 @@ class Averaging:
 
     @cached_property
     def _engines(self) -> CopyEngines | None:
-        """Asks all ranks, at the first bucket, whether they reach one another."""
-        if not self._shall_copy:
+        """Asks all ranks, at the first bucket that they would serve."""
+        by_default = self._copy_engines is None
+        is_measured = self.on_streams and self._group.size() <= _MOST_COPYING_RANKS
+        if self._copy_engines is False or (by_default and not is_measured):
             return None
-        if against := reason_against(self._group, self._device):
-            logger.warning("gradients are not averaged by copy engines: %s", against)
-            return None
-        return CopyEngines(self._group, self._device)
+        engines, against = find_engines(self._group, self._device)
+        if against:
+            level = logging.INFO if by_default else logging.WARNING
+            logger.log(level, "gradients are not averaged by copy engines: %s", against)
+        return engines
 
     def _compresses(self, flat: torch.Tensor) -> bool:
         return self._wire_type is not None and flat.dtype == torch.float32

@@ -1,8 +1,8 @@
-"""Adds buffers up over the GPUs of one host by their copy engines.
+"""Averages buffers over the GPUs of one host by their copy engines.
 
 NCCL's kernels hold multiprocessors for as long as the link works, and a backward beside them has fewer. A copy engine
-needs none: of each buffer every rank pulls its own part from the others, adds these up, which takes a short kernel, and
-pushes the sum to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes ranks
+needs none: of each buffer every rank pulls its own part from the others, averages it, which takes a short kernel, and
+pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes ranks
 wait for one another in an all-reduce of one number; so one that does not come is waited for, noticed and aborted as in
 any other collective of the process group.
 
@@ -11,6 +11,7 @@ The buffers lie in torch's symmetric memory, where each rank reaches those of th
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from distributed.collectives.mean_kernel import MeanKernel
 from distributed.collectives.work import StreamWork
 from distributed.group_backend import backend_of
 
 # At which parts begin, so that copies and kernels find them aligned.
 _ALIGNMENT_ELEMENTS = 64
+# What is averaged to see whether it works.
+_TRIED_ELEMENTS = 2**18
 # Tells hosts of one name apart.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -66,6 +70,19 @@ class _Place:
     device: int | None
     reachable: frozenset[int]
     backend: str
+    forbidden: str = ""
+
+
+def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEngines | None, str]:
+    """The engines over this group, or why it has none. A collective; all ranks get the same answer."""
+    if against := reason_against(group, device):
+        return None, against
+    engines = CopyEngines(group, device)
+    # Each rank tells of its own, and then all know.
+    faults: list[Any] = [None] * group.size()
+    dist.all_gather_object(faults, engines.fault(), group=group)
+    against = next(filter(None, faults), "")
+    return (None if against else engines), against
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -76,16 +93,29 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
     reachable = frozenset(
         index for index in others if torch.cuda.can_device_access_peer(device.index or 0, index)
     )
-    mine = _Place(socket.gethostname() + boot_id, device.index, reachable, backend_of(group, device))
+    host = socket.gethostname() + boot_id
+    mine = _Place(host, device.index, reachable, backend_of(group, device), _forbidding_setting())
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     return _reason_of(found)
 
 
+def _forbidding_setting() -> str:
+    """By which people keep NCCL from sending between GPUs directly, where that fails or is to be avoided."""
+    for name, forbids in (("NCCL_P2P_DISABLE", ("1",)), ("NCCL_P2P_LEVEL", ("LOC", "0"))):
+        if os.environ.get(name) in forbids:
+            return f"{name}={os.environ[name]}"
+    return ""
+
+
 def _reason_of(places: Sequence[_Place]) -> str:
     """The same, of the places of all ranks."""
+    if len(places) == 1:
+        return "there is one rank"
     if any(place.backend != "nccl" for place in places):
         return "the process group is not NCCL's"
+    if settings := {place.forbidden for place in places} - {""}:
+        return f"{min(settings)} is set"
     if len({place.host for place in places}) > 1:
         return "ranks are on several hosts"
     devices = {place.device for place in places}
@@ -97,32 +127,44 @@ def _reason_of(places: Sequence[_Place]) -> str:
     return ""
 
 
-def add_up(buffer: SharedBuffer, scratch: torch.Tensor, meet: Callable[[], object]) -> None:
-    """Sums over ranks, in all of their buffers; called on all of them.
+# Adds the second to the first, and divides that by a number.
+AddAndDivide = Callable[[torch.Tensor, torch.Tensor, int], object]
+
+
+def average(
+    buffer: SharedBuffer, scratch: torch.Tensor, meet: Callable[[], object], add_and_divide: AddAndDivide
+) -> None:
+    """The mean over ranks, in all of their buffers; called on all of them.
 
     Args:
-        buffer: what is added up.
+        buffer: what is averaged.
         scratch: of the buffer's dtype, with at least as many elements as a part: those of the buffer over the ranks.
         meet: waits for all ranks; on a GPU, the stream on which this is called does.
+        add_and_divide: computes.
     """
     begin, end = _part(buffer.mine.numel(), len(buffer.of_ranks), buffer.rank)
     part = buffer.mine[begin:end]
     others = [memory[begin:end] for memory in _others(buffer)]
     meet()
-    for other in others:
-        part.add_(scratch[: end - begin].copy_(other))
+    for number, other in enumerate(others, start=1):
+        divisor = len(buffer.of_ranks) if number == len(others) else 1
+        add_and_divide(part, scratch[: end - begin].copy_(other), divisor)
     for other in others:
         other.copy_(part)
     meet()
 
 
-def add_up_elsewhere(
-    flat: torch.Tensor, buffer: SharedBuffer, scratch: torch.Tensor, meet: Callable[[], object]
+def average_elsewhere(
+    flat: torch.Tensor,
+    buffer: SharedBuffer,
+    scratch: torch.Tensor,
+    meet: Callable[[], object],
+    add_and_divide: AddAndDivide,
 ) -> None:
-    """The same of what this rank has in ``flat``, and the sum comes there; the buffer keeps what it holds."""
+    """The same of what this rank has in ``flat``, and the mean comes there; the buffer keeps what it holds."""
     held = buffer.mine.clone()
     buffer.mine.copy_(flat)
-    add_up(buffer, scratch, meet)
+    average(buffer, scratch, meet, add_and_divide)
     flat.copy_(buffer.mine)
     buffer.mine.copy_(held)
 
@@ -134,7 +176,7 @@ def part_numel(numel: int, ranks: int) -> int:
 
 
 def _part(numel: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where the part begins and ends that this rank adds up; the last ones may be shorter or empty."""
+    """Where the part begins and ends that this rank averages; the last ones may be shorter or empty."""
     size = -(-numel // (ranks * _ALIGNMENT_ELEMENTS)) * _ALIGNMENT_ELEMENTS
     return min(rank * size, numel), min((rank + 1) * size, numel)
 
@@ -146,7 +188,7 @@ def _others(buffer: SharedBuffer) -> list[torch.Tensor]:
 
 
 class CopyEngines:
-    """Adds up the buffers of one module; for GPUs of which ``reason_against`` has none.
+    """Averages the buffers of one module; for GPUs that ``reason_against`` has no reason against.
 
     Args:
         group: over which ranks.
@@ -157,6 +199,7 @@ class CopyEngines:
         self._group = group
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._add_and_divide = MeanKernel(device)
         self._token = torch.zeros(1, device=device)
         self._options = dist.AllreduceOptions()
         # On the stream of the copies, not on NCCL's own.
@@ -175,7 +218,7 @@ class CopyEngines:
         return SharedBuffer(of_ranks, rank, handle)
 
     def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> StreamWork:
-        """Begins to add up what the current stream has stored, or will have.
+        """Begins to average what the current stream has stored, or will have.
 
         Args:
             flat: where: the buffer's own memory, or other while the program holds views of that.
@@ -190,14 +233,27 @@ class CopyEngines:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             if flat is buffer.mine:
-                add_up(buffer, scratch, self._meet)
+                average(buffer, scratch, self._meet, self._add_and_divide)
             else:
-                add_up_elsewhere(flat, buffer, scratch, self._meet)
+                average_elsewhere(flat, buffer, scratch, self._meet, self._add_and_divide)
             done = self._stream.record_event()
         if flat is not buffer.mine:
             # What the program computes next may read its views of the buffer.
             current.wait_event(done)
         return StreamWork(done, scratch)
+
+    def fault(self) -> str:
+        """What goes wrong when they are used on this rank, or "". A collective."""
+        ranks = self._group.size()
+        try:
+            buffer = self.allocate(_TRIED_ELEMENTS, torch.float32)
+            buffer.mine.fill_(self._group.rank())
+            self.start(buffer.mine, buffer).wait()
+            is_right = bool((buffer.mine == (ranks - 1) / 2).all())
+        except Exception as error:  # of drivers, containers that forbid to share memory, compilers
+            return f"{type(error).__name__}: {error}"
+        # Where a host's settings keep GPUs from one another, copies may succeed and bring nothing.
+        return "" if is_right else "the mean came out wrong"
 
     def _meet(self) -> None:
         self._group.allreduce([self._token], self._options)

@@ -1,4 +1,4 @@
-"""Gradients that GPUs add up by copies. Where there are none, or they do not reach one another, nothing changes."""
+"""Gradients that GPUs average by copies. Where there are none, or they do not reach one another, nothing changes."""
 
 from __future__ import annotations
 
@@ -111,6 +111,23 @@ def another_size_and_another_module() -> None:
         check_copied(compiled)
 
 
+@case()
+def large_buckets_by_default() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(16, 3000), nn.Tanh(), nn.Linear(3000, 3000), nn.Tanh(), nn.Linear(3000, 4)
+        )
+
+    stock = stock_ddp(make)
+    compiled = compile_ddp(stock_ddp(make), backend="aot_eager")
+    train((stock, compiled), steps=8, exact=True)
+    check_in_graph(compiled)
+    buckets = inspect_ddp(compiled).buckets
+    can = dist.get_world_size() == 2 and not reason_against(buckets.group, buckets.device)
+    for buffer in buckets._buffers.allocated:
+        assert buffer.is_shared == (can and buffer.mine.nbytes >= 32 * 2**20)
+
+
 class HostEngines:
     """All but the copies: a buffer for each rank, of which the others' are not theirs, and gloo's sums."""
 
@@ -128,10 +145,7 @@ class HostEngines:
 
 @case("cpu")
 def buckets_lie_in_what_was_allocated() -> None:
-    with (
-        patch.object(averaging, "CopyEngines", HostEngines),
-        patch.object(averaging, "reason_against", lambda group, device: ""),
-    ):
+    with patch.object(averaging, "find_engines", lambda *where: (HostEngines(*where), "")):
         stock, compiled = pair()
         train((stock, compiled), steps=8, exact=True)
     buffers = inspect_ddp(compiled).buckets._buffers

@@ -1,0 +1,78 @@
+"""The one kernel that averaging by copies takes: sum and quotient in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from compile_core.lowering.build import build
+from compile_core.options import default_cache_folder
+
+# Triton's names of dtypes, and of those that they are added in.
+_TYPES = {
+    torch.float16: ("fp16", "float32"),
+    torch.bfloat16: ("bf16", "float32"),
+    torch.float32: ("fp32", "float32"),
+    torch.float64: ("fp64", "float64"),
+}
+_PROGRAMS, _BLOCK = 1024, 4096
+# One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
+# Whole blocks need no mask, and are read in wide words.
+_TEXT = f"""\
+@triton.jit
+def {KERNEL_SYMBOL}(part, other, sizes):
+    numel = tl.load(sizes)
+    factor = (1.0 / tl.load(sizes + 1).to(tl.float64)).to(tl.@KIND@)
+    begin = tl.program_id(0).to(tl.int64) * {_BLOCK}
+    while begin + {_BLOCK} <= numel:
+        place = tl.multiple_of(begin, {_BLOCK}) + tl.arange(0, {_BLOCK})
+        mine = tl.load(part + place)
+        total = mine.to(tl.@KIND@) + tl.load(other + place).to(tl.@KIND@)
+        tl.store(part + place, (total * factor).to(mine.dtype))
+        begin += {_PROGRAMS * _BLOCK}
+    place = begin + tl.arange(0, {_BLOCK})
+    inside = place < numel
+    mine = tl.load(part + place, mask=inside)
+    total = mine.to(tl.@KIND@) + tl.load(other + place, mask=inside).to(tl.@KIND@)
+    tl.store(part + place, (total * factor).to(mine.dtype), mask=inside)
+"""
+
+
+def kernel_source(dtype: torch.dtype, device: torch.device) -> KernelSource:
+    """Of ``part = (part + other) / divisor``, where ``sizes`` has the number of elements and the divisor as int64."""
+    name, kind = _TYPES[dtype]
+    return KernelSource(
+        name=f"mean_of_{name}",
+        language="triton",
+        text=_TEXT.replace("@KIND@", kind),
+        buffers=("part", "other", "sizes"),
+        device=device,
+        pointers=(f"*{name}", f"*{name}", "*i64"),
+        grid=(_PROGRAMS, 1, 1),
+        meta=(("num_warps", 4),),
+    )
+
+
+class MeanKernel:
+    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
+        self._sizes: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
+        kernel = self._kernels.get(part.dtype)
+        if kernel is None:
+            source = kernel_source(part.dtype, self._device)
+            kernel = self._kernels[part.dtype] = build([source], default_cache_folder())[source.name]
+        sizes = self._sizes.get((part.numel(), divisor))
+        if sizes is None:
+            # Nothing here waits for the stream, which may wait for other ranks.
+            sizes = torch.empty(2, dtype=torch.int64, device=self._device)
+            sizes[0].fill_(part.numel())
+            sizes[1].fill_(divisor)
+            self._sizes[part.numel(), divisor] = sizes
+        kernel(part, other, sizes)
