@@ -26,7 +26,13 @@ from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement.agreement import agreement_of
 from distributed.ddp_module import parameter_names, process_group
 from distributed.ddp_options import DDPOptions
-from distributed.eligibility import is_joining, reason_for_reducer, reason_of_call, shares_parameters
+from distributed.eligibility import (
+    Wrappings,
+    is_joining,
+    reason_for_reducer,
+    reason_of_call,
+    shares_parameters,
+)
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.in_graph_way import InGraphWay, is_synchronised
 from distributed.reducer_way import ReducerWay
@@ -40,9 +46,6 @@ class CompiledDDP:
     Attributes:
         reducer_way: what runs the calls that keep stock DDP's reducer.
     """
-
-    # How many there have been.
-    _made = 0
 
     def __init__(
         self, ddp: DistributedDataParallel, request: CompileRequest, options: DDPOptions | None = None
@@ -58,8 +61,8 @@ class CompiledDDP:
         self._against_in_graph: str | None = None
         self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
         self._logged: set[str] = set()
-        CompiledDDP._made += 1
-        self._shares_parameters, self._asked_at = False, 0
+        Wrappings.begin()
+        self._shares_parameters, self._asked_at = False, -1
         for form in forms_of(ddp):
             if isinstance(form, CompiledDDP):
                 form.give_back_optimizer()
@@ -162,10 +165,10 @@ class CompiledDDP:
         return reason_for_reducer(self.ddp)
 
     def _reason_shared(self) -> str:
-        """The reason that comes with other DDP modules: asked again when one is compiled, and kept, since modules may
-        go earlier on one rank than on another."""
-        if not self._shares_parameters and self._asked_at != CompiledDDP._made:
-            self._asked_at = CompiledDDP._made
+        """The reason that comes with other DDP modules: asked again when there is a new one, and kept, since modules
+        may go earlier on one rank than on another."""
+        if not self._shares_parameters and self._asked_at != Wrappings.count:
+            self._asked_at = Wrappings.count
             self._shares_parameters = shares_parameters(self.ddp)
         return "another DDP module has some of its parameters" if self._shares_parameters else ""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from functools import cache
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.ddp_module import process_group
@@ -45,6 +47,26 @@ def reason_for_reducer(ddp: DistributedDataParallel) -> str:
 def reason_of_call(ddp: DistributedDataParallel) -> str:
     """Why this one call must go through stock DDP's reducer, on all ranks alike, or ""."""
     return "the call is inside a join() context" if is_joining(ddp) else _reason_switched_on(ddp)
+
+
+class Wrappings:
+    """Counts DDP modules, compiled or not, as they are made: torch keeps no list of them.
+
+    Attributes:
+        count: since counting began.
+    """
+
+    count = 0
+
+    @classmethod
+    @cache
+    def begin(cls) -> None:
+        register_module_module_registration_hook(cls._registered)
+
+    @classmethod
+    def _registered(cls, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            cls.count += 1
 
 
 def shares_parameters(ddp: DistributedDataParallel) -> bool:

@@ -17,7 +17,7 @@ _TYPES = {
     torch.float32: ("fp32", "float32"),
     torch.float64: ("fp64", "float64"),
 }
-_PROGRAMS, _BLOCK = 1024, 4096
+_PROGRAMS, _BLOCK = 8192, 4096
 # One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
 # Whole blocks need no mask, and are read in wide words.
 _TEXT = f"""\

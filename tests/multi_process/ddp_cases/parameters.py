@@ -412,6 +412,18 @@ def an_encoder_that_another_module_gets_later() -> None:
 
 
 @case()
+def an_encoder_that_a_plain_module_gets_later() -> None:
+    stock = [*map(wrapped, two_heads())]
+    actor, critic = two_heads()
+    compiled = [compile_core.compile(wrapped(actor), backend="aot_eager")]
+    check_heads(stock[:1], compiled, range(2))
+    check_in_graph(compiled[0])
+    compiled.append(wrapped(critic))
+    check_heads(stock, compiled, range(2, 5))
+    check_reducer(compiled[0], "another DDP module has some of its parameters")
+
+
+@case()
 def a_module_that_is_wrapped_again() -> None:
     """What wrapped it before is gone, and takes no part."""
     stock, compiled = pair(backend="aot_eager")
