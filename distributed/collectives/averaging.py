@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.collectives.copy_engines import CopyEngines, SharedBuffer, find_engines
+from distributed.collectives.mean_kernel import AVERAGED_TYPES
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
 
@@ -81,8 +82,9 @@ class Averaging:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
         """Zeros to store a bucket in; all ranks ask for theirs in one order."""
         # Other devices are those of modules that are spread over several.
+        fits = device == self._device and dtype in AVERAGED_TYPES
         is_large = numel * dtype.itemsize >= self._least_copied_bytes
-        if is_large and device == self._device and self._engines is not None:
+        if fits and is_large and self._engines is not None:
             return self._engines.allocate(numel, dtype)
         return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
 

@@ -11,11 +11,8 @@ The buffers lie in torch's symmetric memory, where each rank reaches those of th
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +20,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from distributed.collectives.mean_kernel import MeanKernel
+from distributed.collectives.peer_access import reason_against
 from distributed.collectives.work import StreamWork
-from distributed.group_backend import backend_of
 
 # At which parts begin, so that copies and kernels find them aligned.
 _ALIGNMENT_ELEMENTS = 64
 # What is averaged to see whether it works.
 _TRIED_ELEMENTS = 2**18
-# Tells hosts of one name apart.
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,6 @@ class SharedBuffer:
         return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, self.handle)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What ranks must know of one another before they share memory."""
-
-    host: str
-    device: int | None
-    reachable: frozenset[int]
-    backend: str
-    forbidden: str = ""
-
-
 def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEngines | None, str]:
     """The engines over this group, or why it has none. A collective; all ranks get the same answer."""
     if against := reason_against(group, device):
@@ -83,48 +67,6 @@ def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEn
     dist.all_gather_object(faults, engines.fault(), group=group)
     against = next(filter(None, faults), "")
     return (None if against else engines), against
-
-
-def reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks of this group cannot share memory, or "". A collective; all ranks get the same answer."""
-    boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    others = (index for index in range(count) if index != device.index)
-    reachable = frozenset(
-        index for index in others if torch.cuda.can_device_access_peer(device.index or 0, index)
-    )
-    host = socket.gethostname() + boot_id
-    mine = _Place(host, device.index, reachable, backend_of(group, device), _forbidding_setting())
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return _reason_of(found)
-
-
-def _forbidding_setting() -> str:
-    """By which people keep NCCL from sending between GPUs directly, where that fails or is to be avoided."""
-    for name, forbids in (("NCCL_P2P_DISABLE", ("1",)), ("NCCL_P2P_LEVEL", ("LOC", "0"))):
-        if os.environ.get(name) in forbids:
-            return f"{name}={os.environ[name]}"
-    return ""
-
-
-def _reason_of(places: Sequence[_Place]) -> str:
-    """The same, of the places of all ranks."""
-    if len(places) == 1:
-        return "there is one rank"
-    if any(place.backend != "nccl" for place in places):
-        return "the process group is not NCCL's"
-    if settings := {place.forbidden for place in places} - {""}:
-        return f"{min(settings)} is set"
-    if len({place.host for place in places}) > 1:
-        return "ranks are on several hosts"
-    devices = {place.device for place in places}
-    if len(devices) < len(places):
-        return "each process sees its GPU alone"
-    for place in places:
-        if missing := devices - place.reachable - {place.device}:
-            return f"GPU {place.device} does not reach the memory of GPU {min(map(str, missing))}"
-    return ""
 
 
 # Adds the second to the first, and divides that by a number.

@@ -17,7 +17,11 @@ _TYPES = {
     torch.float32: ("fp32", "float32"),
     torch.float64: ("fp64", "float64"),
 }
-_PROGRAMS, _BLOCK = 8192, 4096
+# Buffers of other dtypes are NCCL's.
+AVERAGED_TYPES = frozenset(_TYPES)
+_BLOCK = 4096
+# One block each for all but the largest parts: short programs let the backward's in between.
+_PROGRAMS = 8192
 # One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
 # Whole blocks need no mask, and are read in wide words.
 _TEXT = f"""\
@@ -31,7 +35,7 @@ def {KERNEL_SYMBOL}(part, other, sizes):
         mine = tl.load(part + place)
         total = mine.to(tl.@KIND@) + tl.load(other + place).to(tl.@KIND@)
         tl.store(part + place, (total * factor).to(mine.dtype))
-        begin += {_PROGRAMS * _BLOCK}
+        begin += @STEP@
     place = begin + tl.arange(0, {_BLOCK})
     inside = place < numel
     mine = tl.load(part + place, mask=inside)
@@ -40,17 +44,17 @@ def {KERNEL_SYMBOL}(part, other, sizes):
 """
 
 
-def kernel_source(dtype: torch.dtype, device: torch.device) -> KernelSource:
+def kernel_source(dtype: torch.dtype, device: torch.device, programs: int = _PROGRAMS) -> KernelSource:
     """Of ``part = (part + other) / divisor``, where ``sizes`` has the number of elements and the divisor as int64."""
     name, kind = _TYPES[dtype]
     return KernelSource(
         name=f"mean_of_{name}",
         language="triton",
-        text=_TEXT.replace("@KIND@", kind),
+        text=_TEXT.replace("@KIND@", kind).replace("@STEP@", str(programs * _BLOCK)),
         buffers=("part", "other", "sizes"),
         device=device,
         pointers=(f"*{name}", f"*{name}", "*i64"),
-        grid=(_PROGRAMS, 1, 1),
+        grid=(programs, 1, 1),
         meta=(("num_warps", 4),),
     )
 

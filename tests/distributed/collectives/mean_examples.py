@@ -12,7 +12,7 @@ from distributed.collectives.mean_kernel import kernel_source
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Less than a block, a block, several, and more than the programs have at once.
-SIZES = (1, 4096, 10_001, 1024 * 4096 + 17)
+SIZES = (1, 4096, 10_001, 8192 * 4096 + 17)
 
 Mean = Callable[[torch.Tensor, torch.Tensor, int], object]
 
@@ -35,7 +35,8 @@ def main(folder: Path) -> None:
     from tests.lowering.interpreted_kernels import interpreted
 
     for dtype in DTYPES:
-        kernel = interpreted(kernel_source(dtype, torch.device("cuda", 0)), folder)
+        # The interpreter runs one program after the other.
+        kernel = interpreted(kernel_source(dtype, torch.device("cuda", 0), programs=2), folder)
 
         def mean(
             part: torch.Tensor, other: torch.Tensor, divisor: int, kernel: Callable[..., None] = kernel
@@ -44,7 +45,8 @@ def main(folder: Path) -> None:
 
         for divisor in (1, 2, 3):
             check(mean, dtype, 10_001, divisor)
-        check(mean, dtype, SIZES[-1], 2)
+        for numel in (1, 4096, 5 * 4096):
+            check(mean, dtype, numel, 2)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from distributed.collectives.copy_engines import (
     SharedBuffer,
-    _forbidding_setting,
     _part,
-    _Place,
-    _reason_of,
     average,
     average_elsewhere,
     part_numel,
@@ -70,41 +67,3 @@ def test_parts_lie_one_behind_the_other(numel: int, ranks: int) -> None:
         assert begin == end and begin <= next_end <= begin + part_numel(numel, ranks)
         end = next_end
     assert end == numel
-
-
-HERE = _Place("host", 0, frozenset({1, 2}), "nccl")
-THERE = _Place("host", 1, frozenset({0, 2}), "nccl")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "is_forbidden"),
-    [("NCCL_P2P_DISABLE", "1", True), ("NCCL_P2P_DISABLE", "0", False), ("NCCL_P2P_LEVEL", "LOC", True)],
-)
-def test_settings_of_nccl_hold(
-    name: str, value: str, is_forbidden: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for other in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, value)
-    assert _forbidding_setting() == (f"{name}={value}" if is_forbidden else "")
-
-
-def test_one_rank_has_nothing_to_copy() -> None:
-    assert _reason_of([HERE]) == "there is one rank"
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (THERE, ""),
-        (_Place("host", 1, frozenset({0}), "gloo"), "not NCCL's"),
-        (_Place("host", 1, frozenset({0}), "nccl", "NCCL_P2P_DISABLE=1"), "NCCL_P2P_DISABLE=1 is set"),
-        (_Place("elsewhere", 1, frozenset({0}), "nccl"), "several hosts"),
-        (_Place("host", 0, frozenset({1}), "nccl"), "sees its GPU alone"),
-        (_Place("host", 3, frozenset({0}), "nccl"), "GPU 0 does not reach the memory of GPU 3"),
-        (_Place("host", 1, frozenset(), "nccl"), "GPU 1 does not reach the memory of GPU 0"),
-    ],
-)
-def test_which_ranks_can(other: _Place, reason: str) -> None:
-    found = _reason_of([HERE, other])
-    assert reason in found and bool(reason) == bool(found)

@@ -12,7 +12,8 @@ from torch import nn
 
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.collectives import averaging
-from distributed.collectives.copy_engines import SharedBuffer, reason_against
+from distributed.collectives.copy_engines import SharedBuffer
+from distributed.collectives.peer_access import reason_against
 from tests.multi_process.ddp_harness import (
     Net,
     ThreeTypes,
@@ -128,6 +129,24 @@ def large_buckets_by_default() -> None:
         assert buffer.is_shared == (can and buffer.mine.nbytes >= 32 * 2**20)
 
 
+class WithComplex(Net):
+    """A parameter of a type that no kernel averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(32, 32, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x).to(torch.complex64) @ self.turn).abs()
+
+
+@case("cuda")
+def complex_numbers_are_nccls() -> None:
+    stock, compiled = pair(WithComplex)
+    train((stock, compiled), steps=8)
+    check_in_graph(compiled)
+
+
 class HostEngines:
     """All but the copies: a buffer for each rank, of which the others' are not theirs, and gloo's sums."""
 
@@ -141,6 +160,15 @@ class HostEngines:
     def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Any:
         assert flat.shape == buffer.mine.shape
         return self._group.allreduce([flat])
+
+
+@case("cpu")
+def complex_numbers_are_left_out() -> None:
+    with patch.object(averaging, "find_engines", lambda *where: (HostEngines(*where), "")):
+        stock, compiled = pair(WithComplex)
+        train((stock, compiled), steps=8)
+    for buffer in inspect_ddp(compiled).buckets._buffers.allocated:
+        assert buffer.is_shared != buffer.mine.is_complex()
 
 
 @case("cpu")
