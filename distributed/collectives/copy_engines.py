@@ -62,11 +62,22 @@ def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEn
     if against := reason_against(group, device):
         return None, against
     engines = CopyEngines(group, device)
-    # Each rank tells of its own, and then all know.
-    faults: list[Any] = [None] * group.size()
-    dist.all_gather_object(faults, engines.fault(), group=group)
-    against = next(filter(None, faults), "")
-    return (None if against else engines), against
+    # Nobody waits on a GPU for a rank that could not even share.
+    for tried in (engines.try_to_share, engines.try_to_average):
+        faults: list[Any] = [None] * group.size()
+        dist.all_gather_object(faults, _fault_of(tried), group=group)
+        if against := next(filter(None, faults), ""):
+            return None, against
+    return engines, ""
+
+
+def _fault_of(tried: Callable[[], object]) -> str:
+    """What goes wrong on this rank, or ""."""
+    try:
+        tried()
+    except Exception as error:  # of drivers, containers that forbid to share memory, compilers
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 # Adds the second to the first, and divides that by a number.
@@ -143,12 +154,14 @@ class CopyEngines:
         self._stream = torch.cuda.Stream(device)
         self._add_and_divide = MeanKernel(device)
         self._token = torch.zeros(1, device=device)
+        self._trial: SharedBuffer | None = None
         self._options = dist.AllreduceOptions()
         # On the stream of the copies, not on NCCL's own.
         self._options.asyncOp = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         """Zeros; a collective."""
+        self._add_and_divide.build(dtype)
         # Not ``symm_mem.empty``, whose pool hands freed memory out again, perhaps in another order on another rank.
         mine = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
         handle = _SymmetricMemory.rendezvous(mine.zero_(), self._group.group_name)
@@ -184,18 +197,19 @@ class CopyEngines:
             current.wait_event(done)
         return StreamWork(done, scratch)
 
-    def fault(self) -> str:
-        """What goes wrong when they are used on this rank, or "". A collective."""
-        ranks = self._group.size()
-        try:
-            buffer = self.allocate(_TRIED_ELEMENTS, torch.float32)
-            buffer.mine.fill_(self._group.rank())
-            self.start(buffer.mine, buffer).wait()
-            is_right = bool((buffer.mine == (ranks - 1) / 2).all())
-        except Exception as error:  # of drivers, containers that forbid to share memory, compilers
-            return f"{type(error).__name__}: {error}"
-        # Where a host's settings keep GPUs from one another, copies may succeed and bring nothing.
-        return "" if is_right else "the mean came out wrong"
+    def try_to_share(self) -> None:
+        """What goes wrong with the memory is raised here. A collective."""
+        self._trial = self.allocate(_TRIED_ELEMENTS, torch.float32)
+
+    def try_to_average(self) -> None:
+        """Raises RuntimeError where a host's settings keep GPUs from one another: copies may succeed then, and bring
+        nothing. A collective, behind ``try_to_share``."""
+        trial, self._trial = self._trial, None
+        assert trial is not None
+        trial.mine.fill_(self._group.rank())
+        self.start(trial.mine, trial).wait()
+        if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
+            raise RuntimeError("copies between GPUs bring wrong values")
 
     def _meet(self) -> None:
         self._group.allreduce([self._token], self._options)

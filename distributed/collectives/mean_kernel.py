@@ -67,11 +67,13 @@ class MeanKernel:
         self._kernels: dict[torch.dtype, Callable[..., None]] = {}
         self._sizes: dict[tuple[int, int], torch.Tensor] = {}
 
+    def build(self, dtype: torch.dtype) -> None:
+        """Before its first use; raises CompileError where Triton fails."""
+        if dtype not in self._kernels:
+            source = kernel_source(dtype, self._device)
+            self._kernels[dtype] = build([source], default_cache_folder())[source.name]
+
     def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        kernel = self._kernels.get(part.dtype)
-        if kernel is None:
-            source = kernel_source(part.dtype, self._device)
-            kernel = self._kernels[part.dtype] = build([source], default_cache_folder())[source.name]
         sizes = self._sizes.get((part.numel(), divisor))
         if sizes is None:
             # Nothing here waits for the stream, which may wait for other ranks.
@@ -79,4 +81,4 @@ class MeanKernel:
             sizes[0].fill_(part.numel())
             sizes[1].fill_(divisor)
             self._sizes[part.numel(), divisor] = sizes
-        kernel(part, other, sizes)
+        self._kernels[part.dtype](part, other, sizes)

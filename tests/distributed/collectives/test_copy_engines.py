@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed.collectives import copy_engines
 from distributed.collectives.copy_engines import (
     SharedBuffer,
     _part,
     average,
     average_elsewhere,
+    find_engines,
     part_numel,
 )
 
@@ -67,3 +73,44 @@ def test_parts_lie_one_behind_the_other(numel: int, ranks: int) -> None:
         assert begin == end and begin <= next_end <= begin + part_numel(numel, ranks)
         end = next_end
     assert end == numel
+
+
+class Tried:
+    """Engines that fail in one of the trials."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = failing
+        self.tried: list[str] = []
+
+    def __call__(self, *where: object) -> Tried:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        def trial() -> None:
+            self.tried.append(name)
+            if name == self.failing:
+                raise RuntimeError(f"cannot {name}")
+
+        return trial
+
+
+@pytest.mark.parametrize("failing", ["", "try_to_share", "try_to_average"])
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_all_ranks_leave_engines_that_fail_on_one(
+    failing: str, is_mine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = Tried(failing if is_mine else "")
+
+    def gather(found: list[str], mine: str, group: object) -> None:
+        others = f"RuntimeError: cannot {failing}" if engines.tried[-1] == failing and not is_mine else ""
+        found[:] = [mine, others]
+
+    group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(copy_engines, "reason_against", lambda group, device: "")
+    monkeypatch.setattr(copy_engines, "CopyEngines", engines)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    found, against = find_engines(group, torch.device("cuda", 0))
+    assert against == (failing and f"RuntimeError: cannot {failing}")
+    assert found is (None if failing else engines)
+    # A rank that could not share makes nobody wait on a GPU.
+    assert engines.tried == ["try_to_share", *(["try_to_average"] if failing != "try_to_share" else [])]

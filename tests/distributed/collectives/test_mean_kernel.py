@@ -20,6 +20,7 @@ def test_means_in_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_means_on_a_gpu(dtype: torch.dtype) -> None:
     mean = MeanKernel(torch.device("cuda", 0))
+    mean.build(dtype)
     for numel in SIZES:
         for divisor in (1, 2, 3):
             check(mean, dtype, numel, divisor, "cuda")
