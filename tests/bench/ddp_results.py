@@ -22,6 +22,7 @@ class Figures:
         step_ms: the median step.
         ratio: the median over rows of its step to that of what it is compared with, in the row beside it; ``None``
             where they were not measured together.
+        ratio_spread: half the distance between that ratio's quartiles: what a median of so many rows can be off by.
         sm_mhz: the clock in the middle of a median row; 0 on the CPU.
         watts: the power, likewise.
         first_s: the first step, with compilation.
@@ -41,6 +42,7 @@ class Figures:
     side: str
     step_ms: float = 0.0
     ratio: float | None = None
+    ratio_spread: float | None = None
     sm_mhz: float = 0.0
     watts: float = 0.0
     first_s: float = 0.0
@@ -84,6 +86,7 @@ def table(measured: Iterable[Figures]) -> Table:
     headers = (
         "step ms",
         "× alone",
+        "±",
         "MHz",
         "W",
         "cold s",
@@ -105,6 +108,7 @@ def table(measured: Iterable[Figures]) -> Table:
                 side,
                 f"{figures.step_ms:.2f}",
                 _or_dash(figures.ratio, ".3f"),
+                _or_dash(figures.ratio_spread, ".3f"),
                 _or_dash(figures.sm_mhz or None, ".0f"),
                 _or_dash(figures.watts or None, ".0f"),
                 _or_dash(figures.first_s if figures.cold else None, ".1f"),

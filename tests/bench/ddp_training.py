@@ -186,17 +186,20 @@ def _first_steps(running: Running, device: torch.device, steps: int = _SETTLING)
 
 
 def _with_rows(figures: Figures, rows: Sequence[Row], compared: Sequence[Row] | None) -> Figures:
-    ratio = None
+    ratio = ratio_spread = None
     if compared is not None:
-        ratio = statistics.median(
-            row.step_ms / other.step_ms for row, other in zip(rows, compared, strict=True)
-        )
+        ratios = [row.step_ms / other.step_ms for row, other in zip(rows, compared, strict=True)]
+        ratio = statistics.median(ratios)
+        if len(ratios) > 1:
+            low, _, high = statistics.quantiles(ratios, n=4)
+            ratio_spread = (high - low) / 2
     return dataclasses.replace(
         figures,
         step_ms=statistics.median(row.step_ms for row in rows),
         sm_mhz=statistics.median(row.sm_mhz for row in rows),
         watts=statistics.median(row.watts for row in rows),
         ratio=ratio,
+        ratio_spread=ratio_spread,
     )
 
 
