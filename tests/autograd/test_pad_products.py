@@ -216,6 +216,40 @@ def test_readers_that_need_the_strides_of_eager(program: Callable[..., Tensor], 
     assert sides(joint) == [(512, 260, 1004)] and count(joint, aten.clone.default) == copies
 
 
+def _attended(heads: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def _sorted(heads: Tensor) -> Tensor:
+    return heads.sort().values
+
+
+def _transformed(heads: Tensor) -> Tensor:
+    return torch.fft.fft(heads).real
+
+
+@pytest.mark.parametrize("read", [_attended, _sorted, _transformed])
+def test_readers_whose_results_lie_as_what_they_read(
+    read: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied row by row, what they read lay otherwise than in eager, and their results were taken for others."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        heads = (x @ weight.t()).view(4, 128, 6, 129).transpose(1, 2)
+        return read(heads).transpose(1, 2).reshape(4, 128, 774).sin()
+
+    monkeypatch.setattr(
+        pipeline, "pad_products", lambda joint, with_float32: pad_products(joint, True, "cpu")
+    )
+    x, weight = matrix(4, 128, 512), (matrix(774, 512) / 20).requires_grad_()
+    compiled = compile_core.compile(program, fullgraph=True)
+    results = compiled(x, weight), program(x, weight), program(x.double(), weight.double())
+    with_gradients = [(result, *torch.autograd.grad(result.square().sum(), weight)) for result in results]
+    for found, plain, exact in zip(*with_gradients, strict=True):
+        assert (found - exact).norm() <= 2 * (plain - exact).norm()
+    padded(program, x, weight)
+
+
 def test_what_is_no_number_stays_in_its_row() -> None:
     x = matrix(512, 260)
     x[3, 5], x[7, 7] = float("nan"), float("inf")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class _Padding:
                 beginning = _beginning(self.graph, longer, dim, value.meta["val"].shape[dim])
                 for user in others:
                     user.replace_input_with(value, beginning)
-                _settle_readers(beginning)
+                _settle_readers(beginning, lambda value=value: value)
 
 
 def _missing(product: Node, left: Node, right: Node) -> tuple[int, int, int]:
@@ -225,23 +226,42 @@ def _replace(product: Node, result: Node) -> None:
     """Puts the beginning of a longer product in the place of the product."""
     product.replace_all_uses_with(result)
     product.graph.erase_node(product)
-    _settle_readers(result)
+
+    @cache
+    def row_major() -> Node:
+        with result.graph.inserting_after(result):
+            return _call(
+                result.graph, result, aten.clone.default, result, memory_format=torch.contiguous_format
+            )
+
+    _settle_readers(result, row_major)
 
 
-def _settle_readers(value: Node) -> None:
-    """Follows new strides through views, and copies where eager's are needed."""
-    row_major: Node | None = None
+def _settle_readers(value: Node, plain: Callable[[], Node]) -> None:
+    """Follows new strides through views, and lets those that need eager's read what has them.
+
+    Args:
+        value: what has other strides now.
+        plain: makes the same value with eager's, once. Of a view, it is the view of that: what a view leaves out lies
+            between its elements in eager, and operators give results in the order of their argument's strides.
+    """
     for user in list(value.users):
-        strides = None
-        if _is_plain_view(user):
-            strides = _strides_of(user)
+        strides = _strides_of(user) if _is_plain_view(user) else None
         if strides is not None:
+            eager = user.meta["val"]
+
+            @cache
+            def plain_view(view: Node = user, eager: Any = eager) -> Node:
+                source = plain()
+                with view.graph.inserting_after(view):
+                    copied = view.graph.node_copy(view, lambda node: source if node is value else node)
+                copied.meta["val"] = eager
+                return copied
+
             user.meta["val"] = strides
-            _settle_readers(user)
+            _settle_readers(user, plain_view)
         elif not _takes_strides(user) and not value.meta["val"].is_contiguous():
-            if row_major is None:
-                row_major = _row_major(value)
-            user.replace_input_with(value, row_major)
+            user.replace_input_with(value, plain())
 
 
 def _strides_of(view: Node) -> Any:
@@ -252,11 +272,6 @@ def _strides_of(view: Node) -> Any:
         return operator(*arguments, **view.kwargs)
     except (RuntimeError, ValueError):
         return None
-
-
-def _row_major(value: Node) -> Node:
-    with value.graph.inserting_after(value):
-        return _call(value.graph, value, aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def _call(graph: Graph, like: Node, operator: Callable[..., Any], *arguments: Any, **keywords: Any) -> Node:
