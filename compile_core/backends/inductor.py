@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.kept_calls import KeptCall
@@ -30,8 +31,6 @@ from compile_core.observe.dump import StageDump
 from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
-
-_AS_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 
 
 @cache
@@ -66,15 +65,11 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     module = _with_stores(compute)
     dump.diagram(f"{compute.name}.graph", lambda: draw_graph(compute.name, compute.module))
     examples = [node.meta["val"] for node in graph_inputs(module)]
-    # As traced: TorchInductor's passes may pad products, and put the padded rows' strides in the place of these.
     strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
-    # Strides that the program speaks of are the plain ones, which padded products do not have.
-    strided = any(node.target in _AS_STRIDED for node in module.graph.nodes)
-    configured = _configured(options, **({"shape_padding": False} if strided else {}))
-    # Products are timed on random numbers.
+    # Kernels are timed on random numbers.
     devices = {example.device for example in examples if example.device.type == "cuda"}
-    with timed("inductor"), configured, _tracing(module), torch.random.fork_rng(devices):
-        module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module, examples))
+    with timed("inductor"), _configured(options), _tracing(module), torch.random.fork_rng(devices):
+        module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module))
         _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(
             module, examples, is_backward=compute.name.startswith("backward")
@@ -90,13 +85,20 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     return lambda: run_region
 
 
-def _configured(options: CompileOptions, **others: Any) -> Any:
-    """TorchInductor's own settings for the time of a compilation. CUDA graphs are recorded round whole programs."""
-    settings = {"triton.cudagraphs": False, "fallback_random": options.fallback_random}
+def _configured(options: CompileOptions) -> Any:
+    """TorchInductor's own settings for the time of a compilation."""
+    settings = {
+        # They are recorded round whole programs.
+        "triton.cudagraphs": False,
+        "fallback_random": options.fallback_random,
+        # Products come padded (``pad_products``), for forward and backward together. TorchInductor would pad them
+        # behind the trace, and put other strides in the place of those that the backward and the program speak of.
+        "shape_padding": False,
+    }
     # Of the rest, what nobody asked for is as TorchInductor has it.
-    for name in {"max_autotune", "epilogue_fusion", "shape_padding"} & options.changed:
+    for name in {"max_autotune", "epilogue_fusion"} & options.changed:
         settings[name] = getattr(options, name)
-    return _inductor().config.patch({**settings, **others})
+    return _inductor().config.patch(settings)
 
 
 @contextmanager
@@ -116,25 +118,42 @@ def _tracing(module: GraphModule) -> Iterator[None]:
         fake_mode.allow_non_fake_inputs = strict
 
 
-def _decomposed(module: GraphModule, examples: Sequence[torch.Tensor]) -> GraphModule:
-    """The graph in operators that TorchInductor has: tensors in the place of numbers bring others, behind the trace."""
-    table = _inductor().decomposition.select_decomp_table()
-    lowerings = _inductor().lowering.lowerings
-    if not any(node.target in table and node.target not in lowerings for node in module.graph.nodes):
-        return module
-    with _inductor().virtualized.V.fake_mode:
-        return make_fx(module, table)(*examples)
+def _decomposed(module: GraphModule) -> GraphModule:
+    """The graph in operators that TorchInductor has. Others come behind the trace, with padding and with tensors in the
+    place of numbers; each is taken apart alone, since a new trace of the whole could find other strides."""
+    table, lowerings = _inductor().decomposition.select_decomp_table(), _inductor().lowering.lowerings
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in table or node.target in lowerings:
+            continue
+        sources = node.all_input_nodes
+
+        def call(*values: Any, node: Node = node, sources: Sequence[Node] = sources) -> Any:
+            found = dict(zip(sources, values, strict=True))
+            arguments, keywords = map_arg((node.args, node.kwargs), found.__getitem__)
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
+
+        with _inductor().virtualized.V.fake_mode:
+            parts = make_fx(call, table)(*(source.meta["val"] for source in sources))
+        with graph.inserting_before(node):
+            result = graph.graph_copy(parts.graph, dict(zip(graph_inputs(parts), sources, strict=True)))
+        if not isinstance(result, Node) or parts.graph.find_nodes(op="get_attr"):
+            raise Unsupported("inductor-operator", f"TorchInductor has no kernel for {node.target}")
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    module.recompile()
+    return module
 
 
 def _with_stores(compute: Compute) -> GraphModule:
     """The region's graph, where a result with a destination is copied into one more input instead of returned."""
     graph = Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    copies: dict[Node, Node] = {}
     inputs = graph_inputs(compute.module)
     results = graph_results(compute.module)
     for node in inputs:
         copies[node] = graph.node_copy(node)
-    stores: list[tuple[torch.fx.Node, Any]] = []
+    stores: list[tuple[Node, Any]] = []
     returned: list[Any] = []
     for name, value in zip(compute.outputs, results, strict=True):
         if name in compute.destinations:

@@ -85,7 +85,9 @@ _backends: dict[str, Backend] = {
         takes_options=False,
         ignored_options=frozenset(OPTIONS) - _OF_ALL,
     ),
-    "inductor": RegionBackend("inductor", inductor.compile_region, inductor.decompositions),
+    "inductor": RegionBackend(
+        "inductor", inductor.compile_region, inductor.decompositions, aligns_products=True
+    ),
     "aot_eager": RegionBackend(
         "aot_eager",
         aot_eager.compile_region,

@@ -13,7 +13,10 @@ from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 
 import compile_core
+from compile_core import pipeline
+from compile_core.autograd.rewrites.pad_products import pad_products
 from compile_core.backends import inductor
+from compile_core.ir.graphs import JointGraph
 
 
 class Net(nn.Module):
@@ -91,19 +94,28 @@ def test_rows_that_are_padded_in_the_forward_are_not_in_the_backward(monkeypatch
     torch.testing.assert_close(gradient, x.grad)
 
 
-def test_products_that_are_padded_have_the_strides_they_were_traced_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU, TorchInductor computes a product over an odd size as part of a larger one, if that is faster."""
-    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
-    padded: list[Any] = []
-    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
-    monkeypatch.setattr(pad_mm, "should_pad", lambda match, *_: padded.append(match) or True)
-    x, weight = torch.randn(2, 8, 16), torch.randn(37, 16, requires_grad=True)
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Node]:
+    """What products read longer, as on a GPU, where tensor cores want aligned rows."""
+    found: list[torch.fx.Node] = []
+
+    def pad(joint: JointGraph, with_float32: bool) -> JointGraph:
+        joint = pad_products(joint, True, "cpu")
+        nodes = joint.module.graph.nodes
+        found.extend(node for node in nodes if node.target is torch.ops.aten.cat.default)
+        return joint
+
+    monkeypatch.setattr(pipeline, "pad_products", pad)
+    return found
+
+
+def test_products_come_padded(padded: list[torch.fx.Node]) -> None:
+    """Forward and backward read the same padded rows."""
+    x, weight = torch.randn(2, 256, 512), torch.randn(1023, 512, requires_grad=True)
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = x @ weight.t()
-        return functional.cross_entropy(scores.view(-1, 37), torch.arange(16)), scores
+        return functional.cross_entropy(scores.view(-1, 1023), torch.arange(512)), scores
 
     loss, scores = compile_core.compile(step, backend="inductor")(x, weight)
     loss.backward()
@@ -114,22 +126,26 @@ def test_products_that_are_padded_have_the_strides_they_were_traced_with(
     torch.testing.assert_close((loss, scores, found), (plain_loss, plain_scores, weight.grad))
 
 
-def test_products_that_are_padded_are_expanded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They come with the padded rows' strides, and a copy into expanded memory is an error."""
-    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
-    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
-    monkeypatch.setattr(pad_mm, "should_pad", lambda *_: True)
-    x = torch.randn(4, 7)
-    found = compile_core.compile(lambda x: (x.t() @ x).expand(3, 7, 7), backend="inductor")(x)
-    assert found.stride() == (0, 7, 1)
-    torch.testing.assert_close(found, (x.t() @ x).expand(3, 7, 7))
-    assert not [record for record in caplog.records if record.name.startswith("compile_core")]
+def test_attention_between_padded_products(padded: list[torch.fx.Node]) -> None:
+    """The padding's operators were taken apart by a new trace, which found other strides and no view of them."""
+    x = torch.randn(4, 128, 512)
+    weights = [(torch.randn(*shape) / 20).requires_grad_() for shape in ((774, 512), (512, 258))]
+
+    def step(x: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor) -> torch.Tensor:
+        heads = [part.view(4, 128, 2, 129).transpose(1, 2) for part in (x @ inward.t()).split(258, -1)]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return mixed.transpose(1, 2).reshape(4, 128, 258) @ outward.t()
+
+    found = compile_core.compile(step, backend="inductor", fullgraph=True)(x, *weights)
+    assert padded
+    expected = step(x, *weights)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(result.square().mean(), weights) for result in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
-def test_products_whose_strides_are_spoken_of_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchInductor would read the padded memory with the strides of the product without padding."""
+def test_torchinductor_pads_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the padded memory with the strides of the product without padding."""
     pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
     monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
     monkeypatch.setattr(pad_mm, "has_triton", lambda: True, raising=False)
@@ -143,18 +159,17 @@ def test_products_whose_strides_are_spoken_of_are_not_padded(monkeypatch: pytest
     torch.testing.assert_close(found, step(x, weight))
 
 
-def test_products_are_timed_on_random_numbers_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a padded product may be faster, TorchInductor tries both."""
-    pad_mm = importlib.import_module("torch._inductor.fx_passes.pad_mm")
+def test_kernels_are_timed_on_random_numbers_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_fx = inductor._inductor().compile_fx
+    compile_inner = compile_fx.compile_fx_inner
     timed: list[torch.Tensor] = []
 
-    def should_pad(*_: Any) -> bool:
+    def timing(*arguments: Any, **settings: Any) -> Any:
         with no_dispatch():
             timed.append(torch.randn(3))
-        return False
+        return compile_inner(*arguments, **settings)
 
-    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
-    monkeypatch.setattr(pad_mm, "should_pad", should_pad)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", timing)
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
