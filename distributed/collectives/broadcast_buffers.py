@@ -21,6 +21,7 @@ from bucketing.bucket import ALIGNMENT_BYTES
 _foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
 
 _address_of = torch.Tensor.data_ptr
+_size_of = torch.Tensor.numel
 
 
 class BufferBroadcast:
@@ -33,15 +34,16 @@ class BufferBroadcast:
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
         self._buffers: list[torch.Tensor] = []
-        self._addresses: list[int] | None = None
+        # Where each buffer lies, and behind these how large each is: one may get a part of its memory, or more of it.
+        self._places: list[int] | None = None
         self._messages: list[_Message] = []
 
     def __call__(self) -> None:
         """The buffers are rank 0's for whatever comes next: on the current stream, if they are on a GPU."""
         if self._tables.module is not self._ddp.module or self._tables.changed():
             self._tables = _Tables(self._ddp.module)
-            self._addresses = None
-        if self._addresses is None or self._addresses != [*map(_address_of, self._buffers)]:
+            self._places = None
+        if self._places is None or self._places != self._places_now():
             self._find_buffers()
         is_root = self._group.rank() == 0
         for message in self._messages:
@@ -54,7 +56,7 @@ class BufferBroadcast:
     def _find_buffers(self) -> None:
         ignored = self._ddp.parameters_to_ignore
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
-        self._addresses = [*map(_address_of, self._buffers)]
+        self._places = self._places_now()
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
         # A program that evaluates in inference mode may train behind it.
         with torch.inference_mode(False):
@@ -62,6 +64,9 @@ class BufferBroadcast:
                 _Message([buffer for buffer in self._buffers if buffer.device == device])
                 for device in devices
             ]
+
+    def _places_now(self) -> list[int]:
+        return [*map(_address_of, self._buffers), *map(_size_of, self._buffers)]
 
 
 class _Message:

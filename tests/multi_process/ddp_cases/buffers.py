@@ -227,6 +227,29 @@ def buffers_that_are_replaced() -> None:
     check_in_graph(compiled)
 
 
+@case()
+def buffers_that_get_more_of_their_memory() -> None:
+    """As what a module remembers, of which it fills more and more."""
+
+    class Remembering(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = torch.zeros(6, 32, device=DEVICE)
+            self.register_buffer("filled", self.memory[:2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.filled.mean(0)
+
+    def run(model: Any, step: int) -> torch.Tensor:
+        module = model.module
+        module.memory.fill_(1 + step + dist.get_rank())
+        module.filled.data = module.memory[: (2, 5, 3, 4)[step]]
+        return model(data(step))
+
+    stock, compiled = pair(Remembering, backend="aot_eager")
+    check_steps_between_changes(stock, compiled, run)
+
+
 class Shifted(nn.Module):
     """A module and a buffer of its own."""
 
