@@ -109,13 +109,15 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 def _node_of(parameter: torch.nn.Parameter) -> Any:
-    is_trained = parameter.requires_grad
-    try:
-        # It may be frozen for now, and in inference mode nothing has a node.
-        with torch.inference_mode(False):
+    # In inference mode nothing has a node.
+    with torch.inference_mode(False):
+        if parameter.requires_grad:  # torch.func refuses even a request that changes nothing
+            return get_gradient_edge(parameter).node
+        try:
+            # It is frozen for now.
             return get_gradient_edge(parameter.requires_grad_()).node
-    finally:
-        parameter.requires_grad_(is_trained)
+        finally:
+            parameter.requires_grad_(False)
 
 
 def put_first(handle: Any) -> None:

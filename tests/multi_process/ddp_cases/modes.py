@@ -16,6 +16,7 @@ from tests.multi_process.ddp_harness import (
     case,
     check_buffers,
     check_close,
+    check_gradients,
     check_in_graph,
     check_steps,
     data,
@@ -61,6 +62,18 @@ def first_call_in_inference_mode() -> None:
     train((stock, compiled), steps=3)
     check_in_graph(compiled)
     check_buffers(stock, compiled)
+
+
+@case()
+def first_call_under_vmap() -> None:
+    stock, compiled = pair(backend="aot_eager")
+    for step in range(2):
+        for model in (stock, compiled):
+            model.zero_grad()
+            loss_of(torch.func.vmap(model)(data(step))).backward()
+        check_gradients(stock, compiled)
+    train((stock, compiled), steps=2)
+    check_in_graph(compiled)
 
 
 @case()
