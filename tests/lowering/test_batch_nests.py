@@ -113,6 +113,15 @@ def test_two_batches_of_a_chain() -> None:
     assert batches(batch_nests(program)) == [3, 3]
 
 
+def test_a_batch_orders_what_was_in_no_order() -> None:
+    def chains(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        early = ((x.sin() @ w).exp()) @ w
+        return early, (y.exp() @ w).sin() @ w
+
+    # The batch of the sines waits for the second exponential, and the first one waits for the batch.
+    assert batches(program_of(chains, torch.randn(4, 4), torch.randn(6, 4), torch.randn(4, 4))) == [2]
+
+
 def test_other_constants_are_other_loops() -> None:
     def signed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(x > 0, x, 0.0), torch.where(y > 0, y, -0.0)

@@ -137,12 +137,13 @@ class _Batching:
     def _gather(self, numbers: Sequence[int]) -> _Gathered:
         """The first of these steps, and those of the others that it can be run together with."""
         batch = _Gathered([], -1, len(self.program.steps))
-        chosen = 0
+        chosen = before = 0
         touched: set[str] = set()
         written: set[str] = set()
         for number in numbers:
             names = self.read[number] | self.written[number]
-            if self.before[number] & chosen or written & self.written[number]:
+            # A batch made before may have put a later step before an earlier one.
+            if self.before[number] & chosen or before >> number & 1 or written & self.written[number]:
                 continue
             on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
             if on_gpu and len(touched | names) > _MOST_POINTERS:
@@ -157,6 +158,7 @@ class _Batching:
                 continue
             batch = more
             chosen |= 1 << number
+            before |= self.before[number]
             touched |= names
             written |= self.written[number]
         return batch
