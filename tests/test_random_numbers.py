@@ -211,6 +211,32 @@ def test_fallback_gives_eagers_numbers_for_every_operator():
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.LSTM(4, 5, 3, dropout=0.5, bidirectional=True),
+        nn.GRU(4, 5, 2, bias=False, dropout=0.5),
+        nn.RNN(4, 5, 2, nonlinearity="relu", dropout=0.5, bidirectional=True),
+    ],
+    ids=["lstm", "gru", "rnn"],
+)
+def test_recurrent_networks_of_open_sizes_drop_out_between_layers(network, batch_first):
+    network.batch_first = batch_first
+    compiled = compile_core.compile(network, dynamic=True, fullgraph=True, options=FALLBACK)
+    for length in (5, 7):
+        found, expected = [], []
+        for run, results in ((compiled, found), (network, expected)):
+            x = torch.randn(length, 3, 4, generator=torch.Generator().manual_seed(length)).requires_grad_()
+            torch.manual_seed(length)
+            result, states = run(x)
+            network.zero_grad()
+            result.square().sum().backward()
+            gradients = [parameter.grad for parameter in network.parameters()]
+            results += [result, states, x.grad, gradients, torch.get_rng_state()]
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_default_of_aot_eager_is_torchs_kernels():
     x = torch.randn(30)
     run = compile_core.compile(noisy, fullgraph=True, backend="aot_eager")

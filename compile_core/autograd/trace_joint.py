@@ -46,6 +46,7 @@ from compile_core.autograd.tracing.program_modes import (
     refuse_modes,
     settle_default_dtypes,
 )
+from compile_core.autograd.tracing.recurrent_layers import layered_networks
 from compile_core.autograd.tracing.recompute_regions import check_random_state, run_marked, run_tagged
 from compile_core.autograd.tracing.record_operators import Decompositions, record
 from compile_core.errors import Unsupported
@@ -86,7 +87,7 @@ def trace_joint(
         replacements = {
             higher_order.checkpoint: run_marked, tag_activation_checkpoint: run_tagged,
             **control_flow.replacements(), **noted_default_dtypes(),
-            **functional_custom_operators(module, calls, fake_mode),
+            **functional_custom_operators(module, calls, fake_mode), **layered_networks(fake_mode),
         }  # fmt: skip
         traceable = replace_calls(module, replacements)
         return _trace(traceable, examples, fake_mode, decompositions, calls, operations)
