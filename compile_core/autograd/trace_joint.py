@@ -46,9 +46,9 @@ from compile_core.autograd.tracing.program_modes import (
     refuse_modes,
     settle_default_dtypes,
 )
-from compile_core.autograd.tracing.recurrent_layers import layered_networks
 from compile_core.autograd.tracing.recompute_regions import check_random_state, run_marked, run_tagged
 from compile_core.autograd.tracing.record_operators import Decompositions, record
+from compile_core.autograd.tracing.recurrent_layers import layered_networks
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation

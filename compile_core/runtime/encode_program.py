@@ -194,7 +194,7 @@ class _Encoder:
             if len(results) > 1 or returns_sequence(call):
                 results.append(-1)
         self._operator(call, dict(zip(argument_names(call), operands, strict=True)), results)
-        self._call_function(function_of(call.target), operands, tuple(keywords), results, line)
+        self._call_function(function_of(call, self._program), operands, tuple(keywords), results, line)
         self._free(temporary)
 
     def _operator(self, call: ExternCall, operands: Mapping[str, int], results: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compile_core.ir.kept_calls import KeptCall, in_layout
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
 from compile_core.ir.step_effects import reads, writes
@@ -163,10 +164,42 @@ def is_whole(view: View, program: LoopProgram) -> bool:
     return view.offset == 0 and (tuple(view.shape), tuple(view.stride)) == (spec.shape, spec.stride)
 
 
-def function_of(target: Any) -> Any:
+def function_of(call: ExternCall, program: LoopProgram) -> Any:
     """The Python function that calls an operator."""
+    if call.target in _QUICK_FUNCTIONS:
+        return _QUICK_FUNCTIONS[call.target]
     # An operator itself is a Python function at first.
-    return _QUICK_FUNCTIONS.get(target) or getattr(target, "_op", target)
+    function = getattr(call.target, "_op", call.target)
+    specs = tuple(None if name is None else program.buffers[name] for name in call.outputs)
+    alias = any(result.alias_info is not None for result in call.target._schema.returns)
+    if call.out or alias or isinstance(call.target, KeptCall) or not any(specs):
+        return function
+    return LaidOut(function, specs, returns_sequence(call))
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """Calls an operator, and copies a result that lies otherwise than that of the trace.
+
+    What torch, or a program of its own operator, says of fake tensors is now and then not what the kernel does: the
+    angle of a transposed complex tensor is row-major.
+    """
+
+    function: Any
+    specs: tuple[TensorSpec | None, ...]
+    several: bool
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        results = self.function(*arguments, **keywords)
+        if self.several:
+            return [_laid_out(result, spec) for result, spec in zip(results, self.specs, strict=True)]
+        return _laid_out(results, self.specs[0])
+
+
+def _laid_out(result: Any, spec: TensorSpec | None) -> Any:
+    if spec is None or result.stride() == spec.stride or TensorSpec.of(result).layout == spec.layout:
+        return result
+    return in_layout(result, spec)
 
 
 def returns_sequence(call: ExternCall) -> bool:

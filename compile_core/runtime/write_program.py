@@ -134,7 +134,7 @@ class _Writer:
 
     def _call(self, call: ExternCall) -> str:
         name = f"extern_{str(call.target).replace('.', '_').replace('::', '_')}"
-        function = self._named(name, function_of(call.target))
+        function = self._named(name, function_of(call, self.program))
         arguments = [self._argument(argument) for argument in call.arguments]
         arguments += [f"{name}={self._argument(value)}" for name, value in call.keywords.items()]
         arguments += [f"{name}={self._view(view)}" for name, view in call.out.items()]

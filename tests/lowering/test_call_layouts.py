@@ -33,3 +33,28 @@ def test_changed_inputs_with_gaps(program: Any, size: tuple[int, ...], stride: t
     found = compile_core.compile(program, fullgraph=True)(twin)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
     assert torch.equal(*memory)
+
+
+def complex_angle(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x).transpose(-1, -2).angle().sin()
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x.exp(), (1, 1, 1, 1), mode="reflect").sin()
+
+
+def unpooled(x: torch.Tensor) -> torch.Tensor:
+    pooled, places = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    return torch.nn.functional.max_unpool2d(pooled.sin(), places, 2).exp()
+
+
+@pytest.mark.parametrize("program", [complex_angle, padded, unpooled])
+def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
+    x = torch.randn(2, 4, 6, 2).movedim(-1, 1) if program is not complex_angle else torch.randn(2, 3, 4, 2)
+    expected, found = ([], [])
+    for run, results in ((program, expected), (compile_core.compile(program, fullgraph=True), found)):
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        result = run(leaf)
+        weights = torch.arange(float(result.numel())).view(result.shape)
+        results += [result, *torch.autograd.grad((result * weights).sum(), leaf)]
+    torch.testing.assert_close(found, expected)
