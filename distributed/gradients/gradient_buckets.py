@@ -295,11 +295,10 @@ class GradientBuckets:
         if self._round is None:
             return
         assert self._buffers is not None
-        parameter = self.parameters[name]
+        parameter, place = self.parameters[name], self._buffers.places[name]
         found = parameter.grad
         if found is not None:
             self._refuse_late(name)
-            place = self._buffers.places[name]
             if name in self._hooked:
                 # Hooks see all that has been accumulated by then, and not how it is reduced.
                 parameter.grad = found.clone() if self._buffers.hold(name, found) else found
@@ -312,6 +311,9 @@ class GradientBuckets:
                     torch.mul(found.detach(), self.factor, out=place)
                 # Should more come, it comes alone.
                 parameter.grad = None
+        elif name in self._hooked or name not in self._round.stored:
+            # A function has left it undefined, or a hook has taken it: zeros, where the last round's mean may lie.
+            place.zero_()
         self._note((name,))
 
     def _open_round(self) -> None:

@@ -103,6 +103,41 @@ def a_parameter_in_a_graph_and_in_eager_code() -> None:
     check_graphs(Both, 2)
 
 
+class _Product(torch.autograd.Function):
+    """A product with a weight whose gradient may be left undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_trained: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.is_trained = is_trained
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ weight, gradient.T @ x if ctx.is_trained else None, None
+
+
+@case()
+def gradients_that_eager_functions_leave_undefined() -> None:
+    """They are zeros to stock DDP's reducer: on all ranks, and on one beside what the other has."""
+
+    class Partly(Net):
+        @compile_core.disable
+        def product(self, x: torch.Tensor, is_trained: bool) -> torch.Tensor:
+            return _Product.apply(x, self.second.weight, is_trained) + self.second.bias
+
+        def forward(self, x: torch.Tensor, is_trained: bool) -> torch.Tensor:
+            return self.third(self.product(self.norm(self.first(x)), is_trained).tanh())
+
+    def run(model: Any, step: int) -> None:
+        is_trained = step == 0 or (step == 2 and dist.get_rank() == 0)
+        loss_of(model(data(step), is_trained)).backward()
+
+    check_graphs(Partly, 2, run)
+
+
 @case()
 def tied_weights_on_both_sides_of_a_break() -> None:
     check_graphs(lambda: Broken(tied=True), 3)

@@ -18,12 +18,14 @@ from tests.multi_process.ddp_harness import (
     Net,
     case,
     check_close,
+    check_gradients,
     check_in_graph,
     check_reducer,
     check_steps,
     data,
     loss_of,
     pair,
+    plain_step,
     stock_ddp,
     train,
 )
@@ -75,6 +77,29 @@ def hooks_of_parameters() -> None:
         model.module.first.weight.register_hook(lambda gradient: gradient * 3)
         model.module.third.bias.register_post_accumulate_grad_hook(scale_by_rank)
     train((stock, compiled))
+    check_in_graph(compiled)
+
+
+@case()
+def gradients_that_hooks_of_parameters_take() -> None:
+    """As they do to keep them elsewhere: what stock DDP reduces are zeros then."""
+    stock, compiled = pair(backend="aot_eager")
+    taken: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for model, gradients in zip((stock, compiled), taken, strict=True):
+
+        def take(parameter: torch.Tensor, gradients: list[torch.Tensor] = gradients) -> None:
+            assert parameter.grad is not None
+            gradients.append(parameter.grad.clone())
+            parameter.grad = None
+
+        model.module.second.weight.register_post_accumulate_grad_hook(take)
+    for step in range(3):
+        for model in (stock, compiled):
+            plain_step(model, step)
+        check_gradients(stock, compiled, exact=True)
+    assert len(taken[0]) == 3
+    for expected, found in zip(*taken, strict=True):
+        check_close(found, expected, exact=True)
     check_in_graph(compiled)
 
 
