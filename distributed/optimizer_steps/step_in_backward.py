@@ -156,10 +156,15 @@ class StepInBackward:
         )
 
     def _gradients_in(self, changed: Iterable[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        """Those in the memory of these that are gradients still; others may be none by now."""
+        """Those in the memory of these that are gradients still; others may be none by now. Where any are of the
+        optimizer's parameters, only those: what the others' become is not the optimizer's affair."""
         memory = {tensor.untyped_storage().data_ptr() for tensor, _ in changed}
-        held = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        return [gradient for gradient in held if gradient.untyped_storage().data_ptr() in memory]
+        held = [
+            (self._optimizer.has(parameter), parameter.grad)
+            for parameter in self._parameters.values()
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in memory
+        ]
+        return [gradient for is_stepped, gradient in held if is_stepped] or [gradient for _, gradient in held]
 
     def _step(self, names: Iterable[str]) -> None:
         self._stepped.update(names)

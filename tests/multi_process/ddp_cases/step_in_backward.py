@@ -327,9 +327,10 @@ def some_parameters_have_another_optimizer() -> None:
 
     models, optimizers = both(of_first)
     others = [torch.optim.SGD(model.module.third.parameters(), lr=0.1) for model in models]
-    for step in range(2):
-        for model, other in zip(models, others, strict=True):
-            model.zero_grad(set_to_none=False)
+    for step in range(4):
+        for model, optimizer, other in zip(models, optimizers, others, strict=True):
+            # Gradients of the parameters that it does not step go on accumulating in the first half.
+            (optimizer if step < 2 else model).zero_grad(set_to_none=False)
             loss_of(model(data(step))).backward()
             other.step()
         optimizers[0].step()
