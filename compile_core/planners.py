@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -164,6 +165,8 @@ _RECORD = "_gradsplit_compiled_calls"
 
 @functools.cache
 def _plugins() -> tuple[ModuleCompiler, ...]:
+    # The program may have seeded Python's random numbers, and some packages draw one when they are imported.
+    random_state = random.getstate()
     found = {
         point.value.partition(":")[0]: point.load() for point in entry_points(group="compile_core.planners")
     }
@@ -172,4 +175,5 @@ def _plugins() -> tuple[ModuleCompiler, ...]:
         name = f"{path.parent.name}.{path.stem}"
         if name not in found:
             found[name] = importlib.import_module(name).PLUGIN
+    random.setstate(random_state)
     return tuple(found.values())

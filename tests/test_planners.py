@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -143,3 +145,17 @@ def test_a_plug_in_may_compile_graphs_of_any_function(monkeypatch):
     assert torch.equal(compiled(x), x * 2) and counter.frame_count == 0
     assert torch.equal(compiled(x, x + 1), x * 6) and counter.frame_count == 1
     assert seen == [(1, 1, True), (2, 2, True)]
+
+
+def test_plug_ins_draw_none_of_the_programs_random_numbers():
+    program = """
+import random
+import torch
+import compile_core
+
+random.seed(1)
+before = random.getstate()
+compile_core.compile(torch.nn.Linear(2, 2))
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
