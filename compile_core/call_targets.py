@@ -109,3 +109,22 @@ class CalledForward:
 
     def _now(self) -> tuple[Any, Any]:
         return self._module.__dict__.get("forward"), type(self._module).forward
+
+
+class CalledCode:
+    """What a function is made of: a program may replace it, as notebooks do that reload an edited file."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._code = function.__code__
+        self._defaults = function.__defaults__
+        self._keyword_defaults = function.__kwdefaults__
+
+    def has_changed(self) -> bool:
+        """Whether it is another than when this was made. Asked at each call."""
+        function = self._function
+        return (
+            function.__code__ is not self._code
+            or function.__defaults__ is not self._defaults
+            or function.__kwdefaults__ is not self._keyword_defaults
+        )

@@ -22,6 +22,7 @@ from compile_core import config
 from compile_core.bound_calls import dispatch_function, plain_function
 from compile_core.call_targets import (
     NO_OWNER,
+    CalledCode,
     CalledForward,
     ModulesApart,
     Target,
@@ -132,6 +133,8 @@ class CompiledFunction:
 
     def _take(self, target: Target) -> None:
         """Calls run this target from now on."""
+        self._whole_target = target
+        self._called_code = CalledCode(target.function)
         self._target: Any = target.function
         self._owner = target.owner
         self._is_module_call = target.is_module_call
@@ -146,6 +149,9 @@ class CompiledFunction:
         if self._called_forward is not None and self._called_forward.has_changed():
             self.reset()
             self._take(find_target(self.original))
+        elif self._called_code.has_changed():
+            self.reset()
+            self._take(self._whole_target)
         if self._is_module_call and self._owner is not NO_OWNER and has_hooks(self._owner):
             return self._hooked_calls(self._target.__code__)(self._owner, *args, **kwargs)
         return self._dispatch(*args, **kwargs)

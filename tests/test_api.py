@@ -56,6 +56,31 @@ def test_a_decorated_forward_takes_the_module_as_one_of_its_arguments(decorate: 
     assert torch.equal(compiled(x), model(x))
 
 
+def test_a_function_that_is_made_of_something_else_is_compiled_again() -> None:
+    """As in notebooks that reload what was edited, which keep the function."""
+
+    def scale(x: torch.Tensor, factor: float = 2.0, *, offset: float = 1.0) -> torch.Tensor:
+        return x * factor + offset
+
+    class Shift(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    x, module = torch.ones(2), Shift()
+    compiled, compiled_module = compile_core.compile(scale), compile_core.compile(module)
+    assert torch.equal(compiled(x), scale(x))
+    assert torch.equal(compiled_module(x), x + 1)
+    for name, value in (
+        ("__defaults__", (5.0,)),
+        ("__kwdefaults__", {"offset": 7.0}),
+        ("__code__", (lambda x, factor, *, offset: x - factor * offset).__code__),
+    ):
+        setattr(scale, name, value)
+        assert torch.equal(compiled(x), scale(x))
+    Shift.forward.__code__ = (lambda self, x: x + 3).__code__
+    assert torch.equal(compiled_module(x), x + 3)
+
+
 def test_a_callable_backend_gets_graph_and_examples() -> None:
     seen = []
 
