@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,3 +63,17 @@ def test_results_that_were_copies_are_tensors_of_their_own() -> None:
     first, second = compile_core.compile(twice, backend="aot_eager")(torch.zeros(3))
     first.add_(1)
     assert second.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("backend", ["triton", "aot_eager"])
+def test_a_copy_that_keeps_the_order_of_a_copy_is_not_made_of_the_original(backend: str) -> None:
+    """It lay in the original's order, and complex numbers, which torch's own kernel copies, were read in the other."""
+
+    def turn(x: Tensor) -> tuple[Tensor, Tensor]:
+        copied = torch.polar(x, x).t().contiguous().t().clone()
+        return copied, torch.view_as_real(copied).sin()
+
+    x = torch.randn(4, 6)
+    found, expected = compile_core.compile(turn, backend=backend, fullgraph=True)(x), turn(x)
+    torch.testing.assert_close(found, expected)
+    assert [result.stride() for result in found] == [result.stride() for result in expected]

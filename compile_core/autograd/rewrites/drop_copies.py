@@ -33,11 +33,16 @@ def drop_copies(graph: Graph) -> None:
         if mark_of(node) is not None or spec.is_open:
             continue
         source = _of_original(node.args[0])
-        node.args = (source,)
         value = source.meta["val"]
         same = TensorSpec.of(value).layout == spec.layout and value.untyped_storage().nbytes() <= spec.bytes
         if same and memory_of(source).op == "call_function":
             node.replace_all_uses_with(source)
+            continue
+        # A copy may keep the order of what it copies, which the original need not have.
+        for settings in (node.kwargs, {"memory_format": torch.contiguous_format}):
+            if TensorSpec.of(node.target(value, **settings)).layout == spec.layout:
+                node.args, node.kwargs = (source,), settings
+                break
 
 
 def _of_original(value: Any) -> Any:
