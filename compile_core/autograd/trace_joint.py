@@ -108,6 +108,7 @@ def _trace(
     rebound = convention.rebound
     trainable = bool(tangents or rebound) and bool(convention.gradient_inputs)
     mutated: list[int] = []
+    left_undefined: list[int] = []
     sizes = OpenSizes()
 
     def joint(*inputs: Any) -> list[Any]:
@@ -128,12 +129,15 @@ def _trace(
         if trainable:
             roots = [outputs[position] for position in tangents]
             roots += [passed[position] for position in rebound]
+            wanted = [primals[position] for position in convention.gradient_inputs]
             with without_autocast(), marked_as_backward():
-                gradients = torch.autograd.grad(
-                    roots,
-                    [primals[position] for position in convention.gradient_inputs],
-                    seeds,
-                    allow_unused=True,
+                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+            if any(gradient is None for gradient in gradients):
+                reached = _reached_nodes(roots)
+                left_undefined.extend(
+                    k
+                    for k, (source, gradient) in enumerate(zip(wanted, gradients, strict=True))
+                    if gradient is None and source.grad_fn in reached
                 )
         sizes.collect(convention.results, specs)
         return [*outputs, *updated, *sizes.numbers, *gradients]
@@ -173,6 +177,7 @@ def _trace(
         tangent_specs=tangent_specs,
         gradient_tangents=_find_dependencies(graph, placeholders[len(examples) :], num_outputs),
         open_sizes=len(sizes.numbers),
+        left_undefined=tuple(left_undefined),
     )
     return JointGraph(
         module=graph,
@@ -181,6 +186,17 @@ def _trace(
         num_outputs=num_outputs,
         signature=signature,
     )
+
+
+def _reached_nodes(roots: Sequence[torch.Tensor]) -> set[Any]:
+    """The nodes to which autograd's graph leads, whatever arrives there."""
+    found: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
+    waiting = [*found]
+    while waiting:
+        behind = {node for node, _ in waiting.pop().next_functions if node is not None} - found
+        found |= behind
+        waiting += behind
+    return found
 
 
 def _find_dependencies(

@@ -78,6 +78,8 @@ class GraphSignature:
         gradient_tangents: for each gradient, the positions among the tangents of those that it depends on. Where none
             of these arrives, the gradient is ``None`` as in eager, not zeros.
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
+        left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
+            so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -87,6 +89,7 @@ class GraphSignature:
     tangent_specs: tuple[TensorSpec, ...]
     gradient_tangents: tuple[tuple[int, ...], ...]
     open_sizes: int = 0
+    left_undefined: tuple[int, ...] = ()
 
 
 def replaced_inputs(signature: GraphSignature) -> dict[int, int]:

@@ -116,6 +116,8 @@ def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> 
         _broken("signature", f"an open size is one of the {signature.open_sizes} that the graph returns")
     if len(signature.gradient_tangents) != len(signature.gradient_inputs):
         _broken("signature", "each gradient says which tangents it depends on")
+    if any(not 0 <= k < len(signature.gradient_inputs) for k in signature.left_undefined):
+        _broken("signature", "what is left undefined is among the gradients")
 
 
 def _verify_functional(where: str, module: GraphModule) -> None:

@@ -68,7 +68,9 @@ class TakenGradients:
         """Those of a scheduled backward of ``graph``; ``None`` if it has no destinations."""
         if communicator is None or not backward.destinations:
             return None
-        computed = tuple(k for k, output in enumerate(backward.outputs) if output is not None)
+        # The engine visits those, too, to which functions of the program give nothing: whoever waits there is told.
+        to_engine = {k for k, output in enumerate(backward.outputs) if output is not None}
+        computed = tuple(sorted(to_engine.union(graph.signature.left_undefined)))
         others = tuple(graph.signature.gradient_inputs[k] for k in computed)
         tangents = graph.signature.gradient_tangents
         sources = {name: tangents[position] for name, position in backward.stored.items()}

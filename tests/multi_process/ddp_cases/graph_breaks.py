@@ -139,6 +139,21 @@ def gradients_that_eager_functions_leave_undefined() -> None:
 
 
 @case()
+def gradients_that_captured_functions_leave_undefined() -> None:
+    """Stock DDP takes such parameters for used ones: autograd's graph leads to them."""
+
+    class Whole(Net):
+        def forward(self, x: torch.Tensor, is_trained: bool) -> torch.Tensor:
+            product = _Product.apply(self.norm(self.first(x)), self.second.weight, is_trained)
+            return self.third((product + self.second.bias).tanh())
+
+    def run(model: Any, step: int) -> None:
+        loss_of(model(data(step), step == 1)).backward()
+
+    check_graphs(Whole, 2, run)
+
+
+@case()
 def tied_weights_on_both_sides_of_a_break() -> None:
     check_graphs(lambda: Broken(tied=True), 3)
 
