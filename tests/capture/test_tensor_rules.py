@@ -100,3 +100,23 @@ def test_an_argument_that_changes_its_metadata():
         return x * 2
 
     check_same(program, lambda: (torch.randn(3, 4),), fullgraph=False)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x + x.storage_offset(),
+        lambda x: x[1:] + x[1:].storage_offset() + (x * 2)[1:].storage_offset(),
+        lambda x: x.as_strided((2,), (1,), 1) * 2,
+        lambda x: torch.as_strided(x[1:], (2,), (2,), storage_offset=0).exp(),
+        lambda x: x.as_strided((2,), (1,), x.storage_offset()) * 2,
+        lambda x: (x * 2).as_strided((2,), (1,), 3) + x.as_strided((2,), (1,)),
+    ],
+)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_where_a_tensor_begins_in_its_storage(program, backend):
+    compiled = compile_core.compile(program, backend=backend)
+    storage = torch.arange(24.0)
+    for offset in (0, 8, 4, 0):
+        x = storage[offset : offset + 8].view(2, 4)
+        assert torch.equal(compiled(x), program(x))

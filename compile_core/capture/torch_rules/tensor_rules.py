@@ -8,8 +8,10 @@ import torch
 
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.call_rules import CALL_RULES, CallRule
-from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.constants import ConstantValue, is_none
 from compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
+
+_C: Any = torch._C
 
 _METADATA_CHANGES = (
     "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_",
@@ -53,6 +55,47 @@ def _requires_grad(
     if not _is_own(state, tensor) or not tensor.fake.is_leaf:
         return None
     return _change(state, "requires_grad_", tensor, args, kwargs)
+
+
+@method_rule("storage_offset")
+def _storage_offset(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value:
+    _guard_beginning(state, tensor)
+    return state.from_constant(tensor.fake.storage_offset())
+
+
+@method_rule("as_strided")
+def _as_strided(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    """An offset counts from where the storage begins, and a graph knows of an input only where that begins."""
+    offset = kwargs.get("storage_offset", args[2] if len(args) > 2 else None)
+    if offset is not None and not is_none(offset) and _guard_beginning(state, tensor):
+        raise state.unsupported("storage-offset", f"as_strided with an offset in {tensor.describe()}")
+    return None
+
+
+def _guard_beginning(state: CaptureState, tensor: TensorValue) -> int:
+    """Guards where in its storage an input begins, if ``tensor`` lies in an input's memory."""
+    for record in state.graph.records:
+        example = record.entry.example
+        if isinstance(example, torch.Tensor) and _C._is_alias_of(example, tensor.fake):
+            offset = int(example.storage_offset())
+            source = record.entry.source
+            condition = f"{{0}}.storage_offset() == {offset}"
+            state.guards.add([source], condition, [], f"{source} begins at element {offset} of its storage")
+            return offset
+    return 0
+
+
+def _as_strided_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args and isinstance(args[0], TensorValue):
+        return args[0].call_method(state, "as_strided", args[1:], kwargs)
+    return state.call_tensor_op("call_function", torch.as_strided, args, kwargs)
+
+
+CALL_RULES[torch.as_strided] = _as_strided_function
 
 
 @method_rule("__getitem__")

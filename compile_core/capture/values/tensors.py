@@ -26,7 +26,6 @@ _METADATA_METHODS = frozenset(
         "is_floating_point",
         "is_complex",
         "element_size",
-        "storage_offset",
         "get_device",
         "is_signed",
         "is_conj",
