@@ -6,6 +6,7 @@ with ``preserved_switches``.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,30 @@ def preserved_switches() -> Iterator[None]:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         before.turn_on()
+
+
+@contextmanager
+def preserved_dispatch_keys() -> Iterator[None]:
+    """Which of torch's keys a call is dispatched to is afterwards as before, in this thread."""
+    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    with _C._ForceDispatchKeyGuard(included, excluded):
+        try:
+            yield
+        except Exception as error:
+            free_guards(error)
+            raise
+
+
+def free_guards(error: BaseException) -> None:
+    """Ends what torch holds in the frames that an error left: guards of dispatch keys, which put back what they found.
+
+    Frames live as long as their error does. Freed with it, such guards of nested transforms of ``torch.func`` would
+    put back keys that have autograd excluded, when nothing is left to put right what they do.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 @contextmanager

@@ -147,3 +147,16 @@ def test_errors_are_torchs_own():
     compiled = compile_core.compile(lambda x: grad(lambda y: y * 2)(x), backend="eager")
     with pytest.raises(RuntimeError, match="scalar"):
         compiled(torch.randn(3))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_what_fails_on_fake_tensors_leaves_autograd_as_it_was(backend):
+    """Torch has no forward mode of fake tensors under two other transforms."""
+
+    def loss(row):
+        return (row.sin() * SCALE).prod()
+
+    rows = torch.randn(4, 3)
+    compiled = compile_core.compile(lambda x: vmap(hessian(loss))(x * 2), backend=backend)
+    torch.testing.assert_close(compiled(rows), vmap(hessian(loss))(rows * 2))
+    assert (torch.ones(2, requires_grad=True) * 2).requires_grad

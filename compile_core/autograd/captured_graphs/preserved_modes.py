@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from compile_core.ir.torch_switches import preserved_switches, without_saved_tensor_hooks
+from compile_core.ir.torch_switches import (
+    preserved_dispatch_keys,
+    preserved_switches,
+    without_saved_tensor_hooks,
+)
 
 
 @contextmanager
@@ -17,7 +21,7 @@ def preserved_modes() -> Iterator[None]:
     Inside, autocast keeps no casts: they would be casts of tensors that are not real. Nor does anomaly mode look for
     NaN in them, or a hook for what autograd saves get them.
     """
-    with preserved_switches(), without_saved_tensor_hooks():
+    with preserved_dispatch_keys(), preserved_switches(), without_saved_tensor_hooks():
         torch.set_autocast_cache_enabled(False)
         torch.set_anomaly_enabled(False)
         yield

@@ -31,6 +31,7 @@ from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
 from compile_core.ir.number_nodes import number_node
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
+from compile_core.ir.torch_switches import free_guards
 
 _NO_FAKE_RULE = (
     DataDependentOutputException,
@@ -222,6 +223,7 @@ class OutputGraph:
                 else:
                     example = run(*fake_args, **fake_kwargs)
         except _NO_FAKE_RULE as error:
+            free_guards(error)
             shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
             raise Unsupported(
                 "no-fake-result",
@@ -232,6 +234,7 @@ class OutputGraph:
             if any(_is_symbolic(node) for node in _nodes_of((args, kwargs))):
                 # Some operations take no symbolic integers: they get the numbers of this call.
                 return self.call(op, target, _specialised(args), _specialised(kwargs), stack_trace)
+            free_guards(error)
             raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
         if type(example) is torch.Tensor and example.is_meta:
             example = self.fake_mode.from_tensor(

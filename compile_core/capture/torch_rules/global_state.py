@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 
 from compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.run_only import is_run_only
-from compile_core.ir.torch_switches import without_saved_tensor_hooks
+from compile_core.ir.torch_switches import preserved_dispatch_keys, without_saved_tensor_hooks
 
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -95,6 +95,7 @@ def normal_tensors() -> Iterator[None]:
     grad_mode = torch.is_grad_enabled()
     no_device = nullcontext() if default_device() is None else _pop_mode_temporarily()
     with (
+        preserved_dispatch_keys(),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad_mode),
         no_device,
