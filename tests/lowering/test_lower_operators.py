@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import compile_core
 from compile_core.ir.loops import ExternCall
 from compile_core.ir.verify_loops import verify_program
 from compile_core.lowering.fusion.fuse import fuse
@@ -254,6 +256,20 @@ def test_an_operator_without_a_rule_is_called_and_counted() -> None:
 
 def test_complex_numbers_pass_through_torch() -> None:
     check(lambda x: torch.view_as_real(torch.view_as_complex(x * 2) * 1j).sum(-1), _x(3, 2))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda z: z.std(),
+        lambda z: z.mT.var(0, correction=0, keepdim=True),
+        lambda z: torch.var_mean(z, 1),
+        lambda z: torch.addmm(z, z, z, beta=2j, alpha=1 - 3j),
+    ],
+)
+def test_deviations_and_scaled_products_of_complex_numbers(program: Any) -> None:
+    z = torch.randn(3, 3, dtype=torch.complex64)
+    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(z), program(z))
 
 
 def test_constants_wrap_as_tensors_of_their_dtype_do() -> None:

@@ -189,7 +189,9 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _var_mean(
     self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> Any:
+    if self.is_complex():
+        return NotImplemented
     dims = [d % self.dim() for d in dim] if dim else list(range(self.dim()))
     count = prod(self.shape[d] for d in dims)
     x = self.to(_compute_dtype(self.dtype))
@@ -206,8 +208,9 @@ def _var_mean(
 
 def _var(
     self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
-    return _var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
+) -> Any:
+    both = _var_mean(self, dim, correction=correction, keepdim=keepdim)
+    return both if both is NotImplemented else both[0]
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2

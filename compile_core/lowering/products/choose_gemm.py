@@ -81,20 +81,21 @@ class _Product:
 
 def _product(step: ExternCall, program: LoopProgram) -> _Product | None:
     """The product that a step computes, if oneDNN can compute it too."""
+    if step.target not in (aten.mm.out, aten.addmm.out):
+        return None
+    views = (*step.arguments[-2:], step.out["out"])
+    specs = [program.buffers[view.buffer] for view in views]
+    if any(spec.dtype != torch.float32 or spec.device.type != "cpu" for spec in specs):
+        return None
     if step.target is aten.mm.out:
         bias, (left, right), factor = None, step.arguments, 1.0
-    elif step.target is aten.addmm.out:
+    else:
         bias, left, right = step.arguments
         beta, factor = step.keywords.get("beta", 1), float(step.keywords.get("alpha", 1))
         if beta == 0:
             bias = None
         elif beta != 1 or factor != 1.0 or len(bias.shape) != 1 or bias.shape[0] != right.shape[1]:
             return None
-    else:
-        return None
-    specs = [program.buffers[view.buffer] for view in (left, right, step.out["out"])]
-    if any(spec.dtype != torch.float32 or spec.device.type != "cpu" for spec in specs):
-        return None
     if 0 in (*left.shape, *right.shape):
         return None
     return _Product(step, left, right, bias, factor)
