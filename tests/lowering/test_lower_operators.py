@@ -267,9 +267,17 @@ def test_complex_numbers_pass_through_torch() -> None:
         lambda z: torch.addmm(z, z, z, beta=2j, alpha=1 - 3j),
     ],
 )
-def test_deviations_and_scaled_products_of_complex_numbers(program: Any) -> None:
+def test_operators_that_have_loops_for_real_numbers_alone(program: Any) -> None:
     z = torch.randn(3, 3, dtype=torch.complex64)
     torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(z), program(z))
+
+
+def test_a_complex_tensor_like_one_that_is_not_needed() -> None:
+    """The gradient subtracts a square from ones that are made like it."""
+    z = torch.randn(3, 3, dtype=torch.complex64, requires_grad=True)
+    found, expected = (run(z) for run in (compile_core.compile(torch.atanh), torch.atanh))
+    gradients = [torch.autograd.grad(result.abs().sum(), z) for result in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_constants_wrap_as_tensors_of_their_dtype_do() -> None:

@@ -120,7 +120,8 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
             plan.alive.add(node)
-            if node.target not in SHAPE_READERS:
+            # Torch's kernel, which makes what is complex, is given the tensor.
+            if node.target not in SHAPE_READERS or use_kind(node) == MEMORY:
                 plan.alive.update(node.all_input_nodes)
                 _note_uses(node, plan)
     for node in list(plan.places):
