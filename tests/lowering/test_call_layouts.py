@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import compile_core
+from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.runtime.instructions import LaidOut
 
 
 def empty_slice(x: torch.Tensor) -> torch.Tensor:
@@ -58,3 +60,12 @@ def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
         weights = torch.arange(float(result.numel())).view(result.shape)
         results += [result, *torch.autograd.grad((result * weights).sum(), leaf)]
     torch.testing.assert_close(found, expected)
+
+
+def test_states_that_only_torch_reads_are_left_as_they_are() -> None:
+    """A kernel of attention may tell of its random numbers in another size than on fake tensors, or not at all."""
+    state, transposed = torch.ones(2), torch.ones(3, 4).t()
+    specs = (TensorSpec.of(torch.ones(())), TensorSpec.of(torch.ones(2)), TensorSpec.of(torch.ones(4, 3)))
+    kept, missing, copied = LaidOut(lambda: (state, None, transposed), specs, True)()
+    assert kept is state and missing is None
+    assert torch.equal(copied, transposed) and copied.is_contiguous()
