@@ -44,6 +44,7 @@ from compile_core.runtime.instructions import (
     Launch,
     function_of,
     is_whole,
+    may_alias,
     returns_sequence,
 )
 from compile_core.runtime.native_operators import Kind, argument_names, native_call
@@ -182,9 +183,7 @@ class _Encoder:
     def _call(self, call: ExternCall, line: int) -> None:
         temporary: list[int] = []
         view = (
-            self._view
-            if call.out or not _may_alias(call.target)
-            else partial(self._view_with_base, line=line)
+            self._view if call.out or not may_alias(call.target) else partial(self._view_with_base, line=line)
         )
         keywords = {**call.keywords, **call.out}
         operands = [self._operand(value, view, temporary) for value in (*call.arguments, *keywords.values())]
@@ -290,13 +289,6 @@ class _Encoder:
             else:
                 operands.append(self._view_with_base(view, line))
         self._emit(_Instruction.RETURN, len(operands), *operands)
-
-
-def _may_alias(target: Any) -> bool:
-    """Whether an operator may return something in the memory of an argument."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def _as_strided(tensor: torch.Tensor, view: View) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.kept_calls import KeptCall, in_layout
+from compile_core.ir.kept_calls import in_layout
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
 from compile_core.ir.step_effects import reads, writes
@@ -171,8 +171,7 @@ def function_of(call: ExternCall, program: LoopProgram) -> Any:
     # An operator itself is a Python function at first.
     function = getattr(call.target, "_op", call.target)
     specs = tuple(None if name is None else program.buffers[name] for name in call.outputs)
-    alias = any(result.alias_info is not None for result in call.target._schema.returns)
-    if call.out or alias or isinstance(call.target, KeptCall) or not any(specs):
+    if call.out or may_alias(call.target) or not any(specs):
         return function
     return LaidOut(function, specs, returns_sequence(call))
 
@@ -203,6 +202,13 @@ def _laid_out(result: Any, spec: TensorSpec | None) -> Any:
     if tuple(result.shape) != spec.shape or TensorSpec.of(result).layout == spec.layout:
         return result
     return in_layout(result, spec)
+
+
+def may_alias(target: Any) -> bool:
+    """Whether an operator may return something in the memory of an argument."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def returns_sequence(call: ExternCall) -> bool:
