@@ -22,35 +22,36 @@ AVERAGED_TYPES = frozenset(_TYPES)
 _BLOCK = 4096
 # One block each for all but the largest parts: short programs let the backward's in between.
 _PROGRAMS = 8192
-# One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
-# Whole blocks need no mask, and are read in wide words.
-_TEXT = f"""\
-@triton.jit
-def {KERNEL_SYMBOL}(part, other, sizes):
-    numel = tl.load(sizes)
-    factor = (1.0 / tl.load(sizes + 1).to(tl.float64)).to(tl.@KIND@)
-    begin = tl.program_id(0).to(tl.int64) * {_BLOCK}
-    while begin + {_BLOCK} <= numel:
-        place = tl.multiple_of(begin, {_BLOCK}) + tl.arange(0, {_BLOCK})
-        mine = tl.load(part + place)
-        total = mine.to(tl.@KIND@) + tl.load(other + place).to(tl.@KIND@)
-        tl.store(part + place, (total * factor).to(mine.dtype))
-        begin += @STEP@
-    place = begin + tl.arange(0, {_BLOCK})
-    inside = place < numel
-    mine = tl.load(part + place, mask=inside)
-    total = mine.to(tl.@KIND@) + tl.load(other + place, mask=inside).to(tl.@KIND@)
-    tl.store(part + place, (total * factor).to(mine.dtype), mask=inside)
-"""
 
 
 def kernel_source(dtype: torch.dtype, device: torch.device, programs: int = _PROGRAMS) -> KernelSource:
     """Of ``part = (part + other) / divisor``, where ``sizes`` has the number of elements and the divisor as int64."""
     name, kind = _TYPES[dtype]
+    step = programs * _BLOCK
+    # One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
+    # Whole blocks need no mask, and are read in wide words.
+    text = f"""\
+@triton.jit
+def {KERNEL_SYMBOL}(part, other, sizes):
+    numel = tl.load(sizes)
+    factor = (1.0 / tl.load(sizes + 1).to(tl.float64)).to(tl.{kind})
+    begin = tl.program_id(0).to(tl.int64) * {_BLOCK}
+    while begin + {_BLOCK} <= numel:
+        place = tl.multiple_of(begin, {_BLOCK}) + tl.arange(0, {_BLOCK})
+        mine = tl.load(part + place)
+        total = mine.to(tl.{kind}) + tl.load(other + place).to(tl.{kind})
+        tl.store(part + place, (total * factor).to(mine.dtype))
+        begin += {step}
+    place = begin + tl.arange(0, {_BLOCK})
+    inside = place < numel
+    mine = tl.load(part + place, mask=inside)
+    total = mine.to(tl.{kind}) + tl.load(other + place, mask=inside).to(tl.{kind})
+    tl.store(part + place, (total * factor).to(mine.dtype), mask=inside)
+"""
     return KernelSource(
         name=f"mean_of_{name}",
         language="triton",
-        text=_TEXT.replace("@KIND@", kind).replace("@STEP@", str(programs * _BLOCK)),
+        text=text,
         buffers=("part", "other", "sizes"),
         device=device,
         pointers=(f"*{name}", f"*{name}", "*i64"),
