@@ -24,7 +24,7 @@ class DDPOptions:
             DDP's reducer does not heed it: it has communication hooks.
         copy_engines: GPUs of one host that reach one another's memory average gradients by copies, which leave the
             multiprocessors to the backward, instead of by NCCL's kernels. ``None``: of two ranks, those in buckets of
-            at least 32 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
+            at least 1 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
             with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.

@@ -71,6 +71,7 @@ class InGraphWay:
             self._optimizer = PartialOptimizer(options.step_in_backward, parameters)
             stepper = StepInBackward(self._optimizer, parameters, averaging.on_streams)
         watch, park = self._agreement.watch, functools.partial(park_again, weakref.ref(ddp))
+        watch.watch_over(averaging)
         self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)

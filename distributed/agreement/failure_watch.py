@@ -7,20 +7,23 @@ bucket, or ends a backward. If it does neither, it is blocked, or a GPU is: the 
 the process group, which frees both.
 
 The thread also sees that nobody waits for this rank in vain: another rank that compiles what this one does not has
-said so before it began, and says so when it has done (``Agreement``).
+said so before it began, and says so when it has done (``Agreement``). And it is the watchdog of what a GPU waits for
+beside the process group's collectives, which have one (``Waiting``).
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from compile_core.errors import CompileError
 from distributed.agreement.bulletin import Bulletin
@@ -38,6 +41,18 @@ _LINGER_S = 3.0
 _SPEAK_S = 0.2
 _JOIN_S = 2.0
 _FAILURE, _HEARD = "failure", "failure/heard"
+
+
+class Waiting(Protocol):
+    """Makes a device wait for other ranks, by none of the group's collectives. Its methods are called on any thread."""
+
+    def late(self) -> str:
+        """What has waited for longer than the group allows, as a message for all ranks; or ""."""
+        ...
+
+    def let_go(self) -> None:
+        """Nothing is waited for any longer: the job has failed."""
+        ...
 
 
 class FailureWatch:
@@ -76,6 +91,8 @@ class FailureWatch:
         self._is_ours = False
         self._was_raised = False
         self._last_words = ""
+        self._waiting: list[weakref.ref[Waiting]] = []
+        self._was_aborted = False
         self._last_point_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -91,7 +108,12 @@ class FailureWatch:
         """Ends the job on the other ranks; this one is about to raise an error of its own."""
         self._post(message)
         self._was_raised = True
+        self._free()
         self._linger()
+
+    def watch_over(self, waiting: Waiting) -> None:
+        """For as long as somebody else keeps it."""
+        self._waiting = [*(reference for reference in self._waiting if reference()), weakref.ref(waiting)]
 
     def announce_at_exit(self, message: str) -> None:
         """Ends the job on the other ranks if this process ends before its main thread comes by again."""
@@ -107,6 +129,7 @@ class FailureWatch:
         self._last_point_s = time.monotonic()
         if self.failure:
             self._was_raised = True
+            self._free()
             self._linger()
             raise CompileError(self.failure)
 
@@ -150,6 +173,11 @@ class FailureWatch:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+        if self._was_aborted and not self._was_raised:
+            # What the main thread waited for came to nothing, and it has not heard: it must not end as if all was well.
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(1)
 
     def look_in_background(self, interval_s: float) -> bool:
         """For the thread: looks if the main thread has not come by for so long; whether it looked."""
@@ -159,6 +187,8 @@ class FailureWatch:
         self._look()
         if self.failure and not self._stop.wait(_ABORT_AFTER_S) and not self._was_raised:
             logger.error("the job has failed while this rank waits for others: %s", self.failure)
+            self._was_aborted = True
+            self._free()
             self._abort()
         return True
 
@@ -175,6 +205,8 @@ class FailureWatch:
                 self._look_further(connection_ended)
             except CompileError as error:
                 self._post(str(error))
+            for message in filter(None, (waiting.late() for waiting in self._all_waiting())):
+                self._post(message)
 
     def _post(self, message: str) -> None:
         with self._lock:
@@ -188,6 +220,14 @@ class FailureWatch:
                     self._bulletin.count(_HEARD, 1)
             except RuntimeError:  # the store is gone, and with it those who would hear
                 self.failure = message
+
+    def _free(self) -> None:
+        for waiting in self._all_waiting():
+            with suppress(RuntimeError):  # a device that is beyond it
+                waiting.let_go()
+
+    def _all_waiting(self) -> list[Waiting]:
+        return [waiting for waiting in (reference() for reference in self._waiting) if waiting is not None]
 
     def _linger(self) -> None:
         """Gives the others time to hear of a failure, and to speak of it."""

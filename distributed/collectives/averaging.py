@@ -19,16 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.copy_engines import CopyEngines, SharedBuffer, find_engines
+from distributed.collectives.copy_engines import CopyEngines, find_engines
 from distributed.collectives.mean_kernel import AVERAGED_TYPES
+from distributed.collectives.shared_buffers import SharedBuffer
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
 
 logger = logging.getLogger(__name__)
 
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# By default smaller buckets are NCCL's: its kernels are done soon, and to start one takes the host less.
-_LEAST_COPIED_BYTES = 32 * 2**20
+# By default smaller buckets are NCCL's, which is done with them sooner.
+_LEAST_COPIED_BYTES = 2**20
 # And those of more ranks: it was measured with two.
 _MOST_COPYING_RANKS = 2
 
@@ -100,6 +101,18 @@ class Averaging:
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
+
+    def late(self) -> str:
+        """What waits for other ranks beside the group's own collectives, and has for too long; or ""."""
+        return "" if (engines := self._found_engines()) is None else engines.late()
+
+    def let_go(self) -> None:
+        """The job has failed: nothing waits for other ranks any longer but the group's own collectives."""
+        if (engines := self._found_engines()) is not None:
+            engines.let_go()
+
+    def _found_engines(self) -> CopyEngines | None:
+        return self.__dict__.get("_engines")
 
     @cached_property
     def _engines(self) -> CopyEngines | None:

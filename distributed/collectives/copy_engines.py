@@ -2,59 +2,30 @@
 
 NCCL's kernels hold multiprocessors for as long as the link works, and a backward beside them has fewer. A copy engine
 needs none: of each buffer every rank pulls its own part from the others, averages it, which takes a short kernel, and
-pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes ranks
-wait for one another in an all-reduce of one number; so one that does not come is waited for, noticed and aborted as in
-any other collective of the process group.
-
-The buffers lie in torch's symmetric memory, where each rank reaches those of the others.
+pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes the
+ranks' streams meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from distributed.collectives.mean_kernel import MeanKernel
 from distributed.collectives.peer_access import reason_against
+from distributed.collectives.shared_buffers import SharedBuffer, share
+from distributed.collectives.stream_meeting import StreamMeeting
 from distributed.collectives.work import StreamWork
 
 # At which parts begin, so that copies and kernels find them aligned.
 _ALIGNMENT_ELEMENTS = 64
-# What is averaged to see whether it works.
+# What is averaged to see whether it works, and how long it may take.
 _TRIED_ELEMENTS = 2**18
-
-
-@dataclass(frozen=True)
-class SharedBuffer:
-    """One-dimensional memory that every rank has, and reaches of every other.
-
-    Attributes:
-        of_ranks: each rank's, this one's own included.
-        rank: whose this process is.
-        handle: keeps the others' reachable.
-    """
-
-    of_ranks: Sequence[torch.Tensor]
-    rank: int
-    handle: Any = None
-
-    @property
-    def mine(self) -> torch.Tensor:
-        return self.of_ranks[self.rank]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is reached by others at all."""
-        return len(self.of_ranks) > 1
-
-    def first(self, numel: int) -> SharedBuffer:
-        """The part of it with so many elements at the beginning."""
-        return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, self.handle)
+_TRIED_S = 20.0
 
 
 def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEngines | None, str]:
@@ -153,24 +124,15 @@ class CopyEngines:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._add_and_divide = MeanKernel(device)
-        self._token = torch.zeros(1, device=device)
+        self._meet: StreamMeeting | None = None
         self._trial: SharedBuffer | None = None
-        self._options = dist.AllreduceOptions()
-        # On the stream of the copies, not on NCCL's own.
-        self._options.asyncOp = False
+        # The last that was started: when, and the event behind it.
+        self._last: tuple[float, Any] | None = None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         """Zeros; a collective."""
         self._add_and_divide.build(dtype)
-        # Not ``symm_mem.empty``, whose pool hands freed memory out again, perhaps in another order on another rank.
-        mine = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
-        handle = _SymmetricMemory.rendezvous(mine.zero_(), self._group.group_name)
-        rank = self._group.rank()
-        of_ranks = [
-            mine if other == rank else handle.get_buffer(other, (numel,), dtype)
-            for other in range(self._group.size())
-        ]
-        return SharedBuffer(of_ranks, rank, handle)
+        return share(numel, dtype, self._group, self._device)
 
     def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> StreamWork:
         """Begins to average what the current stream has stored, or will have.
@@ -179,6 +141,7 @@ class CopyEngines:
             flat: where: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
         """
+        assert self._meet is not None
         current = torch.cuda.current_stream(self._device)
         # Of the current stream, since the backward has given up as much memory of activations by now.
         scratch = flat.new_empty(part_numel(flat.numel(), len(buffer.of_ranks)))
@@ -192,14 +155,18 @@ class CopyEngines:
             else:
                 average_elsewhere(flat, buffer, scratch, self._meet, self._add_and_divide)
             done = self._stream.record_event()
+        self._last = time.monotonic(), done
         if flat is not buffer.mine:
             # What the program computes next may read its views of the buffer.
             current.wait_event(done)
         return StreamWork(done, scratch)
 
     def try_to_share(self) -> None:
-        """What goes wrong with the memory is raised here. A collective."""
+        """What goes wrong with the memory, and on this rank alone, is raised here. A collective, before all others."""
         self._trial = self.allocate(_TRIED_ELEMENTS, torch.float32)
+        self._meet = StreamMeeting(self._group, self._device, self._stream)
+        self._meet.try_alone()
+        self._stream.synchronize()
 
     def try_to_average(self) -> None:
         """Raises RuntimeError where a host's settings keep GPUs from one another: copies may succeed then, and bring
@@ -207,9 +174,40 @@ class CopyEngines:
         trial, self._trial = self._trial, None
         assert trial is not None
         trial.mine.fill_(self._group.rank())
-        self.start(trial.mine, trial).wait()
+        work, deadline_s = self.start(trial.mine, trial), time.monotonic() + _TRIED_S
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                self.let_go()
+                raise RuntimeError("GPUs do not hear of one another")
+            time.sleep(1e-3)
         if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
             raise RuntimeError("copies between GPUs bring wrong values")
 
-    def _meet(self) -> None:
-        self._group.allreduce([self._token], self._options)
+    def late(self) -> str:
+        """What every rank is told if the last mean is under way for longer than a collective of the group may be; on
+        any thread."""
+        if (last := self._last) is None:
+            return ""
+        started_s, done = last
+        limit_s = _time_limit_s(self._group, self._device)
+        # Until then the event is left alone: while a graph is recorded a question might spoil that.
+        if time.monotonic() - started_s < limit_s:
+            return ""
+        if done.query():
+            self._last = None if self._last is last else self._last
+            return ""
+        return (
+            f"the GPU of rank {dist.get_rank()} waited for {limit_s:g} s, the process group's timeout, to average "
+            f"gradients with the others: one of them has ended, or does not run as many backwards"
+        )
+
+    def let_go(self) -> None:
+        """No GPU waits for a rank that will not come; for another thread than the one that is blocked."""
+        if self._meet is not None:
+            self._meet.let_go()
+
+
+def _time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a collective may take before the group's watchdog ends the job."""
+    backend: Any = group._get_backend(device)
+    return backend.options._timeout.total_seconds()

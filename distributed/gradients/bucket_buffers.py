@@ -9,7 +9,7 @@ import torch
 
 from bucketing.bucket import BucketPlan
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from distributed.collectives.copy_engines import SharedBuffer
+from distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount

@@ -63,11 +63,20 @@ def slow_compilation(model: CompiledDDP, net: Net, faults: Faults) -> None:
     step(model)
 
 
+def one_backward_fewer(model: CompiledDDP, net: Net, faults: Faults) -> None:
+    _set_pg_timeout(timedelta(seconds=IMPATIENT_S), dist.group.WORLD)
+    if RANK == 0:
+        step(model)
+    else:
+        time.sleep(3 * IMPATIENT_S)
+
+
 CASES: dict[str, Callable[[CompiledDDP, Net, Faults], None]] = {
     "later_compilation_fails": later_compilation_fails,
     "another_branch_later": another_branch_later,
     "process_dies_while_it_compiles": process_dies_while_it_compiles,
     "slow_compilation": slow_compilation,
+    "one_backward_fewer": one_backward_fewer,
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -267,6 +269,77 @@ def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCapture
     assert ranks.aborted == [0]
     check_all_told(outcomes[:1], "compilation failed on rank 1: RuntimeError: a fault")
     assert "compilation failed on rank 1" in caplog.text
+
+
+class Late:
+    """What waits for other ranks beside the group's collectives, for too long already."""
+
+    def __init__(self) -> None:
+        self.was_let_go = False
+
+    def late(self) -> str:
+        return "the GPU of rank 0 waited for 600 s"
+
+    def let_go(self) -> None:
+        self.was_let_go = True
+
+
+def test_what_waits_beside_the_group_for_too_long_is_let_go() -> None:
+    ranks, late = Ranks(), Late()
+    ranks.all[0].watch.watch_over(late)
+
+    def blocked(agreement: Agreement) -> None:
+        until = time.monotonic() + 15
+        while not late.was_let_go and time.monotonic() < until:
+            time.sleep(0.02)
+        agreement.watch.at_point()
+
+    check_all_told(ranks.run(blocked, training(15)), "the GPU of rank 0 waited for 600 s")
+    assert late.was_let_go
+
+
+def test_what_a_device_is_beyond_does_not_hide_the_failure() -> None:
+    class Broken(Late):
+        def late(self) -> str:
+            return ""
+
+        def let_go(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ranks, broken = Ranks(), Broken()
+    ranks.all[0].watch.watch_over(broken)
+    outcomes = ranks.run(training(15), compiling(error=RuntimeError("a fault")))
+    check_all_told(outcomes[:1], "compilation failed on rank 1: RuntimeError: a fault")
+
+
+_FREED_AND_ENDS = """
+import threading
+from torch._C._distributed_c10d import HashStore
+from distributed.agreement import failure_watch
+from distributed.agreement.agreement import Agreement
+from distributed.agreement.bulletin import Bulletin
+failure_watch.POLL_INTERVAL_S, failure_watch._ABORT_AFTER_S = 0.05, 0.1
+store, aborted = HashStore(), threading.Event()
+ranks = [Agreement(Bulletin(store), rank, range(2), aborted.set, lambda: False, True) for rank in range(2)]
+others = threading.Thread(target=ranks[1].settle, args=("begins", 5))
+others.start()
+ranks[0].settle("begins", 5)
+others.join()
+{failure}
+print("waited", aborted.wait(5), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "said", "code"),
+    [("ranks[1].watch._post('a fault')", "waited True", 1), ("aborted.set()", "waited True", 0)],
+)
+def test_a_program_whose_waiting_came_to_nothing_does_not_end_well(
+    failure: str, said: str, code: int
+) -> None:
+    program = _FREED_AND_ENDS.format(failure=failure)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == said and run.returncode == code, run.stdout + run.stderr
 
 
 class SlowWork:

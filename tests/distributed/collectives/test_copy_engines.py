@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from distributed.collectives import copy_engines
 from distributed.collectives.copy_engines import (
-    SharedBuffer,
     _part,
     average,
     average_elsewhere,
     find_engines,
     part_numel,
 )
+from distributed.collectives.shared_buffers import SharedBuffer
 
 
 def add_and_divide(part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.collectives import averaging
-from distributed.collectives.copy_engines import SharedBuffer
 from distributed.collectives.peer_access import reason_against
+from distributed.collectives.shared_buffers import SharedBuffer
 from tests.multi_process.ddp_harness import (
     Net,
     ThreeTypes,
@@ -115,9 +115,7 @@ def another_size_and_another_module() -> None:
 @case()
 def large_buckets_by_default() -> None:
     def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(16, 3000), nn.Tanh(), nn.Linear(3000, 3000), nn.Tanh(), nn.Linear(3000, 4)
-        )
+        return nn.Sequential(nn.Linear(16, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
 
     stock = stock_ddp(make)
     compiled = compile_ddp(stock_ddp(make), backend="aot_eager")
@@ -126,7 +124,7 @@ def large_buckets_by_default() -> None:
     buckets = inspect_ddp(compiled).buckets
     can = dist.get_world_size() == 2 and not reason_against(buckets.group, buckets.device)
     for buffer in buckets._buffers.allocated:
-        assert buffer.is_shared == (can and buffer.mine.nbytes >= 32 * 2**20)
+        assert buffer.is_shared == (can and buffer.mine.nbytes >= 2**20)
 
 
 class WithComplex(Net):
