@@ -59,16 +59,19 @@ class ReadyTimes:
 
 
 def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int) -> LinkModel:
-    """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: what the host does to start
-    one is not part of it. A collective, called on all ranks of the group."""
+    """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: neither what the host does to
+    start one is part of it, nor how long ranks wait for one another at first. A collective, called on all ranks of the
+    group."""
     clock = clock_of(device)
     numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
     buffer = averaging.allocate(numel, torch.float32, device)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
-    samples = []
+    smallest, samples = buffer.first(sizes[0]), []
     for size in sizes:
         part, seconds = buffer.first(size), []
         for _ in range(_REPETITIONS):
+            clock.let_host_get_ahead()
+            averaging.start(smallest.mine, smallest).wait()
             start = clock.mark()
             for work in [averaging.start(part.mine, part) for _ in range(_IN_A_ROW)]:
                 work.wait()
