@@ -108,7 +108,7 @@ class FailureWatch:
         """Ends the job on the other ranks; this one is about to raise an error of its own."""
         self._post(message)
         self._was_raised = True
-        self._free()
+        self.free()
         self._linger()
 
     def watch_over(self, waiting: Waiting) -> None:
@@ -129,7 +129,7 @@ class FailureWatch:
         self._last_point_s = time.monotonic()
         if self.failure:
             self._was_raised = True
-            self._free()
+            self.free()
             self._linger()
             raise CompileError(self.failure)
 
@@ -181,6 +181,9 @@ class FailureWatch:
 
     def look_in_background(self, interval_s: float) -> bool:
         """For the thread: looks if the main thread has not come by for so long; whether it looked."""
+        if self.failure:
+            self.free()
+            return False
         if time.monotonic() - self._last_point_s < interval_s:
             return False
         self._bulletin.require_server()
@@ -188,7 +191,7 @@ class FailureWatch:
         if self.failure and not self._stop.wait(_ABORT_AFTER_S) and not self._was_raised:
             logger.error("the job has failed while this rank waits for others: %s", self.failure)
             self._was_aborted = True
-            self._free()
+            self.free()
             self._abort()
         return True
 
@@ -205,8 +208,10 @@ class FailureWatch:
                 self._look_further(connection_ended)
             except CompileError as error:
                 self._post(str(error))
-            for message in filter(None, (waiting.late() for waiting in self._all_waiting())):
-                self._post(message)
+            for waiting in self._all_waiting():
+                with suppress(RuntimeError):  # as in ``free``
+                    if message := waiting.late():
+                        self._post(message)
 
     def _post(self, message: str) -> None:
         with self._lock:
@@ -221,7 +226,8 @@ class FailureWatch:
             except RuntimeError:  # the store is gone, and with it those who would hear
                 self.failure = message
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """The job has failed: nothing waits for other ranks beside the group. A rank that comes late may undo it."""
         for waiting in self._all_waiting():
             with suppress(RuntimeError):  # a device that is beyond it
                 waiting.let_go()
@@ -249,7 +255,7 @@ def _look_now_and_then(reference: weakref.ref[FailureWatch], stop: threading.Eve
     interval_s = POLL_INTERVAL_S
     while not stop.wait(POLL_INTERVAL_S):
         watch = reference()
-        if watch is None or watch.failure or watch.is_over():
+        if watch is None or watch.is_over():
             return
         try:
             looked = watch.look_in_background(interval_s)

@@ -298,6 +298,20 @@ def test_what_waits_beside_the_group_for_too_long_is_let_go() -> None:
     assert late.was_let_go
 
 
+def test_what_a_late_rank_undoes_is_let_go_again() -> None:
+    ranks, late = Ranks(), Late()
+    watch = ranks.all[0].watch
+    watch.watch_over(late)
+    ranks.run(lambda _: None, compiling(error=RuntimeError("a fault")))
+    with pytest.raises(CompileError, match="a fault"):
+        watch.look()
+    late.was_let_go = False
+    until = time.monotonic() + 5
+    while not late.was_let_go and time.monotonic() < until:
+        time.sleep(0.02)
+    assert late.was_let_go
+
+
 def test_what_a_device_is_beyond_does_not_hide_the_failure() -> None:
     class Broken(Late):
         def late(self) -> str:
