@@ -118,11 +118,21 @@ class GraphInDDP:
         return None if form is None else replace(form, is_final=True)
 
     def _compile_whole(self, inputs: Sequence[Any]) -> Form:
+        if _starts_delayed_all_reduces(inputs):
+            return self._as_plain()
         run = compile_graph(self._captured, inputs, backend=self._backend, options=self._options)
         # Hooks on all modules of the program are not for a graph.
         return Form(run.forward if isinstance(run, torch.fx.GraphModule) else run)
 
+    def _as_plain(self) -> Form:
+        logger.warning(
+            "a graph runs with torch's own kernels: a gradient that it computes starts DDP's delayed all-reduces"
+        )
+        return Form(self._captured.module.forward)
+
     def _split_on(self, ddp: DistributedDataParallel, before: Form | None, inputs: Sequence[Any]) -> Form:
+        if _starts_delayed_all_reduces(inputs):
+            return self._as_plain()
         module = self._captured.module
         examples = [entry.example for entry in self._captured.inputs]
         is_final = are_final(ddp)
@@ -148,3 +158,13 @@ class GraphInDDP:
             gives_back_draws=not split.changes_inputs,
         )
         return Form(run, begins, is_final, order)
+
+
+def _starts_delayed_all_reduces(inputs: Sequence[Any]) -> bool:
+    """Whether DDP all-reduces what is in its buffer when the gradient of one of these has come, which must come behind
+    those that lie there, as in plain PyTorch: a compiled backward gives all of a piece at once."""
+    start = DistributedDataParallel._delayed_all_reduce_hook
+    hooks = [given._backward_hooks for given in inputs if isinstance(given, torch.nn.Parameter)]
+    return any(
+        getattr(hook, "__func__", None) is start for found in hooks if found for hook in found.values()
+    )

@@ -196,6 +196,35 @@ def static_graph() -> None:
         check_same_buckets(stock, compiled)
 
 
+@case("cpu")  # nothing waits for these all-reduces, on the host the barrier does
+def delayed_all_reduces() -> None:
+    """Stock DDP starts them at one parameter's gradient, when those of the others lie in its buffer."""
+
+    def make(first: Callable[..., Any], last: Callable[..., Any], is_delayed: Callable[[str], bool]) -> Any:
+        torch.manual_seed(7)
+        net = Net().to(DEVICE)
+        delayed = [(name, parameter) for name, parameter in net.named_parameters() if is_delayed(name)]
+        wrapped = DistributedDataParallel(
+            first(net), delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=net.first.weight
+        )
+        return last(wrapped)
+
+    def as_it_is(module: nn.Module) -> nn.Module:
+        return module
+
+    compiled_eagerly = functools.partial(compile_core.compile, backend="aot_eager")
+    for is_delayed in (("second.weight", "norm.bias").__contains__, "first.weight".__ne__):
+        for first, last in ((as_it_is, compiled_eagerly), (compiled_eagerly, as_it_is)):
+            models = (make(as_it_is, as_it_is, is_delayed), make(first, last, is_delayed))
+            for step in range(4):
+                for model in models:
+                    loss_of(model(data(step))).backward()
+                    dist.barrier()
+                check_gradients(*models)
+                for model in models:
+                    model.zero_grad(set_to_none=False)
+
+
 @case("cuda")  # it needs streams
 def mixed_precision_of_ddp() -> None:
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
