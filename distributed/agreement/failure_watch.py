@@ -173,11 +173,11 @@ class FailureWatch:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
-        if self._was_aborted and not self._was_raised:
-            # What the main thread waited for came to nothing, and it has not heard: it must not end as if all was well.
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(1)
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """What the main thread waited for came to nothing, and it has not heard of that."""
+        return self._was_aborted and not self._was_raised
 
     def look_in_background(self, interval_s: float) -> bool:
         """For the thread: looks if the main thread has not come by for so long; whether it looked."""
@@ -267,5 +267,11 @@ def _look_now_and_then(reference: weakref.ref[FailureWatch], stop: threading.Eve
 
 @atexit.register
 def _close_all() -> None:
-    for watch in list(_watches):
+    watches = list(_watches)
+    for watch in watches:
         watch.close()
+    if any(watch.waited_in_vain for watch in watches):
+        # Such a program must not end as if all was well.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)

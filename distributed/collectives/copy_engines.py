@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distributed.collectives.mean_kernel import MeanKernel
 from distributed.collectives.peer_access import reason_against
 from distributed.collectives.shared_buffers import SharedBuffer, share
-from distributed.collectives.stream_meeting import StreamMeeting
+from distributed.collectives.stream_meeting import StreamMeeting, load_driver
 from distributed.collectives.work import StreamWork
 
 # At which parts begin, so that copies and kernels find them aligned.
@@ -33,8 +33,8 @@ def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEn
     if against := reason_against(group, device):
         return None, against
     engines = CopyEngines(group, device)
-    # Nobody waits on a GPU for a rank that could not even share.
-    for tried in (engines.try_to_share, engines.try_to_average):
+    # Nobody waits for a rank that cannot come so far.
+    for tried in (engines.try_alone, engines.try_to_share, engines.try_to_average):
         faults: list[Any] = [None] * group.size()
         dist.all_gather_object(faults, _fault_of(tried), group=group)
         if against := next(filter(None, faults), ""):
@@ -161,11 +161,16 @@ class CopyEngines:
             current.wait_event(done)
         return StreamWork(done, scratch)
 
+    def try_alone(self) -> None:
+        """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
+        self._add_and_divide.build(torch.float32)
+        load_driver()
+
     def try_to_share(self) -> None:
-        """What goes wrong with the memory, and on this rank alone, is raised here. A collective, before all others."""
+        """What goes wrong with the memory is raised here. A collective, before all others."""
         self._trial = self.allocate(_TRIED_ELEMENTS, torch.float32)
         self._meet = StreamMeeting(self._group, self._device, self._stream)
-        self._meet.try_alone()
+        self._meet.rehearse()
         self._stream.synchronize()
 
     def try_to_average(self) -> None:

@@ -24,6 +24,17 @@ _AT_LEAST = 0
 _CLOCK = 2**32
 
 
+def load_driver() -> ctypes.CDLL:
+    """The driver, which knows the operations.
+
+    Raises:
+        OSError, AttributeError: it does not.
+    """
+    driver = ctypes.CDLL(_DRIVER)
+    driver.cuStreamWriteValue32_v2.argtypes = driver.cuStreamWaitValue32_v2.argtypes = _ARGUMENTS
+    return driver
+
+
 class StreamMeeting:
     """Meetings of one stream of each rank, always the same.
 
@@ -32,14 +43,12 @@ class StreamMeeting:
         device: this rank's GPU.
         stream: on it.
 
-    Raises:
-        RuntimeError, OSError, AttributeError: it does not work here.
+    Raises what ``load_driver`` does.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: torch.cuda.Stream) -> None:
-        driver = ctypes.CDLL(_DRIVER)
+        driver = load_driver()
         self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
-        self._write.argtypes = self._wait.argtypes = _ARGUMENTS
         self._stream = stream.cuda_stream
         self._words = words = share(group.size(), torch.int32, group, device)
         rank, itemsize = words.rank, words.mine.itemsize
@@ -51,8 +60,8 @@ class StreamMeeting:
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
 
-    def try_alone(self) -> None:
-        """Writes and waits as it would for others.
+    def rehearse(self) -> None:
+        """Writes and waits as it would for others, alone.
 
         Raises:
             RuntimeError: the driver cannot.

@@ -104,7 +104,7 @@ def test_a_driver_that_cannot_says_so(
     monkeypatch: pytest.MonkeyPatch, meetings: Callable[[int], Sequence[StreamMeeting]]
 ) -> None:
     made = meetings(2)[0]
-    made.try_alone()
+    made.rehearse()
     monkeypatch.setattr(made, "_wait", lambda *arguments: 801)
     with pytest.raises(RuntimeError, match=r"queues no operations on memory \(CUDA error 801\)"):
-        made.try_alone()
+        made.rehearse()
