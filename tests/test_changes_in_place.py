@@ -206,3 +206,32 @@ def test_views_and_leaves() -> None:
         compiled(base[1], torch.ones(3))
         compiled(leaf, torch.ones(3))
     assert base.sum() == 3 and leaf.sum() == 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+@pytest.mark.parametrize(("size", "step"), [(1, 3), (2, 2), (3, 3), (1, 1)])
+def test_windows(size: int, step: int, backend: str) -> None:
+    """What lies between windows stays as it is, and passes gradients on."""
+
+    def triples_windows(x: Tensor) -> Tensor:
+        y = x * 2
+        y.unfold(1, size, step).mul_(3)
+        return y
+
+    x = torch.randn(3, 8, requires_grad=True)
+    (expected, gradient), (found, found_gradient) = (
+        (result, *torch.autograd.grad(result.square().sum(), x))
+        for result in (triples_windows(x), compile_core.compile(triples_windows, backend=backend)(x))
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_gradient, gradient)
+
+
+def test_a_row_of_an_expanded_input() -> None:
+    def doubles(x: Tensor) -> None:
+        x[1:2] *= 2
+
+    ours, plain = torch.ones(3), torch.ones(3)
+    for function, row in ((compile_core.compile(doubles), ours), (doubles, plain)):
+        function(row.expand(4, 3))
+    assert torch.equal(ours, plain)

@@ -55,7 +55,8 @@ from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.ir.torch_switches import without_autocast
 
-# torch exports it without declaring it.
+# torch exports these without declaring them.
+debug_has_internal_overlap: Any = torch._debug_has_internal_overlap  # type: ignore[attr-defined]
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 
@@ -240,4 +241,8 @@ def _check_overlap(examples: Sequence[Any], mutated: Sequence[int]) -> None:
             raise Unsupported(
                 "overlapping-inputs",
                 f"input {position} is changed in place and shares its memory with another input",
+            )
+        if debug_has_internal_overlap(examples[position]) == 1:
+            raise Unsupported(
+                "overlapping-elements", f"input {position}, whose elements share memory, is changed in place"
             )

@@ -25,8 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
 from compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
+from compile_core.errors import Unsupported
 from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
+
+_C: Any = torch._C
 
 # torch exports these without declaring them.
 _to_functional: Any = torch._to_functional_tensor  # type: ignore[attr-defined]
@@ -154,6 +157,8 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
+        if func is aten.unfold_backward.default and _C._current_autograd_node() is None:
+            _check_windows(*args)
         decompose = self._decompositions.get(func)
         if decompose is not None:
             with self:
@@ -219,6 +224,12 @@ class OperatorRecorder(TorchDispatchMode):
         node.meta["val"] = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self._nodes[id(tensor)] = (tensor, node)
         return node
+
+
+def _check_windows(_: Any, sizes: Sequence[Any], dim: int, size: int, step: int) -> None:
+    """Refuses what functionalization makes of changed windows where they leave a gap: zeros lie there then."""
+    if size != step or sizes[dim] % step:
+        raise Unsupported("changed-windows", "windows that unfold made, with gaps, are changed in place")
 
 
 @functools.cache
