@@ -76,6 +76,16 @@ def _as_strided(
     return None
 
 
+@method_rule("fill_diagonal_")
+def _fill_diagonal(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    """Torch strides to the diagonal, from where the storage begins."""
+    if _guard_beginning(state, tensor):
+        raise state.unsupported("storage-offset", f"fill_diagonal_ of a part of {tensor.describe()}")
+    return None
+
+
 def _guard_beginning(state: CaptureState, tensor: TensorValue) -> int:
     """Guards where in its storage an input begins, if ``tensor`` lies in an input's memory."""
     for record in state.graph.records:
