@@ -103,7 +103,8 @@ REDUCTIONS: list[Function] = [
     lambda x: x.min(0, keepdim=True), lambda x: (x > 1).any(), lambda x: (x > -5).all(1),
     lambda x: (x > 1).any(2), lambda x: x.prod(1), lambda x: x.sum(dtype=torch.float64),
     lambda x: x.permute(2, 0, 1).sum(1), lambda x: x.transpose(0, 2).argmax(1),
-    lambda x: (x * 2).view(-1).argmax(), lambda x: x.norm(), lambda x: torch.linalg.vector_norm(x, dim=1),
+    lambda x: (x * 2).view(-1).argmax(), lambda x: x.mT.argmax(None, keepdim=True), lambda x: x.norm(),
+    lambda x: torch.linalg.vector_norm(x, dim=1),
 ]  # fmt: skip
 
 
@@ -206,6 +207,11 @@ def test_scalars_size_one_and_empty_tensors() -> None:
     check(lambda s, o, e: (s * 2, o + s, e * 2, e.sum(), e.sum(0), o.sum()), _x(), _x(1, 1), _x(0, 3))
     check(lambda e: (e.view(3, 0), torch.cat([e, e]), e.amax(1)), _x(0, 3))
     check(lambda e: (e.sum(1), e.mean(1), e.prod(1), (e > 0).any(1), (e > 0).all(1)), _x(3, 0))
+    check(
+        lambda x, e: torch.slice_scatter(x, (e + x[:, :0, :4]).reshape(2, 0, 6), 1, 0, 0),
+        _x(2, 1, 6),
+        _x(2, 0, 4),
+    )
 
 
 def test_constants_of_the_graph() -> None:
@@ -256,6 +262,44 @@ def test_an_operator_without_a_rule_is_called_and_counted() -> None:
 
 def test_complex_numbers_pass_through_torch() -> None:
     check(lambda x: torch.view_as_real(torch.view_as_complex(x * 2) * 1j).sum(-1), _x(3, 2))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda z: z.conj().imag[1:] + 1,
+        lambda z: torch.cat([z.mH.imag, torch._neg_view(z.real)]).sum(0),
+        lambda z: (z * 1).conj().imag.mul_(3),
+    ],
+)
+def test_imaginary_parts_of_conjugates(program: Any) -> None:
+    """Torch makes them views of memory that holds the negative."""
+    z = torch.randn(3, 3, dtype=torch.complex64)
+    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(z), program(z))
+
+
+@pytest.mark.parametrize("make", [torch.conj, lambda z: z.conj().imag])
+def test_inputs_whose_memory_holds_something_else(make: Any) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x[0] = 2
+        return x.real * 3 + x.real.sum()
+
+    ours, plain = (make(torch.arange(6).view(2, 3) * (1 + 2j)) for _ in range(2))
+    torch.testing.assert_close(compile_core.compile(program)(ours), program(plain))
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: (x * 2).chunk(2)[1].as_strided((2, 2), (1, 2), 0) + 1,
+        lambda x: (x * 2)[1:].as_strided((2, 2), (1, 2), 1) + 1,
+        lambda x: (x * 2).t()[1:].t().as_strided((2, 2), (1, 2)).sum(0),
+        lambda x: (x @ x.t())[1:, 1:].as_strided((2, 2), (4, 1), 2) + 1,
+    ],
+)
+def test_strides_reach_beyond_a_view(program: Any) -> None:
+    check(program, _x(4, 3))
 
 
 @pytest.mark.parametrize(

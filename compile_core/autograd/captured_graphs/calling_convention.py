@@ -73,6 +73,12 @@ def find_calling_convention(
             raise Unsupported(
                 "layout", f"an input has layout {example.layout}", "only strided tensors are compiled"
             )
+        if isinstance(example, torch.Tensor) and (example.is_neg() or example.is_conj()):
+            raise Unsupported(
+                "lazy-input",
+                "an input's memory holds its negative or conjugate",
+                "call resolve_neg() or resolve_conj() on it",
+            )
     with preserved_modes(), fake_mode, kernels_of_sizes(fake_mode):
         with torch.enable_grad():
             inputs = [

@@ -284,6 +284,7 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.stack.default: _stack,
+    aten._neg_view.default: aten.neg.default,  # loops read memory as it is, without the view's bit
     aten.embedding_dense_backward.default: embedding_dense_backward,
     aten.avg_pool2d.default: avg_pool2d,
     aten.avg_pool2d_backward.default: avg_pool2d_backward,

@@ -12,7 +12,7 @@ Limits: static shapes; operators without a rule run as torch's own (see ``extern
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -250,11 +250,16 @@ class _Lowering:
         base, target = args[0], node.target
         assert isinstance(target, torch._ops.OpOverload)
         fake = node.meta["val"]
+        operation: Callable[..., torch.Tensor] = target
+        settings = args[1:]
         if target is aten.as_strided.default:
-            self.builder.realise(base)  # its strides speak of eager's memory
+            # Its strides speak of eager's memory: of all that its argument is a view of.
+            self.builder.realise(base.root)
+            self.builder.realise(base)
+            operation = _striding_from(node.all_input_nodes[0].meta["val"].storage_offset())
+        elif target in (aten.view.default, aten._unsafe_view.default):
+            operation, settings = aten.view.default, (tuple(fake.shape),)
         reindex = VIEW_RULES[target](base.shape, tuple(fake.shape), *args[1:], **kwargs)
-        operation = aten.view.default if target is aten._unsafe_view.default else target
-        settings = (tuple(fake.shape),) if operation is aten.view.default else args[1:]
         return self._settle(
             node,
             view_of(base, fake, node.name, reindex, lambda t: operation(t, *settings, **kwargs)),
@@ -384,6 +389,18 @@ class _Lowering:
                 self.builder.realise_at(lowered, place)
             results.append(lowered)
         return results if pair else results[0]
+
+
+def _striding_from(beginning: int) -> Callable[..., torch.Tensor]:
+    """``as_strided`` of a tensor that eager has ``beginning`` elements behind where its storage begins."""
+
+    def stride(
+        tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    ) -> torch.Tensor:
+        shift = 0 if storage_offset is None else storage_offset - beginning
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + shift)
+
+    return stride
 
 
 def _same_place(view: View | None, wanted: View) -> bool:

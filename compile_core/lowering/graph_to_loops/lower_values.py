@@ -70,6 +70,11 @@ class LazyTensor:
         return prod(self.shape)
 
     @property
+    def root(self) -> LazyTensor:
+        """What it is a view of, in the end."""
+        return self if self.base is None else self.base.root
+
+    @property
     def is_free(self) -> bool:
         """Whether computing an element takes less than reading it: constants, positions."""
         return self.body is not None and not self.cost.reads and self.cost.operations <= 4
@@ -117,6 +122,8 @@ class Emitter(BodyBuilder):
         return value
 
     def _emit(self, tensor: LazyTensor, index: Index) -> int:
+        if not tensor.numel:
+            return self.constant(0, tensor.dtype)  # behind a mask that is never set: there is no element
         view = tensor.located()
         if view is not None and not tensor.is_free:
             return self.load(self.access(view, index), self._mask)

@@ -146,15 +146,16 @@ def lower_reduction(
         return pointwise(result, origin, lambda emitter, _: emitter.constant(identity, result.dtype), Cost())
     if count == 1 and reduction.operation.startswith("arg"):
         return pointwise(result, origin, lambda emitter, _: emitter.constant(0, result.dtype), Cost())
-    if reduction.flat:
-        row_major = builder.in_memory(_row_major_view(builder, tensor), (1,), tensor.origin)
-        flat = Reduction(reduction.operation, (0,), False, reduction.accumulator)
-        return lower_reduction(builder, row_major, flat, result, origin, place)
     if place is None:
         spec = TensorSpec(
             tuple(result.shape), contiguous_strides(tuple(result.shape)), result.dtype, result.device
         )
         place = builder.new_buffer(origin, spec)
+
+    target, dims = place, reduction.dims
+    if reduction.flat and result.numel():
+        tensor = builder.in_memory(_row_major_view(builder, tensor), (1,), tensor.origin)
+        target, dims = View(place.buffer, (), (), place.offset), (0,)
 
     def finish(emitter: Emitter, value: int) -> int:
         if reduction.divisor != 1:
@@ -163,9 +164,7 @@ def lower_reduction(
         return emitter.cast(value, result.dtype)
 
     if result.numel():
-        builder.reduce_into(
-            place, tensor, reduction.dims, reduction.operation, reduction.accumulator, finish, origin
-        )
+        builder.reduce_into(target, tensor, dims, reduction.operation, reduction.accumulator, finish, origin)
     return builder.in_memory(place, tuple(result.stride()), origin)
 
 
