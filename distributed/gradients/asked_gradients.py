@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from distributed.gradients.accumulation_nodes import put_first
+from distributed.gradients.rounds_of_backward import rounds_end_here
 
 # torch exports it without declaring it.
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -135,7 +136,7 @@ def notice_for(listener: Asked) -> None:
 
 
 class _NoticingEngine(_ImperativeEngine):
-    """Autograd's engine; only what starts a backward differs."""
+    """Autograd's engine; only what starts a backward differs, and what is heard of one that raises."""
 
     def run_backward(
         self,
@@ -147,7 +148,12 @@ class _NoticingEngine(_ImperativeEngine):
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        run: Callable[..., Any] = super().run_backward
+        begin: Callable[..., Any] = super().run_backward
+
+        def run(*arguments: Any) -> Any:
+            with rounds_end_here():
+                return begin(*arguments)
+
         asked = _asked(inputs, as_values=not accumulate_grad) if inputs else None
         if asked is None:
             return run(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,33 +40,12 @@ from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.static_graph import StaticGraph, changed
+from distributed.gradients.watchers import GradientObserver, Watch
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
 # torch exports these without declaring them.
 _will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-
-
-class GradientObserver(Protocol):
-    """Told what happens in a round, to measure it."""
-
-    def gradients_arrived(self, names: Sequence[str]) -> None: ...
-
-    def collective_starting(self, bucket: int) -> None: ...
-
-    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
-
-
-class Watch(Protocol):
-    """Knows of failures of the job."""
-
-    def at_point(self) -> None:
-        """Raises what has become known."""
-        ...
-
-    def wait(self, work: Any) -> None:
-        """Waits for a collective that no stream waits for, and raises if another rank will not take part."""
-        ...
 
 
 class GradientBuckets:
@@ -144,6 +123,8 @@ class GradientBuckets:
         self._absent: frozenset[str] = frozenset()
         self._next_absent: frozenset[str] = frozenset()
         self._works: list[Work] = []
+        # Those of a round that broke off, until they are waited for.
+        self._unfinished: list[Work] | None = None
         # The streams on which gradients of the round were stored: the engine runs a backward on those of the forward.
         self._writers: set[torch.cuda.Stream] = set()
         # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
@@ -205,14 +186,31 @@ class GradientBuckets:
 
     def begin_forward(self) -> None:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
-        if self._round is not None and _backward_number() == -1:
-            for work in self._works:
-                self._wait(work)
-            self._clear()
-            if self._stepper is not None:
-                self._stepper.abandon_round()
+        if _backward_number() == -1:
+            self.break_off()
+            self._await_unfinished()
         if self._stepper is not None and self._round is None:
             self._stepper.begin_forward()
+
+    def break_off(self) -> None:
+        """The backward of the round raised: gradients are again what they were, in buckets as copies, since all-reduces
+        may be under way there. Those are waited for later: where other ranks do not start them, that would hide this.
+        """
+        if self._round is None:
+            return
+        for name, before in self._before.items():
+            if name in self._set_aside or (self.parameters[name].grad is None and self._is_users(name)):
+                self.parameters[name].grad = self._set_aside.get(name, before)
+        self._unfinished = [*self._works]
+        self._next_absent = frozenset()
+        self._clear(expecting=self.expecting)
+
+    def _await_unfinished(self) -> None:
+        works, self._unfinished = self._unfinished, None
+        for work in works or ():
+            self._wait(work)
+        if works is not None and self._stepper is not None:
+            self._stepper.abandon_round()
 
     def expect_backward(self, result: Any) -> None:
         """A synchronised call of the module ended: the backward that reaches its result is a round.
@@ -318,6 +316,7 @@ class GradientBuckets:
 
     def _open_round(self) -> None:
         assert self._buffers is not None
+        self._await_unfinished()
         note_round(self, self.parameters, _backward_number())
         self._round_begins()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)

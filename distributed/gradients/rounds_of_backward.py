@@ -1,25 +1,66 @@
 """The rounds that began in one backward: of several modules, as a rule, which have no parameter in common.
 
+They end with the backward. One that raises calls none of the engine's callbacks, so it is noticed where it was started.
+
 Two compiled forms of one module have buckets of their own. A backward that reaches both would leave the sums of one as
 gradients, so that is an error.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 from compile_core.errors import CompileError
 
+# torch exports it without declaring it.
+_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class RoundOwner(Protocol):
+    """Reduces gradients in rounds."""
+
+    def break_off(self) -> None:
+        """Its round, if there is one, does not come to its end."""
+        ...
+
+
 # By whoever reduces: its parameters, and the number of the backward in which its last round began. No other has it.
-_latest: weakref.WeakKeyDictionary[object, tuple[Mapping[str, torch.nn.Parameter], int]] = (
+_latest: weakref.WeakKeyDictionary[RoundOwner, tuple[Mapping[str, torch.nn.Parameter], int]] = (
     weakref.WeakKeyDictionary()
 )
+# By thread, as far as they run: not those that reentrant checkpoints run inside of another.
+_backwards: set[int] = set()
 
 
-def note_round(owner: object, parameters: Mapping[str, torch.nn.Parameter], backward: int) -> None:
+@contextmanager
+def rounds_end_here() -> Iterator[None]:
+    """A backward runs; if it raises, so do its rounds.
+
+    Where another thread runs one, it is not known whose rounds they are: those are left to the next forwards.
+    """
+    if _backward_number() != -1:
+        yield
+        return
+    thread = threading.get_ident()
+    _backwards.add(thread)
+    try:
+        yield
+    except BaseException:
+        if len(_backwards) == 1:
+            for owner in [*_latest]:
+                owner.break_off()
+        raise
+    finally:
+        _backwards.discard(thread)
+
+
+def note_round(owner: RoundOwner, parameters: Mapping[str, torch.nn.Parameter], backward: int) -> None:
     """A round begins.
 
     Args:

@@ -22,6 +22,7 @@ from tests.multi_process.ddp_harness import (
     data,
     loss_of,
     pair,
+    plain_step,
     train,
 )
 
@@ -109,24 +110,24 @@ def exceptions_of_the_program() -> None:
     check_in_graph(compiled)
 
 
+class Hooked(Net):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        compile_core.graph_break()
+        if x.requires_grad:
+            x.register_hook(self.look)
+        return self.third(self.norm(x))
+
+    def look(self, gradient: torch.Tensor) -> None:
+        if self.fails:
+            raise ArithmeticError("a gradient that the program does not like")
+
+
 @case()
 def exceptions_in_the_backward() -> None:
     """A hook of an activation raises on all ranks; the next step begins afresh."""
-
-    class Hooked(Net):
-        fails = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.second(self.first(x))
-            compile_core.graph_break()
-            if x.requires_grad:
-                x.register_hook(self.look)
-            return self.third(self.norm(x))
-
-        def look(self, gradient: torch.Tensor) -> None:
-            if self.fails:
-                raise ArithmeticError("a gradient that the program does not like")
-
     stock, compiled = pair(Hooked, backend="aot_eager")
     check_steps(stock, compiled)
     compiled.module.fails = True
@@ -137,6 +138,47 @@ def exceptions_in_the_backward() -> None:
         compiled.module.fails = False
     assert not compiled.module.fails
     check_steps(stock, compiled)
+    check_in_graph(compiled)
+
+
+@case()
+def another_backward_behind_one_that_raised() -> None:
+    """Some all-reduces were under way by then."""
+    stock, compiled = pair(Hooked, backend="aot_eager")
+    check_steps(stock, compiled)
+    for model, raises in ((stock, False), (compiled, True)):
+        loss = loss_of(model(data(9)))
+        if raises:
+            model.module.fails = True
+            with pytest.raises(ArithmeticError, match="does not like"):
+                loss.backward(retain_graph=True)
+            model.module.fails = False
+        loss.backward()
+    check_gradients(stock, compiled)
+    check_steps(stock, compiled)
+
+
+@case()
+def exceptions_leave_what_gradients_were() -> None:
+    """Programs that leave out a batch go on to accumulate."""
+    stock, compiled = pair(backend="aot_eager")
+    for own in (False, True):
+        for model in (stock, compiled):
+            plain_step(model, 0)
+            if own:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            with model.no_sync():
+                plain_step(model, 1)
+            loss = loss_of(model(data(2)))
+            with torch.no_grad():
+                model.module.third.weight.mul_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        check_gradients(stock, compiled, synchronised=False)
+        for model in (stock, compiled):
+            plain_step(model, 3)
+        check_gradients(stock, compiled)
     check_in_graph(compiled)
 
 
