@@ -89,6 +89,17 @@ class BucketBuffers:
                 self.flat[index] = torch.zeros_like(self.flat[index])
                 self._find_places(names)
 
+    def look_for_anomalies(self, names: Iterable[str]) -> None:
+        """In its anomaly mode autograd looks at what functions return; programs do not return what they store here.
+
+        Raises:
+            RuntimeError: one of these gradients is not a number.
+        """
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            for name in names:
+                if self.places[name].isnan().any():
+                    raise RuntimeError(f"a compiled backward returned nan values in the gradient of {name!r}")
+
     def is_kept(self, name: str) -> bool:
         """Whether somebody has the place, or a view of its bucket, besides the parameter whose gradient it is."""
         bucket = self.bucket_of[name]

@@ -273,6 +273,7 @@ class GradientBuckets:
             self._round.nothing_comes([name for name in names if name in self._absent])
             names = [name for name in names if name not in self._absent]
         if names:
+            self._buffers.look_for_anomalies(names)
             self._note(names)
         if self._stepper is not None:
             self._stepper.region_ended(values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -243,6 +245,23 @@ def anomalies_are_looked_for() -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         check_steps(stock, compiled)
     check_in_graph(compiled)
+
+
+class Rooted(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(super().forward(x).square() * x[0, 0])
+
+
+@case()
+def anomalies_are_found() -> None:
+    for model in pair(Rooted, backend="aot_eager"):
+        for first, is_found in ((1.0, False), (0.0, True), (1.0, False)):
+            x = data(0)
+            x[0, 0] = first
+            with torch.autograd.detect_anomaly(check_nan=True):
+                loss = model(x).mean()
+                with pytest.raises(RuntimeError, match="nan values") if is_found else nullcontext():
+                    loss.backward()
 
 
 @case()
