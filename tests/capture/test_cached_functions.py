@@ -61,6 +61,24 @@ def test_the_result_is_the_cached_object():
     assert compiled(torch.ones(3))[0].tolist() == [1, 1, 1]
 
 
+SCALES = [2]
+
+
+@functools.lru_cache
+def scaled(number):
+    return number * SCALES[0]
+
+
+@pytest.mark.parametrize("call", [scaled, lambda number: functools.partial(scaled, number)()])
+def test_a_cleared_cache(call):
+    compiled = compile_eager(lambda x: x * call(3))
+    for scale in (2, 5, 2):
+        SCALES[0] = scale
+        scaled.cache_clear()
+        for _ in range(2):
+            assert compiled(torch.ones(1)).item() == 3 * scale
+
+
 def test_methods_are_cached_for_their_object():
     def function(speaker, x):
         speaker.say_once("hello")

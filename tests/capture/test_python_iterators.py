@@ -14,6 +14,42 @@ from tests.capture.compare_runs import Programs, check_program
 program = Programs()
 
 
+class Last(StopIteration):
+    pass
+
+
+class Countdown:
+    def __init__(self, n, kind=StopIteration):
+        self.n = n
+        self.kind = kind
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n -= 1
+        if self.n < 0:
+            raise self.kind(self.n, "over")
+        return self.n
+
+
+@program
+def what_ends_an_iterator(x, n):
+    def delegates(kind):
+        result = yield from Countdown(n, kind)
+        yield result
+
+    ends = []
+    for kind in (StopIteration, Last):
+        countdown = Countdown(n, kind)
+        try:
+            while True:
+                next(countdown)
+        except StopIteration as end:
+            ends.append((end.value, end.args, type(end).__name__))
+    return x + 1, list(delegates(StopIteration)), list(delegates(Last)), ends, next(Countdown(0), "default")
+
+
 @program
 def endless(x, n):
     c = itertools.count(n)

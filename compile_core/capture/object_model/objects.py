@@ -452,9 +452,10 @@ class InstanceValue(Value):
         try:
             return bind_class_entry(state, self, self.cls, owner, "__next__", entry).call(state, [], {})
         except SymbolicRaise as raised:
-            if issubclass(raised.value.python_type(), StopIteration):
-                return None
-            raise
+            if not issubclass(raised.value.python_type(), StopIteration):
+                raise
+            self.stopped = raised
+            return None
 
     def length(self, state: CaptureState) -> int:
         result = self._special(state, "__len__", [])

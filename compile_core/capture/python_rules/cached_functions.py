@@ -1,8 +1,8 @@
 """``functools.lru_cache``: a cached function of known arguments is called for real, once.
 
-Later calls of the compiled function skip the call, as the cache makes the plain program skip its body; the result is
-the object in the cache, so its identity is kept too. What the body does besides (a warning that is to be given only
-once) happens when the plain program would do it first.
+Until the cache is cleared, later calls of the compiled function skip the call, as the cache makes the plain program
+skip its body; the result is the object in the cache, so its identity is kept too. What the body does besides (a
+warning that is to be given only once) happens when the plain program would do it first.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class CachedFunctionValue(ReferenceValue):
             result = self.real(*real_args, **real_kwargs)
         except Exception as error:
             raise state.raise_exception(type(error), *error.args) from None
+        self._guard_cache(state)
         if is_literal(result):
             return ConstantValue(result)
         return state.wrap(result, state.reference_source(f"{self.real.__name__}_result", result))
@@ -41,6 +42,12 @@ class CachedFunctionValue(ReferenceValue):
         if name == "__wrapped__":
             return state.wrap(self.real.__wrapped__, state.reference_source(name, self.real.__wrapped__))
         return super().get_attribute(state, name)
+
+    def _guard_cache(self, state: CaptureState) -> None:
+        """Notices ``cache_clear()``, which sets the counts to zero."""
+        source = self.source or state.reference_source(self.real.__name__, self.real)
+        condition = f"{{0}}.cache_info().misses >= {self.real.cache_info().misses}"
+        state.guards.add([source], condition, [], f"the cache of {source} was not cleared")
 
     def _known(self, state: CaptureState, argument: Value) -> Any:
         """The argument itself: a constant, or an object that the cache finds by its identity."""

@@ -37,9 +37,11 @@ _serials = itertools.count()
 
 class Value:
     """A symbolic Python object. ``source`` says where the object was before the call, None if it did not
-    exist. ``serial`` numbers the values of a process in the order in which they were made."""
+    exist. ``serial`` numbers the values of a process in the order in which they were made. ``stopped`` is what an
+    iterator of the program's own raised at its end."""
 
     source: Source | None = None
+    stopped: SymbolicRaise | None = None
     serial: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -96,8 +98,10 @@ class Value:
         raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
 
     def returned(self) -> Value | None:
-        """What a generator returned, None for other iterators."""
-        return None
+        """What a generator returned, or ``StopIteration`` of the program's own holds; None for other iterators."""
+        stopped, self.stopped = self.stopped, None
+        raised: Any = None if stopped is None else stopped.value
+        return raised.args[0] if raised is not None and raised.args else None
 
     def length(self, state: CaptureState) -> int:
         raise state.unsupported("length", f"no rule for the length of {self.describe()}")
