@@ -96,6 +96,17 @@ def test_mixed_dtypes_promote_as_in_eager() -> None:
     check(lambda h, s, w, n: (h + s, h * w, s * n, h * n, w * n, w > n, h > s), half, single, whole, scalar)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_huber_loss_has_the_dtype_of_its_input(dtype: torch.dtype, reduction: str) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.huber_loss(x, y, reduction=reduction, delta=0.7)
+
+    x, y = _x(6, 10, dtype=dtype), _x(10, 6, dtype=torch.float64).t()
+    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(x, y), program(x, y))
+    check(program, x, y.to(dtype))
+
+
 REDUCTIONS: list[Function] = [
     torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.prod, torch.argmax, torch.argmin,
     lambda x: x.sum(0), lambda x: x.sum((0, 2)), lambda x: x.mean(-1, keepdim=True), lambda x: x.amax((1, 2)),
