@@ -27,6 +27,10 @@ class LinkModel:
     def seconds(self, size_bytes: int) -> float:
         return self.startup_s + size_bytes * self.seconds_per_byte
 
+    def at_speed(self, share: float) -> LinkModel:
+        """The same link when it sends with this share of its speed."""
+        return LinkModel(self.startup_s, self.seconds_per_byte / share)
+
     @staticmethod
     def ring(ranks: int, hop_s: float, seconds_per_byte: float) -> LinkModel:
         """Ring all-reduce among ``ranks``: each of its 2(ranks - 1) steps passes 1/ranks of the data to a neighbour,

@@ -46,9 +46,9 @@ class Machine:
     cut_s: float
 
 
-# NVLink as measured between two H200s, and sockets. What lies between could use more cuts than are worth their price
-# to these.
-GPU = Machine(GPU_RATES, (LinkModel(10e-6, 1 / 285e9), LinkModel(100e-6, 1 / 5e9)), 30e-6)
+# NVLink between two H200s beside a backward, where it is slower than alone (``settle_plan``), and sockets. What lies
+# between could use more cuts than are worth their price to these.
+GPU = Machine(GPU_RATES, (LinkModel(10e-6, 1 / 200e9), LinkModel(100e-6, 1 / 5e9)), 30e-6)
 # Processes of one machine, and sockets.
 CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.

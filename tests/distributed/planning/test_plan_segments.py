@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from bucketing.link_model import LinkModel
 from compile_core.ir.regions import graph_results
 from distributed.planning.backward_costs import OrderCosts, node_facts
 from distributed.planning.cut_backward import Segment
@@ -198,7 +199,9 @@ def test_what_waits_may_not_take_more_memory_than_the_peak() -> None:
     results.append(build.call(aten.mm.default, (16384, 2048), temporary, gradient))
     module = build.module(*results)
     gradients = {f"w{k}": k for k in range(9)}
-    segments = plan_segments(module, gradients)
+    # On a link on which a gradient is sent as fast as it is computed, so that waiting is worth it.
+    machine = replace(GPU, links=(LinkModel(10e-6, 1 / 300e9),))
+    segments = plan_segments(module, gradients, machine)
     check(module, gradients, segments)
     ready = [name for segment in segments for name in segment.gradients]
     assert 0 < ready.index("w8") < 8, "some could wait, others would have to be kept for too long"
