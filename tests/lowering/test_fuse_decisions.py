@@ -121,3 +121,11 @@ def test_axes_are_merged_where_positions_walk_them_as_one() -> None:
         extents = (3 * 7 * 16,) if nest.name == "flat_positions" else nest.extents
         assert simplified(nest, lambda name, specs=buffers: specs[name].dtype).extents == extents
         assert simplify(nest).extents == extents
+
+
+def test_parts_that_nobody_reads_any_more_are_left_out() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return (torch.cat([y, torch.triu(x), x.relu()], 0) - mean)[:3]
+
+    program = check(function, torch.randn(17, 1), torch.randn(3, 1), torch.randn(1, 1))
+    assert _moved_buffers(program) == (2, 1)

@@ -113,6 +113,9 @@ class _Fusion:
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
         order = topological_order(self.direct, self.position)
+        # What was put into a tensor may have no reader but those that got their elements from another nest meanwhile.
+        alive = _alive([self.steps[number] for number in order], self.kept)
+        order = [order[place] for place in alive]
         steps = _renamed(self._simplified(self.steps[number]) for number in order)
         touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
         buffers = {name: spec for name, spec in self.program.buffers.items() if name in touched}
@@ -135,7 +138,9 @@ class _Fusion:
     # -- dependencies
 
     def _build_dependencies(self) -> None:
-        steps = [self._simplified(step) for step in _without_dead_nests(self.program.steps, self.kept)]
+        steps = [
+            self._simplified(self.program.steps[place]) for place in _alive(self.program.steps, self.kept)
+        ]
         for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
             self.steps[number] = step
             self.position[number] = self.last_position[number] = number
@@ -301,13 +306,14 @@ class _Fusion:
         return name in self.kept or bool(self.readers.get(name))
 
 
-def _without_dead_nests(steps: Sequence[Step], kept: set[str]) -> list[Step]:
-    """The steps but for nests whose results nobody reads, as where the position of the largest of one is wanted."""
-    needed, alive = set(kept), list[Step]()
-    for step in reversed(steps):
+def _alive(steps: Sequence[Step], kept: set[str]) -> list[int]:
+    """Where the steps are but for nests whose results nobody reads, as where the position of the largest of one is
+    wanted."""
+    needed, alive = set(kept), list[int]()
+    for place, step in reversed(list(enumerate(steps))):
         if not isinstance(step, LoopNest) or writes(step) & needed:
             needed |= reads(step)
-            alive.append(step)
+            alive.append(place)
     return alive[::-1]
 
 
