@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import compile_core
 from compile_core.ir.tensor_spec import TensorSpec
@@ -60,6 +61,29 @@ def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
         weights = torch.arange(float(result.numel())).view(result.shape)
         results += [result, *torch.autograd.grad((result * weights).sum(), leaf)]
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: 2**x,
+        lambda x: 2 ** x.exp(),
+        F.logsigmoid,
+        lambda x: torch.complex(x, x).angle(),
+        lambda x: F.batch_norm(x, None, None, None, None, training=True),
+        lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
+        lambda x: [F.logsigmoid(x).reshape(-1)[part] for part in (slice(2), slice(3, None))],
+    ],
+)
+@pytest.mark.parametrize(
+    "x", [torch.randn(3, 6).t(), torch.randn(2, 5, 3).mT, torch.randn(2, 4, 5, 3).movedim(3, 1)]
+)
+def test_results_lie_as_those_of_the_kernels(x: torch.Tensor, program: Any, requires_grad: bool) -> None:
+    """Where the kernels of the CPU keep no strides, and what torch says of fake tensors does."""
+    x = x.clone().requires_grad_(requires_grad)
+    found, expected = compile_core.compile(program, fullgraph=True)(x), program(x)
+    torch.testing.assert_close(found, expected, check_stride=True)
 
 
 def test_states_that_only_torch_reads_are_left_as_they_are() -> None:

@@ -96,13 +96,32 @@ def test_mixed_dtypes_promote_as_in_eager() -> None:
     check(lambda h, s, w, n: (h + s, h * w, s * n, h * n, w * n, w > n, h > s), half, single, whole, scalar)
 
 
+@pytest.mark.parametrize("base", [-3, -0.5, -0.0, float("-inf"), 3])
+def test_powers_of_negative_numbers(base: float) -> None:
+    x = torch.tensor([2.0, 3.0, 0.0, -2.0, 0.5])
+    whole = torch.tensor([2, 3, 0])
+    for backend in ("triton", "aot_eager", "eager"):
+        compiled = compile_core.compile(
+            lambda x, whole: (base**x, pow(base, whole)), fullgraph=True, backend=backend
+        )
+        torch.testing.assert_close(compiled(x, whole), (base**x, base**whole), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("value", [2, 2.5, True, 300])
+def test_copies_of_numbers(dtype: torch.dtype, value: float) -> None:
+    check(lambda x: (x.clone().copy_(value), x + x.new_empty(4).copy_(value)), torch.ones(3, 4).to(dtype))
+
+
+@pytest.mark.parametrize("loss", [F.huber_loss, F.soft_margin_loss])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_huber_loss_has_the_dtype_of_its_input(dtype: torch.dtype, reduction: str) -> None:
+def test_a_loss_has_the_dtype_of_its_input(dtype: torch.dtype, reduction: str, loss: Function) -> None:
     def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.huber_loss(x, y, reduction=reduction, delta=0.7)
+        return loss(x, y, reduction=reduction)
 
     x, y = _x(6, 10, dtype=dtype), _x(10, 6, dtype=torch.float64).t()
+    assert compile_core.compile(lambda: loss(x, y).dtype, fullgraph=True)() == dtype
     torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(x, y), program(x, y))
     check(program, x, y.to(dtype))
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
+from compile_core.ir.fake_results import CorrectedFakes
 from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -79,7 +80,7 @@ def find_calling_convention(
                 "an input's memory holds its negative or conjugate",
                 "call resolve_neg() or resolve_conj() on it",
             )
-    with preserved_modes(), fake_mode, kernels_of_sizes(fake_mode):
+    with preserved_modes(), fake_mode, CorrectedFakes(), kernels_of_sizes(fake_mode):
         with torch.enable_grad():
             inputs = [
                 as_intermediate(example) if isinstance(example, torch.Tensor) else example

@@ -32,6 +32,7 @@ from compile_core.autograd.captured_graphs.calling_convention import (
 from compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
+from compile_core.ir.fake_results import CorrectedFakes
 from compile_core.ir.torch_switches import read_switches
 
 
@@ -99,7 +100,7 @@ def find_cut_points(module: GraphModule, examples: Sequence[Any]) -> CutPoints:
     if any(example.layout is not torch.strided for example in fakes):
         raise Unsupported("layout", "an input is no strided tensor")
     fake_mode = fakes[0].fake_mode if fakes else FakeTensorMode()
-    with preserved_modes(), fake_mode, kernels_of_sizes(fake_mode):
+    with preserved_modes(), fake_mode, CorrectedFakes(), kernels_of_sizes(fake_mode):
         with torch.enable_grad():
             inputs = [
                 as_intermediate(example) if isinstance(example, torch.Tensor) else example

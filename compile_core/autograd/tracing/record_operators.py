@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
 from compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from compile_core.errors import Unsupported
+from compile_core.ir.fake_results import corrected
 from compile_core.ir.lazy_modules import lazy_module
 from compile_core.ir.numbers import SYMBOLIC_NUMBERS
 
@@ -163,8 +164,8 @@ class OperatorRecorder(TorchDispatchMode):
         if decompose is not None:
             with self:
                 result = decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                if result is not NotImplemented:
+                    return corrected(func, args, result)
         elif _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -173,7 +174,7 @@ class OperatorRecorder(TorchDispatchMode):
             func = aten.lift_fresh_copy.default
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = corrected(func, args, func(*args, **kwargs))
         node = self._graph.create_node("call_function", func, arguments, keywords, _name_of(func))
         self._mark(node)
         self._take(result, node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, Tens
 from compile_core.capture.values.base import PlainCall
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from compile_core.ir.fake_results import CorrectedFakes
 from compile_core.ir.number_nodes import number_node
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
 from compile_core.ir.torch_switches import free_guards
@@ -215,9 +217,11 @@ class OutputGraph:
         kwargs = map_arg(kwargs, self.own_node)
         fake_args = map_arg(args, _fake_of)
         fake_kwargs = map_arg(kwargs, _fake_of)
+        if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
+            target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or target
         try:
-            with self.fake_mode, self._kernels_of_sizes():
+            with self.fake_mode, CorrectedFakes(), self._kernels_of_sizes():
                 if isinstance(run, str):
                     example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
                 else:
@@ -286,6 +290,10 @@ class OutputGraph:
         """Whether there is more than inputs and numbers: any operation may have an effect of its own (batch norm writes
         statistics, dropout draws numbers)."""
         return any(node.op != "placeholder" and "is_pure" not in node.meta for node in self.graph.nodes)
+
+
+def _is_negative(base: Any) -> bool:
+    return isinstance(base, (int, float)) and math.copysign(1, base) < 0
 
 
 def _fake_of(node: fx.Node) -> Any:

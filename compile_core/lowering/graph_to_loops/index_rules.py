@@ -243,6 +243,8 @@ def _flip(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origi
 
 def _copy(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str) -> LazyTensor:
     source = args[1]
+    if not isinstance(source, LazyTensor):
+        return _filled(source, result, origin)
     return pointwise(
         result, origin, lambda emitter, index: emitter.broadcast(source, index), _plus([source], 0)
     )

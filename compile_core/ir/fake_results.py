@@ -1,0 +1,76 @@
+"""Corrects what torch says of fake tensors where its kernels do otherwise.
+
+A program sees dtype and strides of its results, and a capture answers what it asks of them; so of the operators listed
+here fakes are given those that the kernels give. Dtypes are the same on all devices; the strides are those of the CPU's
+kernels, and corrected there alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class CorrectedFakes(TorchDispatchMode):
+    """Is entered inside of a fake mode."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return corrected(func, args, func(*args, **(kwargs or {})))
+
+
+def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """``result`` of ``func(*args)``, which fake tensors or a decomposition made, as the operator's kernel gives it."""
+    correct = _CORRECTIONS.get(func)
+    return result if correct is None else correct(args, result)
+
+
+def _dtype_of_input(args: tuple[Any, ...], loss: Tensor) -> Tensor:
+    return loss.to(args[0].dtype)
+
+
+def _row_major(_: tuple[Any, ...], result: Tensor) -> Tensor:
+    return _in_format(result, torch.contiguous_format)
+
+
+def _all_row_major(_: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple([_in_format(result, torch.contiguous_format) for result in results])
+
+
+def _row_major_if_complex(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    return _in_format(result, torch.contiguous_format) if args[0].is_complex() else result
+
+
+def _normalised(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Channels-last where the input is that; row-major where it lies in any other way."""
+    return _in_format(results[0], suggest_memory_format(args[0])), *results[1:]
+
+
+def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.is_contiguous(memory_format=memory_format):
+        return tensor
+    return tensor.clone(memory_format=memory_format)
+
+
+_CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.huber_loss.default: _dtype_of_input,
+    aten.soft_margin_loss.default: _dtype_of_input,
+    aten.pow.Scalar: _row_major,
+    aten.angle.default: _row_major_if_complex,
+    aten.log_sigmoid_forward.default: _all_row_major,
+    aten.native_batch_norm.default: _normalised,
+    aten._native_batch_norm_legit.default: _normalised,
+    aten._native_batch_norm_legit.no_stats: _normalised,
+    aten._native_batch_norm_legit_no_training.default: _normalised,
+    aten._native_batch_norm_legit_functional.default: _normalised,
+}
