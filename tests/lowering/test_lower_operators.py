@@ -96,6 +96,15 @@ def test_mixed_dtypes_promote_as_in_eager() -> None:
     check(lambda h, s, w, n: (h + s, h * w, s * n, h * n, w * n, w > n, h > s), half, single, whole, scalar)
 
 
+def test_bytes_are_divided_by_negative_numbers_that_wrap_around() -> None:
+    x = torch.tensor([0, 1, 100, 254, 255], dtype=torch.uint8)
+    for program in (
+        lambda x: (x // -1, x % -1, torch.fmod(x, -1), x // -3, x % -3),
+        lambda x: (x.to(torch.int8) // -1, x.to(torch.int8) % -1),
+    ):
+        torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(x), program(x))
+
+
 @pytest.mark.parametrize("base", [-3, -0.5, -0.0, float("-inf"), 3])
 def test_powers_of_negative_numbers(base: float) -> None:
     x = torch.tensor([2.0, 3.0, 0.0, -2.0, 0.5])

@@ -67,15 +67,17 @@ INLINE double absolute(double x) { return __builtin_fabs(x); }
 
 // Division by zero of integers traps on x86; torch raises an error. Generated code yields 0 and reports
 // nothing.
+// Of an unsigned type, T(-1) is the greatest number.
+template <class T> INLINE bool is_minus_one(T b) { return T(-1) < T(0) && b == T(-1); }
 template <class T> INLINE T trunc_div(T a, T b) {
-  return b == T(0) ? T(0) : (b == T(-1) ? T(T(0) - a) : T(a / b));
+  return b == T(0) ? T(0) : (is_minus_one(b) ? T(T(0) - a) : T(a / b));
 }
 template <class T> INLINE T remainder_of(T a, T b) {
-  if (b == T(0) || b == T(-1)) return T(0);
+  if (b == T(0) || is_minus_one(b)) return T(0);
   T r = T(a % b);
   return (r != T(0) && ((r < T(0)) != (b < T(0)))) ? T(r + b) : r;
 }
-template <class T> INLINE T c_remainder(T a, T b) { return (b == T(0) || b == T(-1)) ? T(0) : T(a % b); }
+template <class T> INLINE T c_remainder(T a, T b) { return (b == T(0) || is_minus_one(b)) ? T(0) : T(a % b); }
 template <class T> INLINE T floor_div(T a, T b) {
   T q = trunc_div(a, b);
   return (b != T(0) && T(q * b) != a && ((a < T(0)) != (b < T(0)))) ? T(q - T(1)) : q;
