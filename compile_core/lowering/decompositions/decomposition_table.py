@@ -48,7 +48,7 @@ _FROM_TORCH = (
     aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
     aten.logsumexp,
     # losses
-    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
+    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
     aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
     # normalisation
@@ -92,14 +92,6 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which eager's kernels compute: float32 for 16-bit floats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
-    """Of the input's dtype, whatever the target's is."""
-    distance = (input.to(_compute_dtype(input.dtype)) - target.to(_compute_dtype(target.dtype))).abs()
-    square = 0.5 * distance * distance
-    loss = torch.where(distance < delta, square, delta * (distance - 0.5 * delta)).to(input.dtype)
-    return (lambda: loss, loss.mean, loss.sum)[reduction]()
 
 
 def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
@@ -280,7 +272,6 @@ def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
-    aten.huber_loss.default: _huber_loss,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,
     aten._softmax.default: _softmax,
