@@ -28,7 +28,7 @@ from distributed.group_backend import backend_of
 logger = logging.getLogger(__name__)
 
 WIRE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# By default smaller buckets are NCCL's, which is done with them sooner.
+# By default smaller buckets are NCCL's: copies were measured with these.
 _LEAST_COPIED_BYTES = 2**20
 # And those of more ranks: it was measured with two.
 _MOST_COPYING_RANKS = 2

@@ -199,7 +199,8 @@ class CopyEngines:
         if time.monotonic() - started_s < limit_s:
             return ""
         if done.query():
-            self._last = None if self._last is last else self._last
+            if self._last is last:
+                self._last = None
             return ""
         return (
             f"the GPU of rank {dist.get_rank()} waited for {limit_s:g} s, the process group's timeout, to average "

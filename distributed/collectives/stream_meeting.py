@@ -55,7 +55,6 @@ class StreamMeeting:
         others = [other for other in range(group.size()) if other != rank]
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
-        self._own = words.mine.data_ptr() + rank * itemsize
         self._met = 0
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
@@ -66,8 +65,9 @@ class StreamMeeting:
         Raises:
             RuntimeError: the driver cannot.
         """
-        self._queue(self._write, self._own, 1)
-        self._queue(self._wait, self._own, 1)
+        own = self._words.mine[self._words.rank :].data_ptr()
+        self._queue(self._write, own, 1)
+        self._queue(self._wait, own, 1)
 
     def __call__(self) -> None:
         """What is queued on the stream next begins when all ranks' streams have come here. A collective."""
