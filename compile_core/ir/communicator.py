@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +33,9 @@ class Communicator(Protocol):
         """The values that were wanted of a program, but those that are undefined."""
         ...
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        """Called in a backward, before ``begin``: what the program stores there is undefined, as no gradient arrived
-        that it depends on."""
+    def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None:
+        """Called in a backward, before ``begin``: what the program of ``node`` stores there is undefined, as to none of
+        these results of the node, which it depends on, a gradient came."""
         ...
 
     def begin(self) -> None:

@@ -24,6 +24,7 @@ from torch.autograd.variable import Variable
 
 from distributed.gradients.accumulation_nodes import put_first
 from distributed.gradients.rounds_of_backward import rounds_end_here
+from distributed.gradients.undefined_gradients import paths_begin_at
 
 # torch exports it without declaring it.
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ class _NoticingEngine(_ImperativeEngine):
         begin: Callable[..., Any] = super().run_backward
 
         def run(*arguments: Any) -> Any:
-            with rounds_end_here():
+            with rounds_end_here(), paths_begin_at(tensors):
                 return begin(*arguments)
 
         asked = _asked(inputs, as_values=not accumulate_grad) if inputs else None

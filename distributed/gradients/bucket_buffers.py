@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from bucketing.bucket import BucketPlan
+from compile_core.errors import CompileError
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from distributed.collectives.shared_buffers import SharedBuffer
 
@@ -89,6 +90,18 @@ class BucketBuffers:
                 self.flat[index] = torch.zeros_like(self.flat[index])
                 self._find_places(names)
 
+    def refuse_changed(self) -> None:
+        """
+        Raises:
+            CompileError: the gradient of a parameter, as that is now, has no place.
+        """
+        for (name, place), now in zip(self.places.items(), self._owners, strict=True):
+            if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
+                raise CompileError(
+                    f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
+                    f"change a module's parameters before you make the DistributedDataParallel module"
+                )
+
     def look_for_anomalies(self, names: Iterable[str]) -> None:
         """In its anomaly mode autograd looks at what functions return; programs do not return what they store here.
 
@@ -123,6 +136,10 @@ class BucketBuffers:
 def _views_of(flat: torch.Tensor) -> int:
     """How many tensors there are in its memory."""
     return _use_count(flat.untyped_storage()._cdata)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {tensor.device}"
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.static_graph import StaticGraph, changed
+from distributed.gradients.undefined_gradients import UndefinedGradients
 from distributed.gradients.watchers import GradientObserver, Watch
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
@@ -119,9 +120,8 @@ class GradientBuckets:
         # Of those that a program stores, the value of before.
         self._set_aside: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
-        # What the program that runs, and the one that runs next, leaves undefined.
-        self._absent: frozenset[str] = frozenset()
-        self._next_absent: frozenset[str] = frozenset()
+        # Of the program that runs, and of the one that runs next.
+        self._undefined = self._next_undefined = UndefinedGradients()
         self._works: list[Work] = []
         # Those of a round that broke off, until they are waited for.
         self._unfinished: list[Work] | None = None
@@ -159,13 +159,7 @@ class GradientBuckets:
             return
         if self._round is None:
             self._buffers.restore_places()
-        for name, now in self.parameters.items():
-            place = self.place(name)
-            if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
-                raise CompileError(
-                    f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
-                    f"change a module's parameters before you make the DistributedDataParallel module"
-                )
+        self._buffers.refuse_changed()
 
     def adopt(self, plan: BucketPlan) -> None:
         """Uses this plan from now on, as all ranks do; gradients that lie in the buckets of the one before move.
@@ -202,7 +196,7 @@ class GradientBuckets:
             if name in self._set_aside or (self.parameters[name].grad is None and self._is_users(name)):
                 self.parameters[name].grad = self._set_aside.get(name, before)
         self._unfinished = [*self._works]
-        self._next_absent = frozenset()
+        self._next_undefined = UndefinedGradients()
         self._clear(expecting=self.expecting)
 
     def _await_unfinished(self) -> None:
@@ -232,13 +226,16 @@ class GradientBuckets:
             self._announced = [entry for entry in self._announced if entry[0]() is not None]
         self._announced.append((weakref.ref(node), names))
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        self._next_absent = frozenset(names)
+    def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None:
+        if self._anchors.programs_store():
+            undefined, static = UndefinedGradients.of_program(node, results_of), self.static_graph
+            unused = frozenset() if static is None else static.left_unused(undefined.zeros)
+            self._next_undefined = undefined.with_missing(unused)
 
     def begin(self) -> None:
-        self._absent, self._next_absent = self._next_absent, frozenset()
+        self._undefined = self._next_undefined.with_missing(self._anchors.unasked())
+        self._next_undefined = UndefinedGradients()
         self._storing = self._anchors.programs_store()
-        self._absent |= self._anchors.unasked()
         if self._storing and self._round is None:
             self._open_round()
         if self._storing and self._stepper is not None:
@@ -265,13 +262,16 @@ class GradientBuckets:
         if self._scratch:
             self._await_writers()
         for name, contribution in self._scratch.items():
-            if name not in self._absent:
+            if not self._undefined.include(name):
                 self._refuse_late(name)
                 self._buffers.places[name].add_(contribution)
         self._scratch.clear()
-        if self._absent:
-            self._round.nothing_comes([name for name in names if name in self._absent])
-            names = [name for name in names if name not in self._absent]
+        for name in self._undefined.zeros.intersection(names) - self._round.stored:
+            # What a program computes from zeros need not be zero: it may divide by another.
+            self._buffers.places[name].zero_()
+        if missing := self._undefined.missing:
+            self._round.nothing_comes([name for name in names if name in missing])
+            names = [name for name in names if name not in missing]
         if names:
             self._buffers.look_for_anomalies(names)
             self._note(names)
@@ -493,7 +493,3 @@ class GradientBuckets:
             f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
             f"with use_reentrant=True; pass use_reentrant=False, or static_graph=True to DistributedDataParallel"
         )
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {tensor.device}"

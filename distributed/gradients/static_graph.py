@@ -32,6 +32,11 @@ class StaticGraph:
         """The parameters that get no gradient on this rank."""
         return frozenset(name for name, count in self.contributions.items() if count == 0)
 
+    def left_unused(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of these parameters, whose gradients are undefined, that count as unused and not as zeros: all in the
+        first backward, and then those that were."""
+        return names & self.unused if self.is_known else names
+
     def learn(
         self, contributions: Mapping[str, int], device: torch.device, add_up: Callable[[torch.Tensor], None]
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,4 +21,4 @@ class SilentCommunicator:
 
     def expect(self, node: Any, names: Sequence[str]) -> None: ...
 
-    def leave_out(self, names: Sequence[str]) -> None: ...
+    def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ class Recorder(SilentCommunicator):
         self.events.append(f"destination {name}")
         return self.place
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        self.events.append(f"leave out {names}")
+    def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
+        self.events.append(f"leave out {list(results_of)}")
 
     def begin(self) -> None:
         self.events.append("begin")

@@ -169,12 +169,15 @@ class CompiledCall(torch.autograd.Function):
         signature = program.signature
         arriving = [gradients[k] for k in signature.tangents]
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
-        if len(absent) == len(arriving):
-            return (None,) * len(ctx.needs_input_grad)
         taken = program.taken
         wanted = frozenset() if taken is None else taken.communicator.wanted_values(taken.names)
         if absent and taken is not None and not wanted:
-            taken.communicator.leave_out(taken.undefined(absent))
+            taken.leave_out(ctx, {signature.tangents[k] for k in absent})
+        if len(absent) == len(arriving):
+            if taken is not None and not wanted:
+                taken.communicator.begin()
+                taken.communicator.arrived(taken.names, None)
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             found = _gradients_with_history(ctx, program, arriving, wanted)
         else:

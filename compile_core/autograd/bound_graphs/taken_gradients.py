@@ -28,7 +28,7 @@ class TakenGradients:
         anchor: what autograd's graph has in the place of these inputs.
         others: positions of the inputs whose gradients autograd gets.
         others_computed: positions of their gradients among those that the backward computes.
-        sources: for each name, the positions of the arriving gradients that it depends on.
+        results_of: for each name, the positions of the program's results on whose gradients it depends.
     """
 
     communicator: Communicator
@@ -38,7 +38,7 @@ class TakenGradients:
     others: tuple[int, ...]
     pick_others: Pick
     others_computed: tuple[int, ...]
-    sources: Mapping[str, tuple[int, ...]]
+    results_of: Mapping[str, tuple[int, ...]]
     _without_unwanted: dict[frozenset[str], torch.fx.GraphModule] = field(default_factory=dict, repr=False)
 
     def only_wanted(self, backward: torch.fx.GraphModule, wanted: frozenset[str]) -> torch.fx.GraphModule:
@@ -57,9 +57,14 @@ class TakenGradients:
         values = {name: gradients[self.positions[name]] for name in wanted}
         self.communicator.take_values({name: value for name, value in values.items() if value is not None})
 
-    def undefined(self, absent: set[int]) -> list[str]:
-        """Those that depend on nothing but gradients that did not arrive."""
-        return [name for name, sources in self.sources.items() if sources and absent.issuperset(sources)]
+    def leave_out(self, node: Any, absent: set[int]) -> None:
+        """No gradients arrived at these results of ``node``: what depends on nothing else is undefined."""
+        undefined = {
+            name: results
+            for name, results in self.results_of.items()
+            if results and absent.issuperset(results)
+        }
+        self.communicator.leave_out(node, undefined)
 
     @staticmethod
     def of(
@@ -72,8 +77,10 @@ class TakenGradients:
         to_engine = {k for k, output in enumerate(backward.outputs) if output is not None}
         computed = tuple(sorted(to_engine.union(graph.signature.left_undefined)))
         others = tuple(graph.signature.gradient_inputs[k] for k in computed)
-        tangents = graph.signature.gradient_tangents
-        sources = {name: tangents[position] for name, position in backward.stored.items()}
+        tangents, sources = graph.signature.tangents, graph.signature.gradient_tangents
+        results_of = {
+            name: tuple(tangents[k] for k in sources[position]) for name, position in backward.stored.items()
+        }
         return TakenGradients(
             communicator,
             backward.destinations,
@@ -82,5 +89,5 @@ class TakenGradients:
             others,
             picker(others),
             computed,
-            sources,
+            results_of,
         )

@@ -4,7 +4,7 @@ gradients."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 import torch
@@ -64,8 +64,8 @@ class FakeCommunicator(SilentCommunicator):
     def destination(self, name: str) -> torch.Tensor:
         return self.places[name]
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        self.events.append(f"leave out {' '.join(names)}")
+    def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
+        self.events.append(f"leave out {' '.join(results_of)}")
 
     def begin(self) -> None:
         self.events.append("begin")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.multi_process.ddp_harness import (
@@ -55,6 +57,39 @@ def a_result_whose_parameters_the_loss_does_not_use() -> None:
         loss_of(model(data(0))[0]).backward()
         with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
             model(data(1))
+
+
+class Dropped(torch.autograd.Function):
+    """Gives no gradient to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+@case()
+def gradients_that_functions_behind_the_module_drop() -> None:
+    """Stock DDP takes zeros: its hooks run, with nothing. In the first backward of a static graph they are unused."""
+
+    class Apart(Heads):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return Net.forward(self, x), self.head(x.repeat(1, 2))
+
+    def run(model: Any, step: int, on_one_rank: bool) -> None:
+        hidden, logits = model(data(step))
+        if not on_one_rank or (step > 0 and dist.get_rank() == 0):
+            logits = Dropped.apply(logits)
+            hidden = Dropped.apply(hidden) if step == 2 else hidden
+        (loss_of(hidden) + loss_of(logits)).backward()
+
+    for on_one_rank, options in ((True, {}), (False, {}), (False, {"static_graph": True})):
+        stock, compiled = pair(Apart, backend="aot_eager", **options)
+        check_steps(stock, compiled, partial(run, on_one_rank=on_one_rank))
+        check_in_graph(compiled)
 
 
 class Named(NamedTuple):
