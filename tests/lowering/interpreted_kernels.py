@@ -6,6 +6,7 @@ runs in a process of its own.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -48,8 +49,14 @@ def jit_function(source: KernelSource, folder: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     function = import_function(path, write_module(source, path))
     function.fn.__globals__["libdevice"] = _Libdevice()
-    triton.runtime.interpreter.InterpreterBuilder.create_fma = _fused_multiply_add
-    triton.runtime.interpreter._convert_float = _converted
+    interpreter = triton.runtime.interpreter
+    interpreter.InterpreterBuilder.create_fma = _fused_multiply_add
+    interpreter._convert_float = _converted
+    interpreter.ReduceOps.generic_reduce = _reduced
+    interpreter.InterpretedFunction.__call__ = _call_device_function
+    # Overflow is asserted in debug mode only, and otherwise computed for nothing.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     return function
 
 
@@ -101,6 +108,32 @@ def _fused_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """One rounding, as on a GPU; the interpreter's own has two, which exponentials see."""
     exact = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
     return triton.runtime.interpreter.TensorHandle(exact.astype(x.data.dtype), z.dtype)
+
+
+def _reduced(reduction: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Joins whole slices in their order; the interpreter's own joins one number after the other."""
+    assert reduction.keep_dims
+
+    def slices(place: int) -> list[Any]:
+        parts = (numpy.take(tensor.handle.data, [place], reduction.axis) for tensor in tensors)
+        return [reduction.to_tensor(part, tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+    joined = slices(0)
+    for place in range(1, tensors[0].shape[reduction.axis]):
+        result = reduction.combine_fn.fn(*joined, *slices(place))
+        joined = list(result) if isinstance(result, tuple) else [result]
+    return joined
+
+
+def _call_device_function(function: Any, *arguments: Any, **named: Any) -> Any:
+    """The interpreter's own patches Triton's language before each call, and leaves it so."""
+    _patch_language_for(function.fn)
+    return function.rewrite()(*arguments, **named)
+
+
+@functools.cache
+def _patch_language_for(function: Callable[..., Any]) -> None:
+    triton.runtime.interpreter._patch_lang(function)
 
 
 def _converted(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
