@@ -28,7 +28,6 @@ from compile_core.autograd.captured_graphs.calling_convention import (
     dense_spec,
     failures_explained,
     find_calling_convention,
-    kernels_of_sizes,
 )
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.autograd.captured_graphs.replace_calls import replace_calls
@@ -51,6 +50,7 @@ from compile_core.autograd.tracing.record_operators import Decompositions, recor
 from compile_core.autograd.tracing.recurrent_layers import layered_networks
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
+from compile_core.ir.fake_results import kernels_of_sizes
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.ir.torch_switches import without_autocast

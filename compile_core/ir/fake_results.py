@@ -7,20 +7,33 @@ kernels, and corrected there alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
 
-class CorrectedFakes(TorchDispatchMode):
-    """Is entered inside of a fake mode."""
+@contextmanager
+def run_on_fakes(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, operators on fake tensors give what their kernels would, for sizes that are open, too."""
+    with fake_mode, _CorrectedFakes(), kernels_of_sizes(fake_mode):
+        yield
 
+
+def kernels_of_sizes(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
+    return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+
+
+class _CorrectedFakes(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(

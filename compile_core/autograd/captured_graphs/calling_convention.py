@@ -8,19 +8,18 @@ is made as a view of that tensor when the graph has run, so that a later change 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
-from compile_core.ir.fake_results import CorrectedFakes
+from compile_core.ir.fake_results import run_on_fakes
 from compile_core.ir.graphs import ResultAlias
 from compile_core.ir.tensor_spec import TensorSpec
 
@@ -80,7 +79,7 @@ def find_calling_convention(
                 "an input's memory holds its negative or conjugate",
                 "call resolve_neg() or resolve_conj() on it",
             )
-    with preserved_modes(), fake_mode, CorrectedFakes(), kernels_of_sizes(fake_mode):
+    with preserved_modes(), run_on_fakes(fake_mode):
         with torch.enable_grad():
             inputs = [
                 as_intermediate(example) if isinstance(example, torch.Tensor) else example
@@ -267,8 +266,3 @@ def failures_explained() -> Iterator[None]:
         raise Unsupported(
             "trace-failed", f"the captured graph does not run on fake tensors: {error}"
         ) from error
-
-
-def kernels_of_sizes(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
-    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()

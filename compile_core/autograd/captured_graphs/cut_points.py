@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 from compile_core.autograd.captured_graphs.calling_convention import (
     as_intermediate,
     failures_explained,
-    kernels_of_sizes,
 )
 from compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
-from compile_core.ir.fake_results import CorrectedFakes
+from compile_core.ir.fake_results import run_on_fakes
 from compile_core.ir.torch_switches import read_switches
 
 
@@ -100,7 +99,7 @@ def find_cut_points(module: GraphModule, examples: Sequence[Any]) -> CutPoints:
     if any(example.layout is not torch.strided for example in fakes):
         raise Unsupported("layout", "an input is no strided tensor")
     fake_mode = fakes[0].fake_mode if fakes else FakeTensorMode()
-    with preserved_modes(), fake_mode, CorrectedFakes(), kernels_of_sizes(fake_mode):
+    with preserved_modes(), run_on_fakes(fake_mode):
         with torch.enable_grad():
             inputs = [
                 as_intermediate(example) if isinstance(example, torch.Tensor) else example

@@ -7,14 +7,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,7 +28,7 @@ from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, Tens
 from compile_core.capture.values.base import PlainCall
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
-from compile_core.ir.fake_results import CorrectedFakes
+from compile_core.ir.fake_results import run_on_fakes
 from compile_core.ir.number_nodes import number_node
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
 from compile_core.ir.torch_switches import free_guards
@@ -221,7 +219,7 @@ class OutputGraph:
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or target
         try:
-            with self.fake_mode, CorrectedFakes(), self._kernels_of_sizes():
+            with run_on_fakes(self.fake_mode):
                 if isinstance(run, str):
                     example = getattr(fake_args[0], run)(*fake_args[1:], **fake_kwargs)
                 else:
@@ -252,10 +250,6 @@ class OutputGraph:
     def _settled(self, node: fx.Node) -> fx.Node | float:
         settle = self.open_floats.get(node)
         return node if settle is None else settle()
-
-    def _kernels_of_sizes(self) -> AbstractContextManager[Any]:
-        """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
-        return nullcontext() if self.fake_mode.shape_env is None else enable_python_dispatcher()
 
     def name_after(self, node: fx.Node, variable: str) -> None:
         """Give an operation the name of the first of the user's variables that holds its result."""
