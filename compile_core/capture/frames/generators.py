@@ -207,11 +207,11 @@ def _is_common_exception(frame: Frame, name: str) -> bool:
 
 def stop_iteration(state: CaptureState, iterator: Value) -> SymbolicRaise:
     """The StopIteration at the end of an iterator: the one it raised, or one with what a generator returned."""
-    if iterator.stopped is not None:
-        stopped, iterator.stopped = iterator.stopped, None
+    stopped = iterator.stopped
+    value = iterator.returned()
+    if stopped is not None:
         return stopped
     raised = state.raise_exception(StopIteration)
-    value = iterator.returned()
     assert isinstance(raised.value, ExceptionValue)
     if value is not None and not is_none(value):
         raised.value.args = [value]
