@@ -300,9 +300,11 @@ def _check_store(store: Store, nest: LoopNest, varying: Sequence[frozenset[int]]
         for stride, extent in zip(access.strides, nest.extents, strict=True)
         if stride and extent != 1
     ]
+    # Which points a mask leaves out, as those behind the end of a shorter last part, only running it tells.
+    is_known = store.mask is None and not access.gathers
     reached = 0
     for stride, extent in sorted(moving):
-        _rule(stride > reached or bool(access.gathers), where, "two points store to one element")
+        _rule(stride > reached or not is_known, where, "two points store to one element")
         reached += stride * (extent - 1)
     depends = varying[store.value] | (varying[store.mask] if store.mask is not None else frozenset())
     for axis, (stride, extent) in enumerate(zip(access.strides, nest.extents, strict=True)):

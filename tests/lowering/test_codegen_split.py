@@ -9,6 +9,7 @@ import torch
 
 from compile_core.ir.loops import Load, LoopNest, LoopProgram
 from compile_core.ir.tensor_spec import TensorSpec
+from compile_core.ir.verify_loops import verify_nest
 from compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
 from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import (
@@ -76,8 +77,20 @@ def sums_of_planes(images: int = 4, side: int = 80, channels: int = 16) -> Case:
     return b.nest("sums_of_planes"), b.buffers
 
 
+def exponentials_and_sums(rows: int = 3, columns: int = 99_991) -> Case:
+    """A store at every point along rows that no number of parts cuts evenly."""
+    b = NestBuilder((rows, columns), 1)
+    for name, shape in (("x", (rows, columns)), ("exponentials", (rows, columns)), ("sums", (rows,))):
+        b.buffer(name, shape)
+    value = b.apply("exp", b.load("x", (0, 1)))
+    b.store("exponentials", (0, 1), value)
+    b.store("sums", (0,), b.reduce("sum", value))
+    return b.nest("exponentials_and_sums"), b.buffers
+
+
 CASES = {
     "planes": sums_of_planes(),
+    "exponentials_and_sums": exponentials_and_sums(),
     "residual_gradient": residual_gradient(),
     "columns": column_sums(4096, 70),
     "prime_rows": column_sums(7919, 12),
@@ -121,6 +134,7 @@ def test_two_nests_compute_what_one_did(name: str) -> None:
     expected = evaluate_nest(nest, storages)
     state = {**storages, **{n: torch.full((s.numel,), 7).to(s.dtype) for n, s in partials.items()}}
     for part in nests:
+        verify_nest(part, {**on_gpu(buffers), **partials})
         state = evaluate_nest(part, state)
         assert generate_triton(part, {**on_gpu(buffers), **partials}).text
     for buffer in buffers:

@@ -339,10 +339,10 @@ class ReductionSplit:
 
 
 def _identity(operation: str, dtype: torch.dtype) -> float | bool:
-    if operation in ("sum", "any"):
-        return 0
-    if operation in ("prod", "all"):
-        return 1
+    if operation in ("any", "all"):
+        return operation == "all"
+    if operation in ("sum", "prod"):
+        return int(operation == "prod")
     if dtype.is_floating_point:
         return float("inf") if operation == "min" else -float("inf")
     if dtype == torch.bool:
