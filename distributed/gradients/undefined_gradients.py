@@ -71,12 +71,13 @@ def _reached_results(node: Any) -> set[int]:
     """The results of ``node`` to which the backward that runs has a path."""
     roots = [root for roots in [*_roots.values()] for root in roots]
     edges = [
-        tuple(root) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr) for root in roots
+        (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
+        for root in roots
     ]
-    reached = {position for to, position, *_ in edges if to is node}
+    reached = {position for to, position in edges if to is node}
     # Of where a backward begins, the engine does not tell whether it runs it.
-    pending = [to for to, *_ in edges if to is not None]
-    seen = set[Any]()
+    pending = [to for to, _ in edges if to is not None]
+    seen: set[Any] = set()
     while pending:
         for to, position in pending.pop().next_functions:
             if to is node:
