@@ -121,6 +121,14 @@ class CompiledDDP:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        before, way = self._in_graph, self._way()
+        if before is not None and before is not way:
+            # The backward to come is the other's, though a forward before may have had none.
+            before.buckets.expecting = False
+        return way(*args, **kwargs)
+
+    def _way(self) -> InGraphWay | ReducerWay:
+        """That of a call made now."""
         ddp = self.ddp
         if process_group(ddp) is not self._group:
             self._begin_anew()
@@ -136,21 +144,16 @@ class CompiledDDP:
             if not self._against_in_graph and against not in self._logged:
                 self._logged.add(against)
                 logger.warning("calls of the DDP module keep stock DDP's reducer: %s", against)
-            if self._in_graph is not None:
-                # The backward to come is the reducer's, though a forward before may have had none.
-                self._in_graph.buckets.expecting = False
-            return self.reducer_way(*args, **kwargs)
+            return self.reducer_way
         if self._in_graph is None:
             self._in_graph = InGraphWay(ddp, self._request, self._options, self._names)
-        return self._in_graph(*args, **kwargs)
+        return self._in_graph
 
     def _begin_anew(self) -> None:
         """The module reduces over another process group now (``DDP._update_process_group``), or on the other way."""
         self._group, self._against_in_graph = process_group(self.ddp), None
-        if self._in_graph is not None:
-            self.give_back_optimizer()
-            self._in_graph.buckets.expecting = False
-            self._in_graph = None
+        self.give_back_optimizer()
+        self._in_graph = None
 
     def give_back_optimizer(self) -> None:
         """The program steps the optimizer of ``step_in_backward`` itself from now on, as with a form without it."""
