@@ -24,7 +24,7 @@ def test_only_what_is_wanted_is_computed():
         others=(0,),
         pick_others=picker((0,)),
         others_computed=(0,),
-        sources={},
+        results_of={},
     )
     module = taken.only_wanted(backward, frozenset({"q"}))
     assert [node.target for node in module.graph.nodes if node.op == "call_function"] == [

@@ -93,6 +93,33 @@ def detached_from_the_count(compile):
     return failure_of(y.sum()), x.grad
 
 
+class Scaled(nn.Module):
+    """To eager operators a scale itself is given, and a weight transposed, which is how the latter is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer, self.last = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.layer(x * self.scale).tanh())
+
+
+def other_memory_for_parameters(compile):
+    model = Scaled()
+    f, x = compile(model), leaf(3, 4)
+    found = []
+    for offset in (2, 1):
+        loss = f(x).sum()
+        flat = torch.arange(60.0)
+        for parameter in model.parameters():
+            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        loss.backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    return found
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -104,6 +131,7 @@ SCENARIOS = {
         a_result_that_nobody_needs,
         statistics_of_a_norm,
         detached_from_the_count,
+        other_memory_for_parameters,
     )
 }
 

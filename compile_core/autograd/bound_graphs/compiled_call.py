@@ -18,6 +18,7 @@ from compile_core.autograd.bound_graphs.arriving_gradients import (
     batched_as_specified,
 )
 from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward, undifferentiable
+from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from compile_core.autograd.bound_graphs.returned_draws import Program
 from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
@@ -34,6 +35,7 @@ class DifferentiableProgram:
         saved_tensors: how many tensors are saved.
         saved_numbers: how many numbers.
         pick_saved: finds both, in this order, among what the forward computed for the backward and the primals.
+        viewed: the inputs among what is saved that are to keep the memory which they have in the forward.
         constant_outputs: positions of the outputs that take no gradient.
         pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
         changed: positions of the primals that the program changes.
@@ -50,6 +52,7 @@ class DifferentiableProgram:
     saved_tensors: int
     saved_numbers: int
     pick_saved: Pick
+    viewed: ViewedInputs | None
     constant_outputs: tuple[int, ...]
     pick_gradients: Pick
     changed: frozenset[int]
@@ -88,6 +91,7 @@ class DifferentiableProgram:
             saved_tensors=len(graph.saved) - saved_numbers,
             saved_numbers=saved_numbers,
             pick_saved=picker([places[name] for name in graph.saved]),
+            viewed=ViewedInputs.of(graph),
             constant_outputs=tuple(
                 k for k in range(tensors) if k not in signature.tangents and k not in updated
             ),
@@ -149,6 +153,8 @@ class CompiledCall(torch.autograd.Function):
             ctx.numbers = saved[program.saved_tensors :]
             ctx.sizes = outputs[count - open_sizes :]
             saved = saved[: program.saved_tensors]
+        if program.viewed is not None:
+            ctx.memories = program.viewed.memories(saved)
         if program.differentiable_backward is not None:
             ctx.number_primals = [None if isinstance(given, torch.Tensor) else given for given in primals]
             saved += tuple(
@@ -183,6 +189,8 @@ class CompiledCall(torch.autograd.Function):
         else:
             # A backward that needs nothing can be run as often as one likes.
             saved = [*ctx.saved_tensors[: program.saved_tensors]] if program.saved_tensors else []
+            if program.viewed is not None:
+                program.viewed.restore(saved, ctx.memories)
             saved += ctx.numbers
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
             ctx.maybe_clear_saved_tensors()
@@ -207,7 +215,10 @@ def _gradients_with_history(
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]
         return program.differentiable_backward(primals, arriving)
     with torch.no_grad():
-        found = program.differentiate([*kept, *ctx.numbers], arriving, ctx.sizes, wanted)
+        saved = [*kept, *ctx.numbers]
+        if program.viewed is not None:
+            program.viewed.restore(saved, ctx.memories)
+        found = program.differentiate(saved, arriving, ctx.sizes, wanted)
     sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 
