@@ -74,7 +74,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "group_backend": (),
     "agreement": (),
     "collectives": ("clocks", "group_backend"),
-    "reducer": ("ddp_module",),
+    "reducer": ("ddp_module", "gradients"),
     "optimizer_steps": ("collectives",),
     "gradients": ("collectives", "optimizer_steps"),
     "planning": ("collectives", "gradients", "reducer"),

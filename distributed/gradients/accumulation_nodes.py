@@ -54,16 +54,16 @@ class AccumulationNodes:
     ) -> None:
         self._parameters = parameters
         # Nobody else keeps these alive, and hooks go with them.
-        self.by_name: dict[str, Any] = {name: _node_of(parameter) for name, parameter in parameters.items()}
+        self.by_name: dict[str, Any] = {name: node_of(parameter) for name, parameter in parameters.items()}
         handles: list[Any] = []
-        of_reached, of_accumulated = weakref.WeakMethod(reached), weakref.WeakMethod(accumulated)
+        of_accumulated = weakref.WeakMethod(accumulated)
         for name, node in self.by_name.items():
-            before = node.register_prehook(_Notice(_tell, of_reached))
+            before = tell_before(node, reached)
             behind = node.register_hook(_Notice(_tell, of_accumulated, name))
             put_first(behind)
             handles += [before, behind]
         self._hooks: list[Mapping[int, Any]] = [handle.hooks_dict_ref() for handle in handles]
-        weakref.finalize(self, _remove, handles).atexit = False
+        remove_with(self, handles)
 
     def hooked(self) -> frozenset[str]:
         """The names of parameters that have hooks of the program's."""
@@ -97,6 +97,17 @@ def refuse_new_hooks(names: Iterable[str]) -> None:
         )
 
 
+def tell_before(node: Any, method: Callable[..., None], *arguments: Any) -> Any:
+    """Has a method called, with these arguments and the gradients, before the engine runs ``node``. Its object is not
+    kept alive."""
+    return node.register_prehook(_Notice(_tell, weakref.WeakMethod(method), *arguments))
+
+
+def remove_with(owner: object, handles: Iterable[Any]) -> None:
+    """These hooks go with ``owner``."""
+    weakref.finalize(owner, _remove, handles).atexit = False
+
+
 def _tell(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     living = method()
     if living is not None:
@@ -108,7 +119,8 @@ def _remove(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _node_of(parameter: torch.nn.Parameter) -> Any:
+def node_of(parameter: torch.nn.Parameter) -> Any:
+    """Where the engine accumulates its gradient."""
     # In inference mode nothing has a node.
     with torch.inference_mode(False):
         if parameter.requires_grad:  # torch.func refuses even a request that changes nothing

@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from distributed.gradients.accumulation_nodes import put_first
+from distributed.gradients.paths_of_backward import paths_begin_at
 from distributed.gradients.rounds_of_backward import rounds_end_here
-from distributed.gradients.undefined_gradients import paths_begin_at
 
 # torch exports it without declaring it.
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -132,6 +132,11 @@ def returns_values() -> bool:
 def notice_for(listener: Asked) -> None:
     """From now on backwards are looked at that ask for parameters of this one, as long as it lives."""
     _listening.add(listener)
+    notice_backwards()
+
+
+def notice_backwards() -> None:
+    """From now on it is known where backwards begin."""
     if not isinstance(Variable._execution_engine, _NoticingEngine):
         Variable._execution_engine = _NoticingEngine()
 

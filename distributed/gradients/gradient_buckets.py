@@ -37,6 +37,7 @@ from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_n
 from distributed.gradients.anchors import Anchors
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
+from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.static_graph import StaticGraph, changed
@@ -310,6 +311,9 @@ class GradientBuckets:
                     torch.mul(found.detach(), self.factor, out=place)
                 # Should more come, it comes alone.
                 parameter.grad = None
+        elif not reached_results(self._nodes.by_name[name]):
+            self._round.nothing_comes((name,))
+            return
         elif name in self._hooked or name not in self._round.stored:
             # A function has left it undefined, or a hook has taken it: zeros, where the last round's mean may lie.
             place.zero_()

@@ -7,31 +7,11 @@ run, and the parameters are missing. The engine shows a node no difference betwe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.autograd.graph import GradientEdge
-
-# torch exports it without declaring it.
-_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
-
-Roots = Sequence[torch.Tensor | GradientEdge]
-# Of the backwards that run, by their start.
-_roots: dict[object, Roots] = {}
-
-
-@contextmanager
-def paths_begin_at(roots: Roots) -> Iterator[None]:
-    """A backward runs from here."""
-    start = object()
-    _roots[start] = roots
-    try:
-        yield
-    finally:
-        del _roots[start]
+from distributed.gradients.paths_of_backward import reached_results
 
 
 @dataclass(frozen=True)
@@ -62,27 +42,6 @@ class UndefinedGradients:
         """
         if not results_of:
             return UndefinedGradients()
-        reached = _reached_results(node)
+        reached = reached_results(node)
         zeros = frozenset(name for name, results in results_of.items() if not reached.isdisjoint(results))
         return UndefinedGradients(frozenset(results_of) - zeros, zeros)
-
-
-def _reached_results(node: Any) -> set[int]:
-    """The results of ``node`` to which the backward that runs has a path."""
-    roots = [root for roots in [*_roots.values()] for root in roots]
-    edges = [
-        (root.node, root.output_nr) if isinstance(root, GradientEdge) else (root.grad_fn, root.output_nr)
-        for root in roots
-    ]
-    reached = {position for to, position in edges if to is node}
-    # Of where a backward begins, the engine does not tell whether it runs it.
-    pending = [to for to, _ in edges if to is not None]
-    seen: set[Any] = set()
-    while pending:
-        for to, position in pending.pop().next_functions:
-            if to is node:
-                reached.add(position)
-            elif to is not None and to not in seen and _will_run(to):
-                seen.add(to)
-                pending.append(to)
-    return reached

@@ -26,6 +26,7 @@ from compile_core.pipeline import compile_graph, compile_pieces
 from compile_core.planners import CompileRequest
 from distributed.reducer.split_forward import SplitForward
 from distributed.reducer.stock_buckets import are_final, stock_buckets
+from distributed.reducer.unreached_parameters import look_at_unreached
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class GraphInDDP:
     def form_for(self, inputs: Sequence[Any]) -> Form:
         """The form that runs now."""
         ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and torch.is_grad_enabled():
+            look_at_unreached(ddp)
         form = self._whole if ddp is None else self._forms.get(ddp)
         if form is not None and (form.is_final or ddp is None or not are_final(ddp)):
             return form

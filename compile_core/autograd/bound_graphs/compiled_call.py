@@ -38,6 +38,7 @@ class DifferentiableProgram:
         viewed: the inputs among what is saved that are to keep the memory which they have in the forward.
         constant_outputs: positions of the outputs that take no gradient.
         pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
+        tensor_inputs: positions of the primals that are no numbers.
         changed: positions of the primals that the program changes.
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
         taken: the gradients that someone else takes, instead of autograd.
@@ -55,6 +56,7 @@ class DifferentiableProgram:
     viewed: ViewedInputs | None
     constant_outputs: tuple[int, ...]
     pick_gradients: Pick
+    tensor_inputs: tuple[int, ...]
     changed: frozenset[int]
     restored: Callable[[list[Any]], list[Any]]
     taken: TakenGradients | None
@@ -96,6 +98,7 @@ class DifferentiableProgram:
                 k for k in range(tensors) if k not in signature.tangents and k not in updated
             ),
             pick_gradients=picker(returned),
+            tensor_inputs=tuple(k for k, name in enumerate(primals) if name not in numbers),
             changed=frozenset(mutation.input for mutation in signature.mutated),
             restored=getattr(backward, "restored", list),
             taken=taken,
@@ -108,6 +111,19 @@ class DifferentiableProgram:
         if self.taken is not None:
             return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
         return _apply(self, *primals)
+
+    def results_of_edges(self) -> list[frozenset[int] | None]:
+        """For each edge of the node, which are those of its tensors, the results that its gradient depends on; ``None``
+        where that is not for the results to say."""
+        signature = self.signature
+        results: dict[int, frozenset[int]] = {
+            position: frozenset(signature.tangents[k] for k in sources)
+            for position, sources in zip(signature.gradient_inputs, signature.gradient_tangents, strict=True)
+            if sources
+        }
+        if self.taken is not None:
+            return [None, *map(results.get, self.taken.others)]
+        return [*map(results.get, self.tensor_inputs)]
 
     def differentiate(
         self,
@@ -204,6 +220,19 @@ class CompiledCall(torch.autograd.Function):
         if taken is not None and wanted:
             taken.give_values(found, wanted)
         return program.pick_gradients((*found, None))
+
+
+def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
+    """Where autograd's graph leads on from a result of one of its nodes: of a compiled graph, to the inputs only that
+    this result was computed from."""
+    program = getattr(node, "program", None)
+    if not isinstance(program, DifferentiableProgram):
+        return node.next_functions
+    return [
+        edge
+        for edge, results in zip(node.next_functions, program.results_of_edges(), strict=True)
+        if results is None or result in results
+    ]
 
 
 def _gradients_with_history(

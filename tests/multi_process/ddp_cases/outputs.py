@@ -10,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import compile_core
+from distributed import DDPOptions, compile_ddp
 from tests.multi_process.ddp_harness import (
+    DEVICE,
     Net,
     case,
     check_close,
@@ -21,6 +25,7 @@ from tests.multi_process.ddp_harness import (
     data,
     loss_of,
     pair,
+    stock_ddp,
 )
 
 
@@ -52,11 +57,22 @@ def a_result_that_the_loss_does_not_use() -> None:
 
 @case()
 def a_result_whose_parameters_the_loss_does_not_use() -> None:
-    """The backward ends without their gradients; stock DDP says so at the next forward, and so do we."""
-    for model in pair(Heads, backend="aot_eager"):
+    """The backward ends without their gradients; stock DDP says so at the next forward, and so do we, also where the
+    gradients come through the engine. To stock DDP's reducer they would be zeros: the backward is the error."""
+    hooked = compile_core.compile(stock_ddp(Heads), backend="aot_eager")
+    hooked.module.head.weight.register_hook(lambda gradient: gradient)
+    for model in (*pair(Heads, backend="aot_eager"), hooked):
         loss_of(model(data(0))[0]).backward()
         with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
             model(data(1))
+    wrapped = DistributedDataParallel(compile_core.compile(Heads().to(DEVICE), backend="aot_eager"))
+    for model in (compile_ddp(stock_ddp(Heads), DDPOptions(overlap="reducer"), backend="aot_eager"), wrapped):
+        with model.no_sync():
+            loss_of(model(data(0))[0]).backward()
+        hidden, logits = model(data(0))
+        (loss_of(hidden) + loss_of(logits)).backward()
+        with pytest.raises(RuntimeError, match="was not used in producing the loss"):
+            loss_of(model(data(1))[0]).backward()
 
 
 class Dropped(torch.autograd.Function):

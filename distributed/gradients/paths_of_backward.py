@@ -1,0 +1,68 @@
+"""Where the backward that runs would come in plain PyTorch, of which the engine tells a node nothing.
+
+A compiled graph is one function to autograd's engine: from any of its results the engine comes to all of its inputs, if
+with undefined gradients. Plain PyTorch comes to those only that a result was computed from. The paths are found by a
+walk through autograd's graph, which is taken where a gradient is undefined, hence rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from compile_core.autograd.bound_graphs.compiled_call import edges_behind
+
+# torch exports these without declaring them.
+_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+Roots = Sequence[torch.Tensor | GradientEdge]
+# Of the backwards that run, by their start.
+_roots: dict[object, Roots] = {}
+# What was found, by the engine's number of the backward.
+_reached: dict[int, dict[Any, set[int]]] = {}
+
+
+@contextmanager
+def paths_begin_at(roots: Roots) -> Iterator[None]:
+    """A backward runs from here."""
+    start = object()
+    _roots[start] = roots
+    try:
+        yield
+    finally:
+        del _roots[start]
+        _reached.clear()
+
+
+def reached_results(node: Any) -> set[int]:
+    """The results of a node of autograd's graph to which the backward that runs has a path. A leaf has one."""
+    number = _backward_number()
+    if number not in _reached:
+        _reached[number] = _find_reached()
+    return _reached[number].get(node, set())
+
+
+def _find_reached() -> dict[Any, set[int]]:
+    # Of where a backward begins, the engine does not tell whether it runs it.
+    pending = [_edge_of(root) for roots in [*_roots.values()] for root in roots]
+    seen: set[tuple[Any, int]] = set()
+    while pending:
+        edge = pending.pop()
+        if edge[0] is not None and edge not in seen:
+            seen.add(edge)
+            pending += [
+                behind for behind in edges_behind(*edge) if behind[0] is not None and _will_run(behind[0])
+            ]
+    reached: dict[Any, set[int]] = {}
+    for node, position in seen:
+        reached.setdefault(node, set()).add(position)
+    return reached
+
+
+def _edge_of(root: torch.Tensor | GradientEdge) -> tuple[Any, int]:
+    return (root.node if isinstance(root, GradientEdge) else root.grad_fn), root.output_nr
