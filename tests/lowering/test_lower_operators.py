@@ -396,3 +396,10 @@ def test_a_new_value_goes_where_the_input_is() -> None:
 def test_integers_are_compared_as_rounded_to_16_bits(dtype: torch.dtype) -> None:
     numbers = torch.arange(2040, 2060)
     check(lambda x, n: (x >= n, x == n + 1, x < 2051), numbers.to(dtype), numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_are_rounded_to_16_bits_before_they_are_operands(dtype: torch.dtype) -> None:
+    numbers = torch.arange(2040, 2060)
+    check(lambda x, n: (n - x, torch.where(n > 0, n, x) - x), numbers.to(dtype), numbers)
+    check(lambda x: (x % 2051, torch.fmod(x, 2051), torch.remainder(x, -2051)), numbers.to(dtype))

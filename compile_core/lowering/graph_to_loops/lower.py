@@ -69,6 +69,8 @@ aten = torch.ops.aten
 _MOST_OPERATIONS = 150
 # A value with several readers is worth a write if computing it again takes as much as this.
 _CHEAP_OPERATIONS = 16
+# Beside a tensor of 16-bit floats torch makes such floats of them, and few are that exactly.
+_LONG_INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 def lower(compute: Compute) -> LoopProgram:
@@ -304,12 +306,12 @@ class _Lowering:
                     if rule.kind == OPERANDS:
                         # equality with an extremum that went through memory must see the same rounding
                         value = emitter.round_to(emitter.round_to(value, operand.dtype), promoted)
+                    elif operand.shape and operand.dtype in _LONG_INTEGERS:
+                        value = emitter.round_to(value, promoted)
                     emitted.append(emitter.cast(value, wanted))
                 else:
                     value = emitter.constant(operand, wanted)
-                    if rule.kind == OPERANDS and fake.device.type == "cpu":
-                        value = emitter.round_to(value, promoted)  # as torch does there, and not on GPUs
-                    emitted.append(value)
+                    emitted.append(emitter.round_to(value, promoted) if rule.rounds_numbers else value)
             value = rule.compute(emitter, emitted, dtype)
             return emitter.round_to(value, fake.dtype) if rounds else value
 

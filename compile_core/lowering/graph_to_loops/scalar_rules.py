@@ -35,6 +35,7 @@ class ScalarRule:
             seen.
         cost: scalar operations; ``transcendental`` of them are expensive ones.
         conditional: whether the first operand is a truth value whatever the others are.
+        rounds_numbers: whether torch's kernels take numbers as elements of the operands' dtype, and not unrounded.
     """
 
     compute: Compute
@@ -43,6 +44,7 @@ class ScalarRule:
     cost: int = 1
     transcendental: int = 0
     conditional: bool = False
+    rounds_numbers: bool = False
 
 
 # what arithmetic means on bool
@@ -59,7 +61,8 @@ def _simple(name: str, operands: int, kind: str = RESULT, transcendental: int = 
             return emitter.apply(name, values, torch.bool)
         return emitter.apply(_ON_BOOL.get(name, name) if dtype == torch.bool else name, values, dtype)
 
-    return ScalarRule(compute, kind, operands, 1, transcendental)
+    rounds_numbers = kind == OPERANDS or name in ("remainder", "fmod")
+    return ScalarRule(compute, kind, operands, 1, transcendental, rounds_numbers=rounds_numbers)
 
 
 def _power(emitter: Emitter, values: Sequence[int], dtype: torch.dtype) -> int:
