@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -33,6 +34,11 @@ def kernels_of_sizes(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
     return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
 
 
+def with_kernels_results(function: Any) -> Any:
+    """What is to run on fakes inside ``run_on_fakes`` in the place of a function."""
+    return _INSTEAD.get(function, function)
+
+
 class _CorrectedFakes(TorchDispatchMode):
     supports_higher_order_operators = True
 
@@ -46,6 +52,16 @@ def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """``result`` of ``func(*args)``, which fake tensors or a decomposition made, as the operator's kernel gives it."""
     correct = _CORRECTIONS.get(func)
     return result if correct is None else correct(args, result)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Where nothing is dropped, torch's form in Python returns a copy. That in C++, which asks for sizes, does not."""
+    drops_nothing = (p == 0 or not training) and not inplace
+    return input if drops_nothing else functional.dropout(input, p, training, inplace)
+
+
+def _native_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(input, p, train)
 
 
 def _dtype_of_input(args: tuple[Any, ...], loss: Tensor) -> Tensor:
@@ -74,6 +90,8 @@ def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
         return tensor
     return tensor.clone(memory_format=memory_format)
 
+
+_INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}
 
 _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.huber_loss.default: _dtype_of_input,

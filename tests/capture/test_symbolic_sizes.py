@@ -40,6 +40,15 @@ def test_a_size_that_changed_becomes_symbolic_at_the_recompile() -> None:
     check(lambda x: (x.sum(1) * x.shape[0], x.shape), batches(3, 5, 7, 3, 512), entries=2)
 
 
+def test_a_dropout_that_drops_nothing_returns_its_input() -> None:
+    def function(x: torch.Tensor) -> Any:
+        first, second = x.sin(), x.cos()
+        kept = torch.nn.functional.dropout(first, 0.0).add_(1)
+        return first, kept is first, torch.dropout(second, 0.5, train=False).mul_(2) is second, second
+
+    check(function, batches(3, 5, 7), entries=2)
+
+
 def test_never() -> None:
     check(lambda x: x.sum(1) * x.shape[0], batches(3, 5, 7, 3), entries=3, dynamic=False)
 

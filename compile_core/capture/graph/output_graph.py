@@ -28,7 +28,7 @@ from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, Tens
 from compile_core.capture.values.base import PlainCall
 from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
-from compile_core.ir.fake_results import run_on_fakes
+from compile_core.ir.fake_results import run_on_fakes, with_kernels_results
 from compile_core.ir.number_nodes import number_node
 from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
 from compile_core.ir.torch_switches import free_guards
@@ -217,7 +217,7 @@ class OutputGraph:
         fake_kwargs = map_arg(kwargs, _fake_of)
         if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
-        run = example_by or target
+        run = example_by or with_kernels_results(target)
         try:
             with run_on_fakes(self.fake_mode):
                 if isinstance(run, str):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
+    Net,
     case,
     check_gradients,
     check_in_graph,
@@ -18,7 +21,13 @@ from tests.multi_process.ddp_harness import (
 
 @case()
 def short_batch_on_one_rank() -> None:
-    stock, compiled = pair()
+    """Whose graph has the operators of the one before, also where a dropout drops nothing."""
+
+    class Undropped(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(super().forward(x), 0.0, self.training)
+
+    stock, compiled = pair(Undropped)
     train((stock, compiled), steps=1)
     rows = 6 if dist.get_rank() == 0 else 3
     for model in (stock, compiled):
