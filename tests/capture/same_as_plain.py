@@ -59,18 +59,13 @@ def twin_of(value: Any) -> Any:
 
 
 def assert_same(expected: Any, found: Any, part: str) -> None:
-    """Types, metadata and values agree; values up to the rounding of another order of operations.
-
-    Scalars of NumPy count as arrays without dims, which captured code has in their stead.
-    """
-    if isinstance(expected, np.generic) and isinstance(found, np.ndarray):
-        expected = np.asarray(expected)
+    """Types, metadata and values agree; values up to the rounding of another order of operations."""
     assert type(expected) is type(found), f"{part}: {type(expected)} and {type(found)}"
     if isinstance(expected, torch.Tensor):
         assert (expected.dtype, expected.shape, expected.requires_grad) == (
             found.dtype, found.shape, found.requires_grad), part  # fmt: skip
         torch.testing.assert_close(found, expected, equal_nan=True, msg=lambda text: f"{part}: {text}")
-    elif isinstance(expected, np.ndarray):
+    elif isinstance(expected, (np.ndarray, np.generic)):
         assert (expected.dtype, expected.shape) == (found.dtype, found.shape), part
         exact = expected.dtype.itemsize >= 8
         rtol, atol = (

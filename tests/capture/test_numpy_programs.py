@@ -68,13 +68,36 @@ def asks_types(X):
     return isinstance(X, np.ndarray), X.dtype == np.float64, X.dtype.name, type(X) is np.ndarray
 
 
+def elements(X):
+    first, total, row = X[0, 0], X.sum(), X[1]
+    before = total
+    total += 1
+    X[0, 0], X[1] = 5, 7
+    return first, total, before, row, np.max(X), np.asarray(first), X[..., 0, 0], first.astype(np.float32)
+
+
+def numbers_beside_tensors(X):
+    t = torch.from_numpy(X).float()
+    made = torch.full((2,), np.float32(2)), t.clamp(max=np.float64(0.5)), t.new_zeros(np.int64(3))
+    return t / np.sqrt(4), np.float32(2) * t, t * np.prod(X.shape), t < np.float64(0.1), *made
+
+
 PROGRAMS = [there_and_back, returns_its_argument, changes_its_argument, scalars, shapes, asks_types]
+PROGRAMS += [elements, numbers_beside_tensors]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_plain(program, backend):
     check_same(program, matrix, backend=backend)
+
+
+def test_lists_of_scalars_say_of_which_dtype_they_are():
+    check_same(
+        lambda x: (torch.tensor([np.float64(1), 2.0]), x.new_tensor(np.float64(2)), x * np.sqrt(2.0)),
+        lambda: (torch.ones(2, requires_grad=True),),
+        fullgraph=False,
+    )
 
 
 def test_an_argument_that_is_returned_is_the_same_object():

@@ -12,7 +12,7 @@ import torch
 
 from compile_core import config
 from compile_core.capture.guards.source_writer import SourceWriter
-from compile_core.capture.numpy_arrays.dtypes import adjusted, check_like_numpy, divides_integers
+from compile_core.capture.numpy_arrays.dtypes import adjusted, checked_answer, divides_integers, nodes_in
 from compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
 from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
 from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
@@ -34,13 +34,27 @@ NUMPY_FUNCTIONS = (np.ufunc, type(np.sum))
 
 
 class ArrayValue(Value):
-    """An array, or a NumPy scalar, which counts as an array without dims. ``tensor`` stands for it in the graph."""
+    """An array, or a NumPy scalar, which counts as an array without dims. ``tensor`` stands for it in the graph.
 
-    def __init__(self, tensor: TensorValue, source: Source | None = None, cls: type = np.ndarray) -> None:
+    ``number`` is what a scalar is that NumPy computed of nothing but numbers, None for all others.
+    """
+
+    def __init__(
+        self,
+        tensor: TensorValue,
+        source: Source | None = None,
+        cls: type = np.ndarray,
+        number: complex | None = None,
+    ) -> None:
         self.tensor = tensor
         self.source = source
         self.cls = cls
+        self.number = number
         self.real: Any = None
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.cls is not np.ndarray
 
     def python_type(self) -> type:
         return self.cls
@@ -54,6 +68,9 @@ class ArrayValue(Value):
             f"the truth value of {self.describe()} depends on its data",
             "use np.where",
         )
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return super().graph_argument(state) if self.number is None else self.number
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,7 +124,8 @@ class ArrayValue(Value):
 
     def rebuild(self, writer: SourceWriter, tensor: str) -> str:
         """The array in the runner; ``tensor`` is the name of its tensor there."""
-        return writer.bind(f"{writer.constant(numpy_calls.array_of_tensor)}({tensor})")
+        element = "[()]" if self.is_scalar else ""
+        return writer.bind(f"{writer.constant(numpy_calls.array_of_tensor)}({tensor}){element}")
 
 
 def wrap_array(state: CaptureState, real: Any, source: Source | None) -> ArrayValue:
@@ -176,9 +194,30 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
     if versions != [value.tensor.fake._version for value in written] and device not in (None, "cpu"):
         raise state.unsupported("array-store", "a change of an array that lives on another device meanwhile")
     arrays = _to_arrays(state, result)
-    if not name.startswith("operator.i") and name != "operator.setitem":
-        check_like_numpy(state, name, given, named, _fakes(state, arrays))
-    return arrays
+    if name.startswith("operator.i") or name == "operator.setitem":
+        return arrays
+    answer = checked_answer(state, name, given, named, _fakes(state, arrays))
+    of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
+    return _with_scalars(state, arrays, answer, of_scalar, not nodes_in((given, named)))
+
+
+def _with_scalars(state: CaptureState, value: Value, answer: Any, of_scalar: bool, is_known: bool) -> Value:
+    """The results, of which those are scalars that NumPy gives as such in its ``answer`` to arrays of ones."""
+    if isinstance(value, SequenceValue):
+        items = [
+            _with_scalars(state, item, part, of_scalar, is_known)
+            for item, part in zip(value.all(state), answer, strict=True)
+        ]
+        return SequenceValue(items, value.cls)
+    is_scalar = isinstance(answer, np.generic) or (of_scalar and np.shape(answer) == ())
+    if not isinstance(value, ArrayValue) or not is_scalar:
+        return value
+    tensor = value.tensor
+    if tensor.fake._is_view():  # an element, of which NumPy makes a copy
+        copy = state.call_tensor_op("call_method", "clone", [tensor], {})
+        assert isinstance(copy, TensorValue)
+        tensor = copy
+    return ArrayValue(tensor, None, value.dtype.type, answer.item() if is_known else None)
 
 
 def _fakes(state: CaptureState, value: Value) -> Any:
@@ -194,7 +233,9 @@ def operate(state: CaptureState, function: Any, *operands: Value) -> Value | Non
         for operand in operands
     ):
         return state.from_constant(function(*(constant_dtype(operand) for operand in operands)))
-    if not any(isinstance(operand, ArrayValue) for operand in operands):
+    arrays = [operand for operand in operands if isinstance(operand, ArrayValue)]
+    beside_tensor = any(isinstance(operand, TensorValue) for operand in operands)
+    if not arrays or (beside_tensor and all(array.number is not None for array in arrays)):
         return None
     return call_numpy(state, f"operator.{function.__name__}", list(operands), {})
 

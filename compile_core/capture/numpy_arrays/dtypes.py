@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from compile_core.capture.values.base import CaptureState
@@ -46,14 +47,24 @@ def divides_integers(name: str, args: tuple[Any, ...]) -> bool:
     return not any(kind.is_floating_point() or kind.is_complex() for kind in kinds)
 
 
-def check_like_numpy(
+def checked_answer(
     state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
-) -> None:
-    """Raise Unsupported where the stand-in's result (fake tensors) has other types or shapes than NumPy's."""
-    expected = [_metadata(leaf) for leaf in pytree.tree_leaves(_ask(state, name, args, kwargs))]
+) -> Any:
+    """What NumPy gives for arrays of ones; raises Unsupported where the stand-in's result (fake tensors) has other
+    types or shapes."""
+    answer = _ask(state, name, args, kwargs)
+    expected = [_metadata(leaf) for leaf in pytree.tree_leaves(answer)]
     actual = [_metadata(leaf) for leaf in pytree.tree_leaves(found)]
     if expected != actual:
         raise state.unsupported("numpy-difference", f"NumPy's {name} gives {expected}, its stand-in {actual}")
+    return answer
+
+
+def nodes_in(arguments: Any) -> list[Node]:
+    """The arrays among the arguments of a call."""
+    found: list[Node] = []
+    map_arg(arguments, found.append)
+    return found
 
 
 def _ask(state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from compile_core.capture.numpy_arrays.arrays import ArrayValue, as_array, call_
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
 from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import SequenceValue
 from compile_core.capture.values.tensors import TensorValue, method_rule
 from compile_core.ir.numpy_calls import DTYPES, torch_numpy
 
@@ -104,6 +105,8 @@ def _tensor_of(function: Any) -> CallRule:
 
     def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         given = [value.tensor if isinstance(value, ArrayValue) else value for value in args]
+        if any(isinstance(value, SequenceValue) and _holds_arrays(state, value) for value in args):
+            return _refuse(state)
         if function is torch.tensor and any(isinstance(value, ArrayValue) for value in args):
             # It copies; given a tensor torch would warn that there are better ways.
             return state.call_tensor_op("call_method", "clone", given, {}) if not kwargs else _refuse(state)
@@ -114,8 +117,23 @@ def _tensor_of(function: Any) -> CallRule:
     return make
 
 
+def _holds_arrays(state: CaptureState, value: Value) -> bool:
+    if isinstance(value, SequenceValue):
+        return any(_holds_arrays(state, item) for item in value.all(state))
+    return isinstance(value, ArrayValue)
+
+
 def _refuse(state: CaptureState) -> Value:
-    raise state.unsupported("tensor-of-array", "torch.tensor of an array with further arguments")
+    raise state.unsupported("tensor-of-array", "a tensor made of arrays in a list, or with further arguments")
+
+
+@method_rule("new_tensor")
+def _new_tensor(
+    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+) -> Value | None:
+    if any(_holds_arrays(state, value) for value in args):
+        return _refuse(state)
+    return None
 
 
 for _function in (torch.tensor, torch.as_tensor, torch.asarray):

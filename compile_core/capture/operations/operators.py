@@ -170,7 +170,7 @@ def _union(state: CaptureState, left: DictValue, right: DictValue) -> Value:
 def _in_place(state: CaptureState, symbol: str, left: Value, right: Value) -> Value | None:
     """``left symbol right`` where the left operand changes itself; None where it has no such operator."""
     if isinstance(left, ArrayValue):
-        return operate(state, IN_PLACE[symbol], left, right)
+        return None if left.is_scalar else operate(state, IN_PLACE[symbol], left, right)
     if isinstance(left, TensorValue) and not isinstance(right, InstanceValue):
         return state.call_tensor_op("call_function", IN_PLACE[symbol], [left, right], {})
     if isinstance(left, InstanceValue):
