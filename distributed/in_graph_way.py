@@ -34,7 +34,7 @@ from distributed.graph_forms import GraphForms
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
-from distributed.planning.settle_plan import PlanSettler
+from distributed.planning.settle_plan import PlanSettler, of_first_rank
 from distributed.reducer.parked_reducer import park_again, park_reducer
 from distributed.reducer.wrapped_parameters import reduced_parameters
 
@@ -147,11 +147,12 @@ class InGraphWay:
             self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
 
     def _agree_on(self, plan: BucketPlan) -> BucketPlan:
-        lines = tuple(line.strip() for line in f"{plan}\n{self.buckets.averaging}".splitlines())
-        lines += (f"static_graph={self._ddp.static_graph}",)
-        statement = Statement("planned other gradient buckets", lines)
+        """The first rank's. On another, hooks or graph breaks of its own may have gradients come in another order."""
+        parameters = sorted(map(str, plan.parameters))
+        lines = (*parameters, str(self.buckets.averaging), f"static_graph={self._ddp.static_graph}")
+        statement = Statement("reduces other gradients", lines)
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
-        return plan
+        return of_first_rank(plan, self.buckets)
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,8 +1,8 @@
 """From the first bucket plan to the one that is kept: backwards are measured, and all ranks take what rank 0 plans.
 
-The first plan is stock DDP's. Its first rounds are not measured, since libraries choose their kernels there; in the
-next ones times are taken (see ``measure_costs``), and before the forward that follows the plan is chosen. All ranks
-have ended as many rounds by then, so these collectives meet. Nothing is compiled again.
+The first plan is stock DDP's, as rank 0 has it. Its first rounds are not measured, since libraries choose their kernels
+there; in the next ones times are taken (see ``measure_costs``), and before the forward that follows the plan is chosen.
+All ranks have ended as many rounds by then, so these collectives meet. Nothing is compiled again.
 
 The link is measured alone, and shares memories with the backward later: two H200s then sent 240 GB/s instead of 285. A
 plan that the measured link would just end with has no slack for that, and each bucket adds to the delay of the next. So
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from bucketing.bucket import Parameter
+from bucketing.bucket import BucketPlan, Parameter
 from bucketing.cost_model import CostModel
 from bucketing.merge_plan import MergePlan, merge_plan
 from distributed.collectives.measure_costs import ReadyTimes, agreed_costs
 from distributed.gradients.gradient_buckets import GradientBuckets
+
+Plan = TypeVar("Plan", BucketPlan, MergePlan)
 
 _FIRST_MEASURED = 2
 _ROUNDS = 3
@@ -69,10 +72,16 @@ def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, Mer
     # All ranks name them in one order.
     names = list(buckets.parameters)
     costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes)
-    chosen: list[MergePlan | None] = [None]
+    chosen = None
     if buckets.group.rank() == 0:
         order = sorted(plan.parameters, key=lambda parameter: costs.ready_s[parameter.name])
-        chosen = [with_slack(order, costs)]
-    dist.broadcast_object_list(chosen, group=buckets.group, group_src=0, device=device)
-    assert chosen[0] is not None
-    return costs, chosen[0]
+        chosen = with_slack(order, costs)
+    return costs, of_first_rank(chosen, buckets)
+
+
+def of_first_rank(mine: Plan | None, buckets: GradientBuckets) -> Plan:
+    """What the first rank has planned; all ranks of the group call this."""
+    plans = [mine]
+    dist.broadcast_object_list(plans, group=buckets.group, group_src=0, device=buckets.device)
+    assert plans[0] is not None
+    return plans[0]

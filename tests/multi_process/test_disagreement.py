@@ -20,7 +20,7 @@ FAILURES: dict[str, tuple[str, str]] = {
     "another_dtype": ("rank 1 captured another graph than rank 0: 'argument x: float64 cpu' where", ""),
     "other_dynamic_dims": ("rank 1 has other dynamic sizes than rank 0: 'x has open dims 0, 1' where", ""),
     "another_promise_about_the_graph": (
-        "rank 1 planned other gradient buckets than rank 0: 'static_graph=True' where",
+        "rank 1 reduces other gradients than rank 0: 'static_graph=True' where",
         "",
     ),
     "another_branch_later": (

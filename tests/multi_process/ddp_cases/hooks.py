@@ -33,7 +33,11 @@ from tests.multi_process.ddp_harness import (
 
 @case()
 def plain_python_on_one_rank() -> None:
+    """Also from the first step on, as loggers of gradients register their hooks."""
     stock, compiled = pair()
+    if dist.get_rank() == 1:
+        for model in (stock, compiled):
+            model.module.third.bias.register_hook(lambda grad: grad * 3)
     train((stock, compiled), steps=1)
     check_in_graph(compiled)
     if dist.get_rank() == 1:
