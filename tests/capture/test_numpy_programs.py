@@ -73,7 +73,17 @@ def elements(X):
     before = total
     total += 1
     X[0, 0], X[1] = 5, 7
-    return first, total, before, row, np.max(X), np.asarray(first), X[..., 0, 0], first.astype(np.float32)
+    return (
+        first,
+        total,
+        before,
+        row,
+        np.max(X),
+        np.asarray(first),
+        X[..., 0, 0],
+        first.astype(np.float32),
+        ~X.argmax(),
+    )
 
 
 def numbers_beside_tensors(X):

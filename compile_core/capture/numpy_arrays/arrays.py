@@ -194,7 +194,8 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
     if versions != [value.tensor.fake._version for value in written] and device not in (None, "cpu"):
         raise state.unsupported("array-store", "a change of an array that lives on another device meanwhile")
     arrays = _to_arrays(state, result)
-    if name.startswith("operator.i") or name == "operator.setitem":
+    changes = name.startswith("operator.i") and name != "operator.invert"
+    if changes or name == "operator.setitem":
         return arrays
     answer = checked_answer(state, name, given, named, _fakes(state, arrays))
     of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
@@ -204,11 +205,10 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
 def _with_scalars(state: CaptureState, value: Value, answer: Any, of_scalar: bool, is_known: bool) -> Value:
     """The results, of which those are scalars that NumPy gives as such in its ``answer`` to arrays of ones."""
     if isinstance(value, SequenceValue):
-        items = [
-            _with_scalars(state, item, part, of_scalar, is_known)
-            for item, part in zip(value.all(state), answer, strict=True)
-        ]
-        return SequenceValue(items, value.cls)
+        parts = zip(value.all(state), answer, strict=True)
+        return SequenceValue(
+            [_with_scalars(state, item, part, of_scalar, is_known) for item, part in parts], value.cls
+        )
     is_scalar = isinstance(answer, np.generic) or (of_scalar and np.shape(answer) == ())
     if not isinstance(value, ArrayValue) or not is_scalar:
         return value
