@@ -92,14 +92,29 @@ def numbers_beside_tensors(X):
     return t / np.sqrt(4), np.float32(2) * t, t * np.prod(X.shape), t < np.float64(0.1), *made
 
 
+def copies(X):
+    flat, same, rounded = X.flatten(), +X, X.round(9)
+    flat[0], same[0], rounded[1] = 5, 6, 7
+    return X, flat, same, rounded
+
+
 PROGRAMS = [there_and_back, returns_its_argument, changes_its_argument, scalars, shapes, asks_types]
-PROGRAMS += [elements, numbers_beside_tensors]
+PROGRAMS += [elements, numbers_beside_tensors, copies]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_plain(program, backend):
     check_same(program, matrix, backend=backend)
+
+
+def test_views_that_go_backwards_are_views():
+    def program(X):
+        back, turned = X[::-1], np.flip(X, 1)
+        back[0], turned[:, 0] = 5, 3
+        return X, back, turned
+
+    check_same(program, matrix, fullgraph=False)
 
 
 def test_lists_of_scalars_say_of_which_dtype_they_are():

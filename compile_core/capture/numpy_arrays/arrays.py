@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import Node
 
 from compile_core import config
 from compile_core.capture.guards.source_writer import SourceWriter
@@ -199,25 +200,37 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
         return arrays
     answer = checked_answer(state, name, given, named, _fakes(state, arrays))
     of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
-    return _with_scalars(state, arrays, answer, of_scalar, not nodes_in((given, named)))
+    return _like_numpys(state, arrays, answer, of_scalar, nodes_in((given, named)))
 
 
-def _with_scalars(state: CaptureState, value: Value, answer: Any, of_scalar: bool, is_known: bool) -> Value:
-    """The results, of which those are scalars that NumPy gives as such in its ``answer`` to arrays of ones."""
+def _like_numpys(
+    state: CaptureState, value: Value, answer: Any, of_scalar: bool, arguments: list[Node]
+) -> Value:
+    """The results, of which those are scalars and views that are so in NumPy's answer."""
     if isinstance(value, SequenceValue):
         parts = zip(value.all(state), answer, strict=True)
         return SequenceValue(
-            [_with_scalars(state, item, part, of_scalar, is_known) for item, part in parts], value.cls
+            [_like_numpys(state, item, part, of_scalar, arguments) for item, part in parts], value.cls
         )
-    is_scalar = isinstance(answer, np.generic) or (of_scalar and np.shape(answer) == ())
-    if not isinstance(value, ArrayValue) or not is_scalar:
+    if not isinstance(value, ArrayValue):
         return value
     tensor = value.tensor
-    if tensor.fake._is_view():  # an element, of which NumPy makes a copy
+    shares = _memory_of(tensor.node) in map(_memory_of, arguments)
+    if answer.is_view and not shares:
+        raise state.unsupported(
+            "numpy-difference", "what NumPy gives is a view, and its stand-in makes a copy"
+        )
+    if shares and not answer.is_view:
         copy = state.call_tensor_op("call_method", "clone", [tensor], {})
         assert isinstance(copy, TensorValue)
         tensor = copy
-    return ArrayValue(tensor, None, value.dtype.type, answer.item() if is_known else None)
+    if isinstance(answer.value, np.generic) or (of_scalar and np.shape(answer.value) == ()):
+        return ArrayValue(tensor, None, value.dtype.type, None if arguments else answer.value.item())
+    return as_array(state, tensor)
+
+
+def _memory_of(node: Node) -> int:
+    return node.meta["example_value"].untyped_storage()._cdata
 
 
 def _fakes(state: CaptureState, value: Value) -> Any:

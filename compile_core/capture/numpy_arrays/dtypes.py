@@ -1,4 +1,4 @@
-"""What NumPy itself would return: types of elements and shapes, found by asking it with arrays of ones.
+"""What NumPy itself would return: types of elements, shapes and views, found by asking it with arrays of ones.
 
 The stand-in for NumPy differs from it in corners, such as the quotients of small integers. Where it does, the graph
 ends.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,17 +48,31 @@ def divides_integers(name: str, args: tuple[Any, ...]) -> bool:
     return not any(kind.is_floating_point() or kind.is_complex() for kind in kinds)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What NumPy gives for arrays of ones, and whether it lies in the memory of one of them."""
+
+    value: Any
+    is_view: bool
+
+
 def checked_answer(
     state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
 ) -> Any:
-    """What NumPy gives for arrays of ones; raises Unsupported where the stand-in's result (fake tensors) has other
-    types or shapes."""
-    answer = _ask(state, name, args, kwargs)
+    """An ``Answer`` for each result; raises Unsupported where the stand-in's (fake tensors) have other types or
+    shapes."""
+    given: list[np.ndarray[Any, Any]] = []
+    answer = _ask(state, name, args, kwargs, given)
     expected = [_metadata(leaf) for leaf in pytree.tree_leaves(answer)]
     actual = [_metadata(leaf) for leaf in pytree.tree_leaves(found)]
     if expected != actual:
         raise state.unsupported("numpy-difference", f"NumPy's {name} gives {expected}, its stand-in {actual}")
-    return answer
+
+    def described(leaf: Any) -> Answer:
+        is_view = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, array) for array in given)
+        return Answer(leaf, is_view)
+
+    return pytree.tree_map(described, answer)
 
 
 def nodes_in(arguments: Any) -> list[Node]:
@@ -67,11 +82,23 @@ def nodes_in(arguments: Any) -> list[Node]:
     return found
 
 
-def _ask(state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask(
+    state: CaptureState,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arrays: list[np.ndarray[Any, Any]],
+) -> Any:
+    """NumPy's answer; the arrays that it is given are added to ``arrays``."""
+
+    def made(node: Node) -> np.ndarray[Any, Any]:
+        arrays.append(_ones(name, node))
+        return arrays[-1]
+
     function: Callable[..., Any] = operator if name.startswith("operator.") else np  # type: ignore[assignment]
     for part in name.removeprefix("operator.").split("."):
         function = getattr(function, part)
-    given, named = pytree.tree_map_only(Node, lambda node: _ones(name, node), (args, kwargs))
+    given, named = pytree.tree_map_only(Node, made, (args, kwargs))
     given = tuple(_sliced(name, item) for item in given)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
