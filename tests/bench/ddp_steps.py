@@ -17,8 +17,9 @@ import distributed
 from tests.bench.ddp_sides import Inputs, Running
 from tests.bench.gpu_training import MODELS
 from tests.bench.rows import LEAD_IN, Row, rows_in_turn, run_row, synchronise
-from tests.bench.training_models import TRAININGS
+from tests.bench.training_models import TRAININGS, two_types
 
+_ON_CPU = {**TRAININGS, "two_types": two_types}
 # In which the exposure of a plan is measured.
 _TIMELINES = 5
 # A rank that failed waits as long for the others to fail, too; they may hang in a collective that it left out.
@@ -51,7 +52,7 @@ class Ranks:
 def load_model(name: str, device_type: str) -> tuple[nn.Module, Inputs]:
     """The same weights and inputs on all ranks, on the CPU."""
     torch.manual_seed(0)
-    model, inputs = (MODELS if device_type == "cuda" else TRAININGS)[name]()
+    model, inputs = (MODELS if device_type == "cuda" else _ON_CPU)[name]()
     assert isinstance(model, nn.Module)
     return model, inputs
 

@@ -17,9 +17,9 @@ BENCH = Path(__file__).with_name("ddp_training.py")
 @pytest.mark.timeout(300)
 def test_a_call_completes_the_table_of_an_earlier_one(tmp_path: Path) -> None:
     results = tmp_path / "figures.jsonl"
-    append_figures(results, Figures("gloo", "mlp", "inductor", step_ms=123.45, loss=1.0))
+    append_figures(results, Figures("gloo", "two_types", "inductor", step_ms=123.45, loss=1.0))
     program = [
-        *(str(BENCH), "--models", "mlp"),
+        *(str(BENCH), "--models", "two_types"),
         *(
             "--sides",
             "inductor,eager-ddp,ours-ddp,ours-joined,ours-beside,ours-forward",

@@ -67,6 +67,13 @@ def mlp() -> Training:
     return Perceptron(), {"x": torch.randn(256, 512), "labels": torch.randint(100, (256,))}
 
 
+def two_types() -> Training:
+    """Whose gradients lie in two buckets at least, whatever plan the clock makes: one bucket is of one type."""
+    model, inputs = Perceptron(), mlp()[1]
+    model.layers[-1].to(torch.bfloat16)
+    return model, inputs
+
+
 TRAININGS: dict[str, Callable[[], Training]] = {"gpt2": gpt2, "bert": bert, "resnet18": resnet18, "mlp": mlp}
 
 
