@@ -90,12 +90,13 @@ class BucketBuffers:
                 self.flat[index] = torch.zeros_like(self.flat[index])
                 self._find_places(names)
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """
         Raises:
             CompileError: the gradient of a parameter, as that is now, has no place.
         """
-        for (name, place), now in zip(self.places.items(), self._owners, strict=True):
+        for name, now in parameters.items():
+            place = self.places[name]
             if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
                 raise CompileError(
                     f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "

@@ -160,7 +160,7 @@ class GradientBuckets:
             return
         if self._round is None:
             self._buffers.restore_places()
-        self._buffers.refuse_changed()
+        self._buffers.refuse_changed(self.parameters)
 
     def adopt(self, plan: BucketPlan) -> None:
         """Uses this plan from now on, as all ranks do; gradients that lie in the buckets of the one before move.
