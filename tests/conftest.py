@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Every stage checks what it hands on; ranks and other child processes inherit this too.
     os.environ.setdefault("GRADSPLIT_VERIFY", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # Pytest listens to loggers that do not propagate; to this one torch tells of each symbol it makes, with stacks.
+    torch._logging._internal.trace_log.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
