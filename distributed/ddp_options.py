@@ -26,6 +26,7 @@ class DDPOptions:
             multiprocessors to the backward, instead of by NCCL's kernels. ``None``: of two ranks, those in buckets of
             at least 1 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
             with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
+            Between two ranks, gradients that autocast computes in 16 bits are sent in these; their means are the same.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops

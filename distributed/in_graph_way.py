@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class InGraphWay:
         self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
-        self._planner = DDPPlanner(ddp, self.buckets)
+        # What a CUDA graph stores has one place for good.
+        sends_narrow = averaging.sends_narrow and not request.options.cuda_graphs
+        self._planner = DDPPlanner(ddp, self.buckets, sends_narrow)
         self._forms: list[GraphForms] = []
         self._make_functions()
 
@@ -147,8 +150,9 @@ class InGraphWay:
             self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
 
     def _agree_on(self, plan: BucketPlan) -> BucketPlan:
-        """The first rank's. On another, hooks or graph breaks of its own may have gradients come in another order."""
-        parameters = sorted(map(str, plan.parameters))
+        """The first rank's. On another, hooks or graph breaks of its own may have gradients come in another order, and
+        in other bits."""
+        parameters = sorted(str(replace(parameter, sent_dtype=None)) for parameter in plan.parameters)
         lines = (*parameters, str(self.buckets.averaging), f"static_graph={self._ddp.static_graph}")
         statement = Statement("reduces other gradients", lines)
         self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])

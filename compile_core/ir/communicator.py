@@ -48,8 +48,9 @@ class Communicator(Protocol):
         results are not stored or come on top of others."""
         ...
 
-    def destination(self, name: str) -> torch.Tensor:
-        """The tensor into which the program stores the result of this destination name."""
+    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        """The tensor into which the program stores the result of this destination name, of this dtype or, for ``None``,
+        of the destination's own."""
         ...
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:

@@ -55,7 +55,10 @@ class Executable:
             for name in self._last_reads[position]:
                 del values[name]
             if communicator is not None:
-                arguments += [communicator.destination(name) for name in compute.destinations.values()]
+                arguments += [
+                    communicator.destination(name, compute.dtypes.get(result))
+                    for result, name in compute.destinations.items()
+                ]
             if observer is not None:
                 observer.region_started(compute.name)
             results = self.regions[compute.name](arguments)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from distributed.collectives.copy_engines import CopyEngines, find_engines
 from distributed.collectives.mean_kernel import AVERAGED_TYPES
+from distributed.collectives.narrow_average import NarrowPart
 from distributed.collectives.shared_buffers import SharedBuffer
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
@@ -75,29 +76,53 @@ class Averaging:
         wire = str(self._wire_type or torch.float32).removeprefix("torch.")
         return f"float32 is sent as {wire}, buckets by copy engines: {copied}"
 
-    def wire_bytes(self, flat: torch.Tensor) -> int:
-        """What is sent of this buffer."""
+    @property
+    def sends_narrow(self) -> bool:
+        """Whether buckets may have a ``NarrowPart``. Where they turn out not to be copied, its values are cast when the
+        bucket starts."""
+        return self._may_copy and self._group.size() == 2 and self.factor == 1.0
+
+    def wire_bytes(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> int:
+        """What is sent of this buffer; see ``start``."""
+        if values is not None and self._is_copied(buffer):
+            return values.nbytes + (flat.numel() - values.numel()) * flat.itemsize
         wire_type = self._wire_type if self._compresses(flat) else None
         return flat.numel() * (wire_type or flat.dtype).itemsize
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
-        """Zeros to store a bucket in; all ranks ask for theirs in one order."""
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, narrow: NarrowPart | None = None
+    ) -> SharedBuffer:
+        """Zeros to store a bucket in; all ranks ask for theirs in one order.
+
+        Args:
+            narrow: what of it comes in 16 bits.
+        """
         # Other devices are those of modules that are spread over several.
         fits = device == self._device and dtype in AVERAGED_TYPES
         is_large = numel * dtype.itemsize >= self._least_copied_bytes
         if fits and is_large and self._engines is not None:
-            return self._engines.allocate(numel, dtype)
+            return self._engines.allocate(numel, dtype, narrow)
         return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Work:
+    def start(
+        self,
+        flat: torch.Tensor,
+        buffer: SharedBuffer,
+        narrow: NarrowPart | None = None,
+        values: torch.Tensor | None = None,
+    ) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
 
         Args:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
+            narrow: as then.
+            values: of the narrow part, in 16 bits, if they are not in ``flat``.
         """
-        if buffer.is_shared and flat.nbytes >= self._least_copied_bytes and self._engines is not None:
-            return self._engines.start(flat, buffer)
+        if self._is_copied(buffer) and self._engines is not None:
+            return self._engines.start(flat, buffer, narrow, values)
+        if values is not None:
+            flat[: values.numel()].copy_(values)
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
@@ -117,15 +142,21 @@ class Averaging:
     @cached_property
     def _engines(self) -> CopyEngines | None:
         """Asks all ranks, at the first bucket that they would serve."""
-        by_default = self._copy_engines is None
-        is_measured = self.on_streams and self._group.size() <= _MOST_COPYING_RANKS
-        if self._copy_engines is False or (by_default and not is_measured):
+        if not self._may_copy:
             return None
         engines, against = find_engines(self._group, self._device)
         if against:
-            level = logging.INFO if by_default else logging.WARNING
+            level = logging.INFO if self._copy_engines is None else logging.WARNING
             logger.log(level, "gradients are not averaged by copy engines: %s", against)
         return engines
+
+    @property
+    def _may_copy(self) -> bool:
+        is_measured = self.on_streams and self._group.size() <= _MOST_COPYING_RANKS
+        return is_measured if self._copy_engines is None else self._copy_engines
+
+    def _is_copied(self, buffer: SharedBuffer) -> bool:
+        return buffer.is_shared and buffer.mine.nbytes >= self._least_copied_bytes
 
     def _compresses(self, flat: torch.Tensor) -> bool:
         return self._wire_type is not None and flat.dtype == torch.float32

@@ -4,10 +4,13 @@ NCCL's kernels hold multiprocessors for as long as the link works, and a backwar
 needs none: of each buffer every rank pulls its own part from the others, averages it, which takes a short kernel, and
 pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes the
 ranks' streams meet.
+
+What is exact in 16 bits is sent as such, once (``narrow_average``).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed.collectives.copy_rows import copy_rows
+from distributed.collectives.landed_mean import LandedMean
 from distributed.collectives.mean_kernel import MeanKernel
+from distributed.collectives.narrow_average import NarrowExchange, NarrowPart
 from distributed.collectives.peer_access import reason_against
 from distributed.collectives.shared_buffers import SharedBuffer, share
 from distributed.collectives.stream_meeting import StreamMeeting, load_driver
@@ -56,41 +62,44 @@ AddAndDivide = Callable[[torch.Tensor, torch.Tensor, int], object]
 
 
 def average(
-    buffer: SharedBuffer, scratch: torch.Tensor, meet: Callable[[], object], add_and_divide: AddAndDivide
+    flat: torch.Tensor,
+    buffer: SharedBuffer,
+    scratch: torch.Tensor,
+    meet: Callable[[], object],
+    add_and_divide: AddAndDivide,
+    exchange: NarrowExchange | None = None,
 ) -> None:
-    """The mean over ranks, in all of their buffers; called on all of them.
+    """The mean over ranks of what each has in ``flat``, which comes there; called on all of them.
 
     Args:
-        buffer: what is averaged.
+        flat: the rank's own memory of the buffer, or other: then the buffer keeps what it holds.
+        buffer: by which ranks reach one another.
         scratch: of the buffer's dtype, with at least as many elements as a part: those of the buffer over the ranks.
         meet: waits for all ranks; on a GPU, the stream on which this is called does.
         add_and_divide: computes.
+        exchange: of the elements at the beginning, if these are averaged in that way.
     """
-    begin, end = _part(buffer.mine.numel(), len(buffer.of_ranks), buffer.rank)
-    part = buffer.mine[begin:end]
-    others = [memory[begin:end] for memory in _others(buffer)]
+    mine, count = buffer.mine, 0 if exchange is None else exchange.part.numel
+    held = None if flat is mine else mine.clone()
+    if held is not None:
+        mine[count:].copy_(flat[count:])
+    begin, end = _part(mine.numel() - count, len(buffer.of_ranks), buffer.rank)
+    part = mine[count + begin : count + end]
+    others = [memory[count + begin : count + end] for memory in _others(buffer)] if begin < end else []
     meet()
+    if exchange is not None:
+        exchange.send()
     for number, other in enumerate(others, start=1):
         divisor = len(buffer.of_ranks) if number == len(others) else 1
         add_and_divide(part, scratch[: end - begin].copy_(other), divisor)
     for other in others:
         other.copy_(part)
     meet()
-
-
-def average_elsewhere(
-    flat: torch.Tensor,
-    buffer: SharedBuffer,
-    scratch: torch.Tensor,
-    meet: Callable[[], object],
-    add_and_divide: AddAndDivide,
-) -> None:
-    """The same of what this rank has in ``flat``, and the mean comes there; the buffer keeps what it holds."""
-    held = buffer.mine.clone()
-    buffer.mine.copy_(flat)
-    average(buffer, scratch, meet, add_and_divide)
-    flat.copy_(buffer.mine)
-    buffer.mine.copy_(held)
+    if exchange is not None:
+        exchange.receive()
+    if held is not None:
+        flat.copy_(mine)
+        mine.copy_(held)
 
 
 def part_numel(numel: int, ranks: int) -> int:
@@ -124,36 +133,56 @@ class CopyEngines:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._add_and_divide = MeanKernel(device)
+        self._landed_mean = LandedMean(device)
         self._meet: StreamMeeting | None = None
         self._trial: SharedBuffer | None = None
         # The last that was started: when, and the event behind it.
         self._last: tuple[float, Any] | None = None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
-        """Zeros; a collective."""
+    def allocate(self, numel: int, dtype: torch.dtype, narrow: NarrowPart | None = None) -> SharedBuffer:
+        """Zeros; a collective.
+
+        Args:
+            narrow: what of it will come in 16 bits; only between two ranks.
+        """
         self._add_and_divide.build(dtype)
+        if narrow is not None:
+            self._landed_mean.build(narrow.dtype)
         return share(numel, dtype, self._group, self._device)
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> StreamWork:
+    def start(
+        self,
+        flat: torch.Tensor,
+        buffer: SharedBuffer,
+        narrow: NarrowPart | None = None,
+        values: torch.Tensor | None = None,
+    ) -> StreamWork:
         """Begins to average what the current stream has stored, or will have.
 
         Args:
             flat: where: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
+            narrow: as then.
+            values: of the narrow part, if they are not in ``flat``.
         """
         assert self._meet is not None
         current = torch.cuda.current_stream(self._device)
+        count = 0 if narrow is None else narrow.numel
         # Of the current stream, since the backward has given up as much memory of activations by now.
-        scratch = flat.new_empty(part_numel(flat.numel(), len(buffer.of_ranks)))
+        scratch = flat.new_empty(part_numel(flat.numel() - count, len(buffer.of_ranks)))
+        exchange, used = None, [flat, scratch]
+        if narrow is not None:
+            values = flat[:count].clone() if values is None else values
+            told = self._meet.told_by(1 - buffer.rank)
+            average_landed = functools.partial(self._landed_mean, told=told, dtype=narrow.dtype)
+            exchange = NarrowExchange(narrow, buffer, values, copy_rows, self._meet.tell, average_landed)
+            used.append(values)
         # Should a backward break off, nobody waits for the copies.
-        for used in (flat, scratch):
-            used.record_stream(self._stream)
+        for memory in used:
+            memory.record_stream(self._stream)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            if flat is buffer.mine:
-                average(buffer, scratch, self._meet, self._add_and_divide)
-            else:
-                average_elsewhere(flat, buffer, scratch, self._meet, self._add_and_divide)
+            average(flat, buffer, scratch, self._meet, self._add_and_divide, exchange)
             done = self._stream.record_event()
         self._last = time.monotonic(), done
         if flat is not buffer.mine:
@@ -164,6 +193,7 @@ class CopyEngines:
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
         self._add_and_divide.build(torch.float32)
+        self._landed_mean.build(torch.bfloat16)
         load_driver()
 
     def try_to_share(self) -> None:
@@ -178,15 +208,23 @@ class CopyEngines:
         nothing. A collective, behind ``try_to_share``."""
         trial, self._trial = self._trial, None
         assert trial is not None
-        trial.mine.fill_(self._group.rank())
-        work, deadline_s = self.start(trial.mine, trial), time.monotonic() + _TRIED_S
-        while not work.is_completed():
-            if time.monotonic() > deadline_s:
-                self.let_go()
-                raise RuntimeError("GPUs do not hear of one another")
-            time.sleep(1e-3)
-        if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
-            raise RuntimeError("copies between GPUs bring wrong values")
+        parts: list[NarrowPart | None] = [None]
+        if self._group.size() == 2:
+            parts.append(NarrowPart(trial.mine.numel() // 2 + 16, torch.bfloat16))
+        for narrow in parts:
+            trial.mine.fill_(self._group.rank())
+            # Of one rank they are in 16 bits, and of the other one not.
+            values = None
+            if narrow is not None and self._group.rank() == 1:
+                values = trial.mine[: narrow.numel].to(narrow.dtype)
+            work, deadline_s = self.start(trial.mine, trial, narrow, values), time.monotonic() + _TRIED_S
+            while not work.is_completed():
+                if time.monotonic() > deadline_s:
+                    self.let_go()
+                    raise RuntimeError("GPUs do not hear of one another")
+                time.sleep(1e-3)
+            if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
+                raise RuntimeError("copies between GPUs bring wrong values")
 
     def late(self) -> str:
         """What every rank is told if the last mean is under way for longer than a collective of the group may be; on

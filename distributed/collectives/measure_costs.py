@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bucketing.cost_model import CostModel
 from bucketing.link_model import LinkModel, fit_link_model
 from distributed.clocks import clock_of
 from distributed.collectives.averaging import Averaging
+from distributed.collectives.narrow_average import NarrowPart
 
 _REPETITIONS = 4
 _IN_A_ROW = 4
@@ -64,21 +66,28 @@ def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int)
     group."""
     clock = clock_of(device)
     numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
-    buffer = averaging.allocate(numel, torch.float32, device)
+    narrow = NarrowPart(numel, torch.bfloat16) if averaging.sends_narrow else None
+    buffer = averaging.allocate(numel, torch.float32, device, narrow)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
-    smallest, samples = buffer.first(sizes[0]), []
-    for size in sizes:
+    smallest = buffer.first(sizes[0])
+
+    def measured_s(size: int, *narrow: Any) -> float:
         part, seconds = buffer.first(size), []
         for _ in range(_REPETITIONS):
             clock.let_host_get_ahead()
             averaging.start(smallest.mine, smallest).wait()
             start = clock.mark()
-            for work in [averaging.start(part.mine, part) for _ in range(_IN_A_ROW)]:
+            for work in [averaging.start(part.mine, part, *narrow) for _ in range(_IN_A_ROW)]:
                 work.wait()
             seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
         # The first of a size may set connections up.
-        samples.append((size * 4, max(statistics.median(seconds[1:]), 1e-9)))
-    return fit_link_model(samples)
+        return max(statistics.median(seconds[1:]), 1e-9)
+
+    link = fit_link_model([(size * 4, measured_s(size)) for size in sizes])
+    if narrow is None:
+        return link
+    values = torch.zeros(numel, dtype=narrow.dtype, device=device)
+    return replace(link, narrow_share=min(measured_s(numel, narrow, values) / link.seconds(4 * numel), 1.0))
 
 
 def agreed_costs(
@@ -98,11 +107,11 @@ def agreed_costs(
     """
     ready_s, end_s = times.medians(names)
     link = measure_link(averaging, device, largest_bytes)
-    values = torch.tensor(
-        [*ready_s, end_s, link.startup_s, link.seconds_per_byte], dtype=torch.float64, device=device
-    )
+    costs = [*ready_s, end_s, link.startup_s, link.seconds_per_byte, link.narrow_share]
+    values = torch.tensor(costs, dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     group.allreduce([values], options).wait()
-    *ready, end_s, startup_s, seconds_per_byte = values.tolist()
-    return CostModel(dict(zip(names, ready, strict=True)), end_s, LinkModel(startup_s, seconds_per_byte))
+    *ready, end_s, startup_s, seconds_per_byte, narrow_share = values.tolist()
+    link = LinkModel(startup_s, seconds_per_byte, narrow_share)
+    return CostModel(dict(zip(names, ready, strict=True)), end_s, link)

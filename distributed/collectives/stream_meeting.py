@@ -10,6 +10,7 @@ No watchdog looks at such a wait: whoever knows that a rank will not come calls 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _AT_LEAST = 0
 _CLOCK = 2**32
 
 
+@cache
 def load_driver() -> ctypes.CDLL:
     """The driver, which knows the operations.
 
@@ -50,11 +52,14 @@ class StreamMeeting:
         driver = load_driver()
         self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
         self._stream = stream.cuda_stream
-        self._words = words = share(group.size(), torch.int32, group, device)
+        # One for every rank to meet by, and one for what it tells.
+        self._words = words = share(2 * group.size(), torch.int32, group, device)
+        self._told_by = words.mine[group.size() :].split(1)
         rank, itemsize = words.rank, words.mine.itemsize
         others = [other for other in range(group.size()) if other != rank]
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
+        self._to_tell = [word + group.size() * itemsize for word in self._on_others]
         self._met = 0
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
@@ -76,6 +81,15 @@ class StreamMeeting:
             self._queue(self._write, word, self._met)
         for word in self._from_others:
             self._queue(self._wait, word, self._met)
+
+    def tell(self, number: int) -> None:
+        """Between two meetings: behind the second, all others know this number of this rank."""
+        for word in self._to_tell:
+            self._queue(self._write, word, number)
+
+    def told_by(self, rank: int) -> torch.Tensor:
+        """What it told last: one int32, of this GPU."""
+        return self._told_by[rank]
 
     def let_go(self) -> None:
         """Nobody is waited for any longer; for another thread than the one that is blocked. No meeting holds from then

@@ -14,10 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
+from distributed.gradients.announced_programs import will_run
 from distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
-
-# torch exports it without declaring it.
-_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 
 
 class Anchors:
@@ -60,7 +58,7 @@ class Anchors:
 
     def programs_store(self) -> bool:
         """Whether programs store gradients in the backward that runs: not where it is for gradients of inputs only."""
-        return not returns_values() and any(_will_run(node) for _, node in self._anchors.values())
+        return not returns_values() and any(will_run(node) for _, node in self._anchors.values())
 
     def unasked(self) -> frozenset[str]:
         """The parameters for which the backward that runs is not."""

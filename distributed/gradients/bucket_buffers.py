@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from bucketing.bucket import BucketPlan
+from bucketing.bucket import Bucket, BucketPlan
 from compile_core.errors import CompileError
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from distributed.collectives.narrow_average import NarrowPart
 from distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
@@ -28,6 +29,8 @@ class BucketBuffers:
         flat: the buffer of each bucket, one-dimensional.
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
+        narrow_names: the parameters of each bucket whose gradients come in 16 bits, as a rule.
+        narrow_parts: of each bucket what they fill, at its beginning.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class BucketBuffers:
         plan: BucketPlan,
         parameters: Mapping[str, torch.nn.Parameter],
         strides: Mapping[str, tuple[int, ...]],
-        allocate: Callable[[int, torch.dtype, torch.device], SharedBuffer],
+        allocate: Callable[[int, torch.dtype, torch.device, NarrowPart | None], SharedBuffer],
     ) -> None:
         self.plan = plan
         self.names = [tuple(parameter.name for parameter in bucket.parameters) for bucket in plan.buckets]
@@ -45,9 +48,14 @@ class BucketBuffers:
         self._strides = strides
         self._offsets: dict[str, int] = {}
         self.allocated: list[SharedBuffer] = []
-        for bucket in plan.buckets:
+        self.narrow_names = [
+            frozenset(parameter.name for parameter in bucket.parameters if parameter.sent_dtype is not None)
+            for bucket in plan.buckets
+        ]
+        self.narrow_parts = [*map(_narrow_part, plan.buckets)]
+        for bucket, narrow in zip(plan.buckets, self.narrow_parts, strict=True):
             like = parameters[bucket.parameters[0].name]
-            self.allocated.append(allocate(bucket.numel, like.dtype, like.device))
+            self.allocated.append(allocate(bucket.numel, like.dtype, like.device, narrow))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self.flat = [buffer.mine for buffer in self.allocated]
@@ -56,6 +64,10 @@ class BucketBuffers:
         # As long as nobody else has any of them.
         self._holders = max(map(_holders_of, self.places.values()))
         self._views = [*map(_views_of, self.flat)]
+
+    def place_in(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        """The gradient's part of other memory that is laid out as its bucket's buffer, or the beginning of that."""
+        return memory.as_strided(self._shapes[name], self._strides[name], self._offsets[name])
 
     def restore_places(self) -> None:
         """Places are given to the program, as gradients. It may have put other memory into them, by ``grad.data``; and
@@ -122,16 +134,20 @@ class BucketBuffers:
 
     def _find_places(self, names: Iterable[str]) -> None:
         for name in names:
-            flat = self.flat[self.bucket_of[name]]
-            place = flat.as_strided(self._shapes[name], self._strides[name], self._offsets[name])
             # No view to autograd, so that programs may call ``grad.detach_()``.
-            self.places[name] = place.detach()
+            self.places[name] = self.place_in(self.flat[self.bucket_of[name]], name).detach()
         self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""
         place = self.places[name]
         return tensor is place or tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+
+
+def _narrow_part(bucket: Bucket) -> NarrowPart | None:
+    if bucket.sent_dtype is None:
+        return None
+    return NarrowPart(bucket.narrow_numel, getattr(torch, bucket.sent_dtype.removeprefix("torch.")))
 
 
 def _views_of(flat: torch.Tensor) -> int:

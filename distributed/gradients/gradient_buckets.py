@@ -19,7 +19,7 @@ it was a tensor of the user's. As in stock DDP, a backward whose forward did not
 from __future__ import annotations
 
 import operator
-import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +35,10 @@ from distributed.collectives.measure_costs import ReadyTimes
 from distributed.collectives.work import Work
 from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
 from distributed.gradients.anchors import Anchors
+from distributed.gradients.announced_programs import AnnouncedPrograms, will_run
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
+from distributed.gradients.narrow_values import NarrowValues
 from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
@@ -45,8 +47,7 @@ from distributed.gradients.undefined_gradients import UndefinedGradients
 from distributed.gradients.watchers import GradientObserver, Watch
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
-# torch exports these without declaring them.
-_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+# torch exports it without declaring it.
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
@@ -110,8 +111,9 @@ class GradientBuckets:
         self.anchor = self._anchors.of_program
         self.wanted_values, self.take_values = self._anchors.wanted_values, self._anchors.take_values
         self._buffers: BucketBuffers | None = None
-        # Nodes of compiled programs that may still run, and what each will store.
-        self._announced: list[tuple[weakref.ref[Any], Sequence[str]]] = []
+        self._narrow: NarrowValues | None = None
+        self._announced = AnnouncedPrograms()
+        self.expect = self._announced.add
         self._round: ReductionRound | None = None
         # Of the round, those with hooks, and those for which it is not.
         self._hooked: frozenset[str] = frozenset()
@@ -172,6 +174,7 @@ class GradientBuckets:
             raise InternalError("bucket plans cannot change during a backward")
         before = self._buffers
         self._buffers = BucketBuffers(plan, self.parameters, self._all_strides, self.averaging.allocate)
+        self._narrow = NarrowValues(self._buffers)
         if before is None:
             return
         for name, parameter in self.parameters.items():
@@ -222,11 +225,6 @@ class GradientBuckets:
         if self._stepper is not None:
             self._stepper.expect_backward(is_noticed=bool(nodes))
 
-    def expect(self, node: Any, names: Sequence[str]) -> None:
-        if len(self._announced) >= 16:
-            self._announced = [entry for entry in self._announced if entry[0]() is not None]
-        self._announced.append((weakref.ref(node), names))
-
     def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None:
         if self._anchors.programs_store():
             undefined, static = UndefinedGradients.of_program(node, results_of), self.static_graph
@@ -247,32 +245,35 @@ class GradientBuckets:
             return None
         return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
 
-    def destination(self, name: str) -> torch.Tensor:
+    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        assert self._narrow is not None
         place = self.place(name)
         stored = not self._storing or self._round is None or name in self._round.stored
         if not stored:
-            return place
-        scratch = self._scratch[name] = torch.empty_like(place)
+            usual = place if dtype is None else self._narrow.place(name, dtype)
+            if usual is not None:
+                return usual
+        scratch = self._scratch[name] = torch.empty_like(place, dtype=dtype)
         return scratch
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         if not self._storing:
             self._scratch.clear()
             return
-        assert self._round is not None and self._buffers is not None
-        if self._scratch:
-            self._await_writers()
+        assert self._round is not None and self._buffers is not None and self._narrow is not None
         for name, contribution in self._scratch.items():
             if not self._undefined.include(name):
                 self._refuse_late(name)
-                self._buffers.places[name].add_(contribution)
+                self._add(name, contribution)
         self._scratch.clear()
-        for name in self._undefined.zeros.intersection(names) - self._round.stored:
+        zeros = self._undefined.zeros.intersection(names) - self._round.stored
+        for name in zeros:
             # What a program computes from zeros need not be zero: it may divide by another.
             self._buffers.places[name].zero_()
         if missing := self._undefined.missing:
             self._round.nothing_comes([name for name in names if name in missing])
             names = [name for name in names if name not in missing]
+        self._narrow.arrived(set(names) - zeros)
         if names:
             self._buffers.look_for_anomalies(names)
             self._note(names)
@@ -304,11 +305,7 @@ class GradientBuckets:
                 parameter.grad = found.clone() if self._buffers.hold(name, found) else found
                 torch.mul(found.detach(), self.factor, out=place)
             else:
-                if name in self._round.stored:
-                    self._await_writers()
-                    place.add_(found.detach(), alpha=self.factor)
-                else:
-                    torch.mul(found.detach(), self.factor, out=place)
+                self._add(name, found.detach(), self.factor)
                 # Should more come, it comes alone.
                 parameter.grad = None
         elif not reached_results(self._nodes.by_name[name]):
@@ -319,6 +316,16 @@ class GradientBuckets:
             place.zero_()
         self._note((name,))
 
+    def _add(self, name: str, value: torch.Tensor, factor: float = 1.0) -> None:
+        """To what has come to a gradient in this round, if anything has."""
+        assert self._round is not None and self._buffers is not None and self._narrow is not None
+        if name in self._round.stored:
+            self._await_writers()
+            self._narrow.widen((name,))
+            self._buffers.places[name].add_(value, alpha=factor)
+        else:
+            torch.mul(value, factor, out=self._buffers.places[name])
+
     def _open_round(self) -> None:
         assert self._buffers is not None
         self._await_unfinished()
@@ -326,21 +333,15 @@ class GradientBuckets:
         self._round_begins()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         self._buffers.restore_places()
-        announced: dict[str, int] = {}
         # Programs store nothing where only gradients of inputs are asked for.
-        for reference, names in self._announced if self._anchors.programs_store() else ():
-            node = reference()
-            if node is not None and _will_run(node):
-                for name in names:
-                    announced[name] = announced.get(name, 0) + 1
+        announced = self._announced.contributions() if self._anchors.programs_store() else Counter()
         by_programs = set(announced)
         # Those with hooks come through the engine, and their hooks see them accumulated.
         hooked = self._hooked = self.hooked()
         self._unasked = self._anchors.unasked()
         refuse_new_hooks(hooked & by_programs)
-        by_engine = {name for name, node in self._nodes.by_name.items() if _will_run(node)}
-        for name in by_engine:
-            announced[name] = announced.get(name, 0) + 1
+        by_engine = {name for name, node in self._nodes.by_name.items() if will_run(node)}
+        announced.update(by_engine)
         static, unused = self.static_graph, frozenset()
         if static is not None and static.is_known:
             announced, unused = static.expected(announced), static.unused
@@ -395,7 +396,7 @@ class GradientBuckets:
             self._start(bucket)
 
     def _start(self, bucket: int) -> None:
-        assert self._buffers is not None and self._round is not None
+        assert self._buffers is not None and self._round is not None and self._narrow is not None
         self._watch.at_point()
         self._await_writers()
         names = self._buffers.names[bucket]
@@ -406,7 +407,8 @@ class GradientBuckets:
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        work = self.averaging.start(flat, self._buffers.allocated[bucket])
+        buffer, values = self._buffers.allocated[bucket], self._narrow.take(bucket)
+        work = self.averaging.start(flat, buffer, self._buffers.narrow_parts[bucket], values)
         self._works.append(work)
         if self._stepper is not None:
             for name in names:
@@ -414,7 +416,7 @@ class GradientBuckets:
                     self._give(name)
             self._stepper.reducing(names, work)
         if self.observer is not None:
-            self.observer.collective_started(bucket, self.averaging.wire_bytes(flat), work)
+            self.observer.collective_started(bucket, self.averaging.wire_bytes(flat, buffer, values), work)
 
     def _await_writers(self) -> None:
         """What is queued next on the current stream finds all that was stored."""
@@ -425,14 +427,14 @@ class GradientBuckets:
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""
-        assert self._buffers is not None and self._round is not None
+        assert self._buffers is not None and self._round is not None and self._narrow is not None
         place = self._buffers.places[name]
         is_stored, before = name in self._round.stored, self._before.get(name)
         if is_stored or before is None:
             if not is_stored:
                 place.zero_()
             elif name in self._set_aside:
-                place.add_(self._set_aside[name], alpha=self.factor)
+                self._add(name, self._set_aside[name], self.factor)
             return
         torch.mul(self._set_aside.get(name, before), self.factor, out=place)
 
@@ -454,7 +456,7 @@ class GradientBuckets:
                 counts = {
                     name: self._round.contributions(name) if name in stored else 0 for name in self.parameters
                 }
-                static.learn(counts, self.device, self._add_up)
+                static.learn(counts, self.device, lambda tensor: self._wait(self.group.allreduce([tensor])))
             for bucket in self._round.take_rest():
                 self._start(bucket)
             for work in self._works:
@@ -475,9 +477,6 @@ class GradientBuckets:
         self._clear(expecting=bool(self.missing))
         self.rounds += 1
 
-    def _add_up(self, tensor: torch.Tensor) -> None:
-        self._wait(self.group.allreduce([tensor]))
-
     def _clear(self, expecting: bool = False) -> None:
         self._round = None
         self.expecting = expecting
@@ -486,6 +485,8 @@ class GradientBuckets:
         self._before.clear()
         self._set_aside.clear()
         self._scratch.clear()
+        if self._narrow is not None:
+            self._narrow.clear()
 
     def _refuse_late(self, name: str) -> None:
         assert self._round is not None

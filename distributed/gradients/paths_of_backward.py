@@ -15,9 +15,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from compile_core.autograd.bound_graphs.compiled_call import edges_behind
+from distributed.gradients.announced_programs import will_run
 
-# torch exports these without declaring them.
-_will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+# torch exports it without declaring it.
 _backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 Roots = Sequence[torch.Tensor | GradientEdge]
@@ -56,7 +56,7 @@ def _find_reached() -> dict[Any, set[int]]:
         if edge[0] is not None and edge not in seen:
             seen.add(edge)
             pending += [
-                behind for behind in edges_behind(*edge) if behind[0] is not None and _will_run(behind[0])
+                behind for behind in edges_behind(*edge) if behind[0] is not None and will_run(behind[0])
             ]
     reached: dict[Any, set[int]] = {}
     for node, position in seen:

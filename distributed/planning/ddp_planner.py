@@ -15,12 +15,19 @@ from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.planning.cut_backward import cut_backward
+from distributed.planning.narrow_gradients import with_narrow_gradients
 from distributed.planning.plan_segments import plan_segments
 from distributed.reducer.stock_buckets import bucket_limits
 
 
-def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Parameter]:
-    """Parameters as planning sees them, by name."""
+def describe(
+    parameters: Mapping[str, torch.nn.Parameter], sent_dtypes: Mapping[str, str] | None = None
+) -> dict[str, Parameter]:
+    """Parameters as planning sees them, by name.
+
+    Args:
+        sent_dtypes: see ``Parameter.sent_dtype``, by name.
+    """
     # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
     devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
     labels = {
@@ -29,7 +36,12 @@ def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Paramete
     }
     return {
         name: Parameter(
-            name, parameter.numel(), parameter.element_size(), str(parameter.dtype), labels[parameter.device]
+            name,
+            parameter.numel(),
+            parameter.element_size(),
+            str(parameter.dtype),
+            labels[parameter.device],
+            (sent_dtypes or {}).get(name),
         )
         for name, parameter in parameters.items()
     }
@@ -44,11 +56,19 @@ class DDPPlanner:
     Attributes:
         buckets: where gradients go.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
+
+    Args:
+        sends_narrow: gradients are stored in 16 bits where they are exact in these.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, buckets: GradientBuckets, sends_narrow: bool = False
+    ) -> None:
         self._ddp = ddp
         self.buckets = buckets
+        self._sends_narrow = sends_narrow
+        # By parameter; of one dtype.
+        self._sent_dtypes: dict[str, str] = {}
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
         # the same for all sizes, which ranks may differ in; the order of segments is not.
@@ -62,14 +82,22 @@ class DDPPlanner:
         gradients = self._gradients(graph, inputs)
         if not gradients:
             return whole_schedule("backward", graph.backward), None
-        segments = plan_segments(graph.backward, gradients)
-        place = {node: number for number, node in enumerate(graph.backward.graph.nodes)}
-        results = graph_results(graph.backward)
+        backward, dtypes = graph.backward, {}
+        if self._sends_narrow:
+            backward, dtypes = with_narrow_gradients(backward, gradients, self._may_be_narrow)
+        segments = plan_segments(backward, gradients, narrow=dtypes)
+        place = {node: number for number, node in enumerate(backward.graph.nodes)}
+        results = graph_results(backward)
         self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
-        schedule = cut_backward(
-            graph.backward, gradients, segments, self.buckets.factor, self.buckets.strides
-        )
-        return schedule, self.buckets
+        buckets = self.buckets
+        schedule = cut_backward(backward, gradients, segments, buckets.factor, buckets.strides, dtypes)
+        return schedule, buckets
+
+    def _may_be_narrow(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether this gradient has, or may still get, a place among those that are sent in this dtype."""
+        if self.buckets.plan is None and {*self._sent_dtypes.values()} <= {str(dtype)}:
+            self._sent_dtypes[name] = str(dtype)
+        return self._sent_dtypes.get(name) == str(dtype)
 
     def first_plan(self) -> BucketPlan:
         """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""
@@ -92,5 +120,5 @@ class DDPPlanner:
 
     def _pack(self, ready: Sequence[str]) -> BucketPlan:
         """Stock DDP's buckets for gradients that come in this order."""
-        described = describe(self.buckets.parameters)
+        described = describe(self.buckets.parameters, self._sent_dtypes)
         return reducer_plan([described[name] for name in ready], bucket_limits(self._ddp))

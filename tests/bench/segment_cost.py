@@ -57,7 +57,7 @@ class _Buffers:
     def begin(self) -> None:
         pass
 
-    def destination(self, name: str) -> Tensor:
+    def destination(self, name: str, dtype: torch.dtype | None) -> Tensor:
         return self.places[name]
 
     def arrived(self, names: Sequence[str], values: Mapping[str, Tensor] | None) -> None:

@@ -34,7 +34,7 @@ class Recorder(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append(f"expect {names}")
 
-    def destination(self, name: str) -> torch.Tensor:
+    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         self.events.append(f"destination {name}")
         return self.place
 

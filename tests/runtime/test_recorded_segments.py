@@ -41,7 +41,7 @@ class FakeCommunicator(SilentCommunicator):
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         return None if self.adds else [self.stored[name] for name in names]
 
-    def destination(self, name: str) -> torch.Tensor:
+    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         if self.adds:
             return self._scratch.setdefault(name, torch.empty_like(self.stored[name]))
         return self.stored[name]

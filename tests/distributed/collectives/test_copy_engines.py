@@ -18,7 +18,6 @@ from distributed.collectives import copy_engines
 from distributed.collectives.copy_engines import (
     _part,
     average,
-    average_elsewhere,
     find_engines,
     part_numel,
 )
@@ -41,7 +40,7 @@ def test_every_rank_has_the_mean(numel: int, ranks: int, dtype: torch.dtype) -> 
     def run(rank: int) -> None:
         buffer, scratch = SharedBuffer(buffers, rank), torch.empty(part_numel(numel, ranks), dtype=dtype)
         for _ in range(2):
-            average(buffer, scratch, lambda: barrier.wait(30), add_and_divide)
+            average(buffer.mine, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(run, range(ranks)))
@@ -56,9 +55,9 @@ def test_a_rank_may_have_its_summand_elsewhere() -> None:
     def run(rank: int) -> None:
         buffer, scratch = SharedBuffer(buffers, rank), torch.empty(part_numel(100, 3))
         if rank == 1:
-            average_elsewhere(summand, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
+            average(summand, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
         else:
-            average(buffer, scratch, lambda: barrier.wait(30), add_and_divide)
+            average(buffer.mine, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(run, range(3)))

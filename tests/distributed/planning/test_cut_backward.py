@@ -61,7 +61,7 @@ class FakeCommunicator(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append("expect")
 
-    def destination(self, name: str) -> torch.Tensor:
+    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         return self.places[name]
 
     def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:

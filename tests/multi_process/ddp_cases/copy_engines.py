@@ -151,11 +151,11 @@ class HostEngines:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
+    def allocate(self, numel: int, dtype: torch.dtype, narrow: Any) -> SharedBuffer:
         of_ranks = [torch.zeros(numel, dtype=dtype) for _ in range(self._group.size())]
         return SharedBuffer(of_ranks, self._group.rank())
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Any:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer, *narrow: Any) -> Any:
         assert flat.shape == buffer.mine.shape
         return self._group.allreduce([flat])
 
