@@ -117,12 +117,12 @@ class Averaging:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
             narrow: as then.
-            values: of the narrow part, in 16 bits, if they are not in ``flat``.
+            values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         if self._is_copied(buffer) and self._engines is not None:
             return self._engines.start(flat, buffer, narrow, values)
         if values is not None:
-            flat[: values.numel()].copy_(values)
+            flat[: values.numel()].copy_(values.clone())
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)

@@ -86,6 +86,8 @@ def average(
     begin, end = _part(mine.numel() - count, len(buffer.of_ranks), buffer.rank)
     part = mine[count + begin : count + end]
     others = [memory[count + begin : count + end] for memory in _others(buffer)] if begin < end else []
+    if exchange is not None:
+        exchange.take_aside()
     meet()
     if exchange is not None:
         exchange.send()
@@ -163,7 +165,7 @@ class CopyEngines:
             flat: where: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
             narrow: as then.
-            values: of the narrow part, if they are not in ``flat``.
+            values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         assert self._meet is not None
         current = torch.cuda.current_stream(self._device)
@@ -172,11 +174,12 @@ class CopyEngines:
         scratch = flat.new_empty(part_numel(flat.numel() - count, len(buffer.of_ranks)))
         exchange, used = None, [flat, scratch]
         if narrow is not None:
-            values = flat[:count].clone() if values is None else values
+            values = flat[:count] if values is None else values
+            own = torch.empty_like(values)
             told = self._meet.told_by(1 - buffer.rank)
             average_landed = functools.partial(self._landed_mean, told=told, dtype=narrow.dtype)
-            exchange = NarrowExchange(narrow, buffer, values, copy_rows, self._meet.tell, average_landed)
-            used.append(values)
+            exchange = NarrowExchange(narrow, buffer, values, own, copy_rows, self._meet.tell, average_landed)
+            used += [values, own]
         # Should a backward break off, nobody waits for the copies.
         for memory in used:
             memory.record_stream(self._stream)

@@ -1,8 +1,8 @@
 """The mean over two ranks of gradients that are exact in 16 bits though the buffer has 32: cast behind the link.
 
-Each rank pushes all of its values into the other's buffer, which holds nothing yet: what it has itself lies elsewhere.
-They land where the means come to lie, block by block: the 16-bit values of a block in the first half of the block's
-place. So one kernel reads a block of both and writes the means over what has landed, and there is no third buffer.
+Each rank takes its values aside and pushes all of them into the other's buffer. They land where the means come to lie,
+block by block: the 16-bit values of a block in the first half of the block's place. So one kernel reads a block of both
+and writes the means over what has landed, and no more memory is needed than what was taken aside.
 
 A rank may have added something to its gradients, and then has 32 bits of each, without the other's knowing. It pushes
 these, whose blocks fill their places, and says so by a word that the other's kernel reads.
@@ -43,7 +43,8 @@ class NarrowExchange:
     Attributes:
         part: of the buffer.
         buffer: where the means come to lie.
-        own: what this rank has, in other memory: 16 bits of each value, or 32.
+        values: what this rank has: 16 bits of each, or 32. They may lie in the buffer.
+        own: memory for them elsewhere.
         copy_rows: as ``copy_rows.py`` has it.
         tell: tells the other rank a number, which it may read behind the next meeting.
         average_landed: computes, once the ranks have met.
@@ -51,10 +52,15 @@ class NarrowExchange:
 
     part: NarrowPart
     buffer: SharedBuffer
+    values: torch.Tensor
     own: torch.Tensor
     copy_rows: CopyRows
     tell: Callable[[int], object]
     average_landed: AverageLanded
+
+    def take_aside(self) -> None:
+        """Called first: the buffer is free then."""
+        self.own.copy_(self.values)
 
     def send(self) -> None:
         """Called when the other's buffer is free."""

@@ -31,6 +31,7 @@ class BucketBuffers:
         bucket_of: by parameter, the index of its bucket.
         narrow_names: the parameters of each bucket whose gradients come in 16 bits, as a rule.
         narrow_parts: of each bucket what they fill, at its beginning.
+        narrow_places: of those parameters, where the 16 bits lie.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BucketBuffers:
             for bucket in plan.buckets
         ]
         self.narrow_parts = [*map(_narrow_part, plan.buckets)]
+        self.narrow_places: dict[str, torch.Tensor] = {}
         for bucket, narrow in zip(plan.buckets, self.narrow_parts, strict=True):
             like = parameters[bucket.parameters[0].name]
             self.allocated.append(allocate(bucket.numel, like.dtype, like.device, narrow))
@@ -65,9 +67,20 @@ class BucketBuffers:
         self._holders = max(map(_holders_of, self.places.values()))
         self._views = [*map(_views_of, self.flat)]
 
-    def place_in(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        """The gradient's part of other memory that is laid out as its bucket's buffer, or the beginning of that."""
-        return memory.as_strided(self._shapes[name], self._strides[name], self._offsets[name])
+    def narrow_part(self, bucket: int) -> torch.Tensor:
+        """The narrow part's 16 bits, in the first half of its memory."""
+        part = self.narrow_parts[bucket]
+        assert part is not None
+        return self.flat[bucket][: part.numel].view(part.dtype)[: part.numel]
+
+    def cast_narrow_part(self, bucket: int) -> None:
+        """To the places of the 32 bits, which lie over those of the 16."""
+        values = self.narrow_part(bucket).clone()
+        self.flat[bucket][: values.numel()].copy_(values)
+
+    def _place_in(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        # No view to autograd, so that programs may call ``grad.detach_()``.
+        return memory.as_strided(self._shapes[name], self._strides[name], self._offsets[name]).detach()
 
     def restore_places(self) -> None:
         """Places are given to the program, as gradients. It may have put other memory into them, by ``grad.data``; and
@@ -134,8 +147,10 @@ class BucketBuffers:
 
     def _find_places(self, names: Iterable[str]) -> None:
         for name in names:
-            # No view to autograd, so that programs may call ``grad.detach_()``.
-            self.places[name] = self.place_in(self.flat[self.bucket_of[name]], name).detach()
+            bucket = self.bucket_of[name]
+            self.places[name] = self._place_in(self.flat[bucket], name)
+            if name in self.narrow_names[bucket]:
+                self.narrow_places[name] = self._place_in(self.narrow_part(bucket), name)
         self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:

@@ -45,6 +45,7 @@ from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.static_graph import StaticGraph, changed
 from distributed.gradients.undefined_gradients import UndefinedGradients
 from distributed.gradients.watchers import GradientObserver, Watch
+from distributed.gradients.writing_streams import WritingStreams
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 
 # torch exports it without declaring it.
@@ -128,8 +129,7 @@ class GradientBuckets:
         self._works: list[Work] = []
         # Those of a round that broke off, until they are waited for.
         self._unfinished: list[Work] | None = None
-        # The streams on which gradients of the round were stored: the engine runs a backward on those of the forward.
-        self._writers: set[torch.cuda.Stream] = set()
+        self._writers = WritingStreams(self.device, averaging.on_streams)
         # Whether the program that runs is to store; it is not where only gradients of inputs are asked for.
         self._storing = True
 
@@ -250,8 +250,8 @@ class GradientBuckets:
         place = self.place(name)
         stored = not self._storing or self._round is None or name in self._round.stored
         if not stored:
-            usual = place if dtype is None else self._narrow.place(name, dtype)
-            if usual is not None:
+            usual = self._narrow.place(name, dtype) if dtype is not None else place
+            if usual is not None and (dtype is not None or self._narrow.leave(name)):
                 return usual
         scratch = self._scratch[name] = torch.empty_like(place, dtype=dtype)
         return scratch
@@ -261,20 +261,22 @@ class GradientBuckets:
             self._scratch.clear()
             return
         assert self._round is not None and self._buffers is not None and self._narrow is not None
+        zeros = self._undefined.zeros.intersection(names) - self._round.stored
+        self._narrow.arrived({*names} - self._undefined.missing - zeros)
         for name, contribution in self._scratch.items():
             if not self._undefined.include(name):
                 self._refuse_late(name)
                 self._add(name, contribution)
         self._scratch.clear()
-        zeros = self._undefined.zeros.intersection(names) - self._round.stored
         for name in zeros:
             # What a program computes from zeros need not be zero: it may divide by another.
-            self._buffers.places[name].zero_()
+            self._wide_place(name).zero_()
         if missing := self._undefined.missing:
             self._round.nothing_comes([name for name in names if name in missing])
             names = [name for name in names if name not in missing]
-        self._narrow.arrived(set(names) - zeros)
         if names:
+            for name in names if torch.is_anomaly_enabled() else ():
+                self._wide_place(name)
             self._buffers.look_for_anomalies(names)
             self._note(names)
         if self._stepper is not None:
@@ -296,14 +298,14 @@ class GradientBuckets:
         if self._round is None:
             return
         assert self._buffers is not None
-        parameter, place = self.parameters[name], self._buffers.places[name]
+        parameter = self.parameters[name]
         found = parameter.grad
         if found is not None:
             self._refuse_late(name)
             if name in self._hooked:
                 # Hooks see all that has been accumulated by then, and not how it is reduced.
                 parameter.grad = found.clone() if self._buffers.hold(name, found) else found
-                torch.mul(found.detach(), self.factor, out=place)
+                torch.mul(found.detach(), self.factor, out=self._wide_place(name))
             else:
                 self._add(name, found.detach(), self.factor)
                 # Should more come, it comes alone.
@@ -313,21 +315,27 @@ class GradientBuckets:
             return
         elif name in self._hooked or name not in self._round.stored:
             # A function has left it undefined, or a hook has taken it: zeros, where the last round's mean may lie.
-            place.zero_()
+            self._wide_place(name).zero_()
         self._note((name,))
 
     def _add(self, name: str, value: torch.Tensor, factor: float = 1.0) -> None:
         """To what has come to a gradient in this round, if anything has."""
-        assert self._round is not None and self._buffers is not None and self._narrow is not None
+        assert self._round is not None
+        place = self._wide_place(name)
         if name in self._round.stored:
-            self._await_writers()
-            self._narrow.widen((name,))
-            self._buffers.places[name].add_(value, alpha=factor)
+            place.add_(value, alpha=factor)
         else:
-            torch.mul(value, factor, out=self._buffers.places[name])
+            torch.mul(value, factor, out=place)
+
+    def _wide_place(self, name: str) -> torch.Tensor:
+        """Its place, for what no program stores: what programs have stored in 16 bits is cast before."""
+        assert self._buffers is not None and self._narrow is not None
+        self._writers.wait()
+        self._narrow.widen(name)
+        return self._buffers.places[name]
 
     def _open_round(self) -> None:
-        assert self._buffers is not None
+        assert self._buffers is not None and self._narrow is not None
         self._await_unfinished()
         note_round(self, self.parameters, _backward_number())
         self._round_begins()
@@ -354,6 +362,8 @@ class GradientBuckets:
                     mine = self._buffers.hold(name, gradient)
                     self._set_aside[name] = gradient.clone() if mine else gradient
                     parameter.grad = None
+                elif self._buffers.hold(name, gradient):
+                    self._narrow.leave(name)  # the engine adds to it where it is
         if self._stepper is not None:
             self._stepper.begin_round(name for name in by_programs - by_engine if not self._is_users(name))
         if self.ready_times is not None:
@@ -380,8 +390,7 @@ class GradientBuckets:
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
-        if self.averaging.on_streams:
-            self._writers.add(torch.cuda.current_stream(self.device))
+        self._writers.note()
         if self.static_graph is not None:
             self.static_graph.check(names)
         self._round.arrived(names)
@@ -398,7 +407,7 @@ class GradientBuckets:
     def _start(self, bucket: int) -> None:
         assert self._buffers is not None and self._round is not None and self._narrow is not None
         self._watch.at_point()
-        self._await_writers()
+        self._writers.wait()
         names = self._buffers.names[bucket]
         # As a rule all have come, to where nothing was before.
         if self._set_aside or not self._round.stored.issuperset(names):
@@ -418,25 +427,16 @@ class GradientBuckets:
         if self.observer is not None:
             self.observer.collective_started(bucket, self.averaging.wire_bytes(flat, buffer, values), work)
 
-    def _await_writers(self) -> None:
-        """What is queued next on the current stream finds all that was stored."""
-        for stream in self._writers:
-            here = torch.cuda.current_stream(stream.device)
-            if stream != here:
-                here.wait_stream(stream)
-
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""
-        assert self._buffers is not None and self._round is not None and self._narrow is not None
-        place = self._buffers.places[name]
+        assert self._round is not None
         is_stored, before = name in self._round.stored, self._before.get(name)
-        if is_stored or before is None:
-            if not is_stored:
-                place.zero_()
-            elif name in self._set_aside:
-                self._add(name, self._set_aside[name], self.factor)
-            return
-        torch.mul(self._set_aside.get(name, before), self.factor, out=place)
+        if is_stored and name in self._set_aside:
+            self._add(name, self._set_aside[name], self.factor)
+        elif not is_stored and before is not None:
+            self._add(name, self._set_aside.get(name, before), self.factor)
+        elif not is_stored:
+            self._wide_place(name).zero_()
 
     def _end_round(self) -> None:
         assert self._round is not None and self._buffers is not None
@@ -448,7 +448,7 @@ class GradientBuckets:
             return
         self._watch.at_point()
         if self.ready_times is not None:
-            self._await_writers()
+            self._writers.wait()
             self.ready_times.all_computed()
         with torch.no_grad():
             static, stored = self.static_graph, self._round.stored

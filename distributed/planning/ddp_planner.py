@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import BucketPlan, Parameter
+from bucketing.bucket import ALIGNMENT_BYTES, SENT_ITEMSIZE, BucketPlan, Parameter
 from bucketing.reducer_plan import reducer_plan
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
@@ -94,8 +94,13 @@ class DDPPlanner:
         return schedule, buckets
 
     def _may_be_narrow(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether this gradient has, or may still get, a place among those that are sent in this dtype."""
-        if self.buckets.plan is None and {*self._sent_dtypes.values()} <= {str(dtype)}:
+        """Whether this gradient has, or may still get, a place among those that are sent in this dtype: they lie there
+        without padding."""
+        numel, one_dtype = (
+            self.buckets.parameters[name].numel(),
+            {*self._sent_dtypes.values()} <= {str(dtype)},
+        )
+        if self.buckets.plan is None and one_dtype and numel * SENT_ITEMSIZE % ALIGNMENT_BYTES == 0:
             self._sent_dtypes[name] = str(dtype)
         return self._sent_dtypes.get(name) == str(dtype)
 

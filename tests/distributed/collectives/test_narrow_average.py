@@ -45,7 +45,8 @@ class Rank:
 
     def run(self, flat: torch.Tensor, part: NarrowPart, own: torch.Tensor) -> None:
         buffer = SharedBuffer(self.buffers, self.rank)
-        exchange = NarrowExchange(part, buffer, own, copy_rows_here, self.tell, self.average_landed)
+        aside = torch.empty_like(own)
+        exchange = NarrowExchange(part, buffer, own, aside, copy_rows_here, self.tell, self.average_landed)
         scratch = torch.empty(part_numel(buffer.mine.numel() - part.numel, 2))
         average(flat, buffer, scratch, lambda: self.barrier.wait(30), self.add_and_divide, exchange)
 
@@ -64,8 +65,11 @@ def test_both_ranks_have_the_mean(narrow_numel: int, narrow_ranks: tuple[int, ..
     part = NarrowPart(narrow_numel, torch.bfloat16)
 
     def run(rank: int) -> None:
-        dtype = torch.bfloat16 if rank in narrow_ranks else torch.float32
-        own = flats[rank][:narrow_numel].to(dtype, copy=True)
+        own = flats[rank][:narrow_numel]
+        if rank in narrow_ranks:
+            # At the beginning of where the means come to lie.
+            exact = own.bfloat16()
+            own = own.view(torch.bfloat16)[:narrow_numel].copy_(exact)
         Rank(rank, buffers, told, barrier).run(flats[rank], part, own)
 
     with ThreadPoolExecutor(2) as pool:

@@ -183,6 +183,25 @@ def other_sizes_and_other_types() -> None:
     Pair().check(step, steps=9)
 
 
+class PartlyNarrow(Net):
+    """One layer is computed in 32 bits, of which another is chosen from outside; all share a bucket."""
+
+    def forward(self, x: torch.Tensor, wide: int) -> torch.Tensor:
+        for number, layer in enumerate((self.first, self.second, self.third)):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=number != wide):
+                x = torch.tanh(layer(x.float()))
+        return self.norm(x.float())
+
+
+@case()
+def one_layer_without_autocast() -> None:
+    def step(model: Any, number: int) -> None:
+        loss_of(model(data(number), number % 4)).backward()
+
+    sent = Pair(PartlyNarrow, bucket_cap_mb=25).check(step, steps=12)
+    assert any(sent) == (not all(sent)) == (dist.get_world_size() == 2)
+
+
 class Checkpointed(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -220,16 +239,18 @@ def half_with_a_grad_scaler() -> None:
         with torch.autocast(DEVICE, dtype=torch.float16):
             loss = loss_of(model(data(number)))
         scaler.scale(loss).backward()
+        for parameter in model.parameters():
+            parameter.grad /= 1024
 
     Pair().check(step)
 
 
 class Wide(nn.Module):
-    """Buckets of several blocks, and gradients that fill no whole ones."""
+    """Gradients of several blocks that fill no whole ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 515), nn.Tanh(), nn.Linear(515, 301), nn.LayerNorm(301))
+        self.layers = nn.Sequential(nn.Linear(16, 514), nn.Tanh(), nn.Linear(514, 320), nn.LayerNorm(320))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
