@@ -26,7 +26,10 @@ class DDPOptions:
             multiprocessors to the backward, instead of by NCCL's kernels. ``None``: of two ranks, those in buckets of
             at least 1 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
             with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
-            Between two ranks, gradients that autocast computes in 16 bits are sent in these; their means are the same.
+        exact_16_bits: gradients that autocast computes in 16 bits and casts to float32 are sent in 16 bits and cast
+            when they are averaged, with the same means: between two ranks that copy, but not under CUDA graphs.
+            Elsewhere it changes nothing. The link has half as much to do, the host a few calls a bucket more: it is
+            for models that wait for the link.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops
@@ -37,12 +40,13 @@ class DDPOptions:
 
     Raises:
         ValueError: a time that is not positive, an unknown compression or ``overlap``, copy engines for gradients that
-            are to be compressed.
+            are to be compressed, or exact ones without copies.
     """
 
     agreement_timeout_s: float = 60.0
     gradient_compression: str | None = None
     copy_engines: bool | None = None
+    exact_16_bits: bool = False
     step_in_backward: torch.optim.Optimizer | None = None
     overlap: Overlap = "in_graph"
 
@@ -58,3 +62,7 @@ class DDPOptions:
             )
         if self.copy_engines and self.gradient_compression:
             raise ValueError("copy_engines average gradients as they are: leave out gradient_compression")
+        if self.exact_16_bits and (self.gradient_compression or self.copy_engines is False):
+            raise ValueError(
+                "exact_16_bits are sent by copy engines: leave out gradient_compression and copy_engines=False"
+            )

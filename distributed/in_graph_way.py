@@ -65,7 +65,9 @@ class InGraphWay:
         group = process_group(ddp)
         self._agreement = agreement_of(group)
         self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
-        averaging = Averaging(group, ddp.device, options.gradient_compression, options.copy_engines)
+        averaging = Averaging(
+            group, ddp.device, options.gradient_compression, options.copy_engines, options.exact_16_bits
+        )
         parameters, stepper = reduced_parameters(ddp, names), None
         self._optimizer: PartialOptimizer | None = None
         if options.step_in_backward is not None:

@@ -44,6 +44,7 @@ class Averaging:
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
         copy_engines: buckets are averaged by copies where the ranks' GPUs reach one another; not with ``compression``.
             ``None``: the large ones of two ranks.
+        exact_16_bits: buckets may have a ``NarrowPart``, where that is sent as such.
 
     Attributes:
         on_streams: collectives are ordered by streams, not waited for by the host.
@@ -57,6 +58,7 @@ class Averaging:
         device: torch.device,
         compression: str | None = None,
         copy_engines: bool | None = False,
+        exact_16_bits: bool = False,
     ) -> None:
         self.on_streams = backend_of(group, device) == "nccl"
         self.factor = 1.0 if self.on_streams else 1.0 / group.size()
@@ -64,6 +66,7 @@ class Averaging:
         self._device = device
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
         self._copy_engines = copy_engines if compression is None else False
+        self._exact_16_bits = exact_16_bits
         self._least_copied_bytes = _LEAST_COPIED_BYTES if copy_engines is None else 0
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
@@ -74,13 +77,14 @@ class Averaging:
         """What ranks must have in common."""
         copied = {None: "large ones between two", True: "all", False: "none"}[self._copy_engines]
         wire = str(self._wire_type or torch.float32).removeprefix("torch.")
-        return f"float32 is sent as {wire}, buckets by copy engines: {copied}"
+        exact = ", what is exact in 16 bits in these" if self._exact_16_bits else ""
+        return f"float32 is sent as {wire}, buckets by copy engines: {copied}{exact}"
 
     @property
     def sends_narrow(self) -> bool:
         """Whether buckets may have a ``NarrowPart``. Where they turn out not to be copied, its values are cast when the
         bucket starts."""
-        return self._may_copy and self._group.size() == 2 and self.factor == 1.0
+        return self._exact_16_bits and self._may_copy and self._group.size() == 2 and self.factor == 1.0
 
     def wire_bytes(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> int:
         """What is sent of this buffer; see ``start``."""

@@ -1,5 +1,5 @@
-"""Gradients that autocast computes in 16 bits, and that are stored and sent as such. GPUs send them so by themselves;
-gloo's ranks are told to store them so, and cast them where they are sent."""
+"""Gradients that autocast computes in 16 bits, and that are stored and sent as such between GPUs; gloo's ranks are made
+to store them so, too, and cast them where they are sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pair:
         self.wide = compile_ddp(
             stock_ddp(make, **ddp_options), DDPOptions(copy_engines=False), backend=backend
         )
-        options = DDPOptions(copy_engines=True if DEVICE == "cuda" else None)
+        options = DDPOptions(copy_engines=True if DEVICE == "cuda" else None, exact_16_bits=True)
         self.narrow = compile_ddp(stock_ddp(make, **ddp_options), options, backend=backend)
 
     def check(self, step: Step, steps: int = 8) -> list[bool]:
