@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.lowering.build import build
-from compile_core.options import default_cache_folder
+from distributed.collectives.device_kernels import DeviceKernels
 
 # Triton's names.
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -81,15 +78,8 @@ class LandedMean:
     """``means = (landed + own) / 2`` on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
-        self._sizes: dict[tuple[int, int], torch.Tensor] = {}
-
-    def build(self, dtype: torch.dtype) -> None:
-        """Before its first use; raises CompileError where Triton fails."""
-        if dtype not in self._kernels:
-            source = kernel_source(dtype, self._device)
-            self._kernels[dtype] = build([source], default_cache_folder())[source.name]
+        self._kernels = DeviceKernels(device, kernel_source)
+        self.build = self._kernels.build
 
     def __call__(
         self, means: torch.Tensor, own: torch.Tensor, told: torch.Tensor, dtype: torch.dtype
@@ -101,13 +91,7 @@ class LandedMean:
             told: one int32.
             dtype: of 16 bits, built.
         """
-        sizes = self._sizes.get((own.numel(), own.itemsize))
-        if sizes is None:
-            # Nothing here waits for the stream, which may wait for other ranks.
-            sizes = torch.empty(2, dtype=torch.int64, device=self._device)
-            sizes[0].fill_(own.numel())
-            sizes[1].fill_(own.itemsize)
-            self._sizes[own.numel(), own.itemsize] = sizes
         landed = means.view(dtype)
         narrow, wide = (own, means) if own.dtype == dtype else (landed, own)
+        sizes = self._kernels.numbers(own.numel(), own.itemsize)
         self._kernels[dtype](means, landed, narrow, wide, told, sizes)

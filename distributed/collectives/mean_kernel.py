@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.lowering.build import build
-from compile_core.options import default_cache_folder
+from distributed.collectives.device_kernels import DeviceKernels
 
 # Triton's names of dtypes, and of those that they are added in.
 _TYPES = {
@@ -28,7 +25,7 @@ def kernel_source(dtype: torch.dtype, device: torch.device, programs: int = _PRO
     """Of ``part = (part + other) / divisor``, where ``sizes`` has the number of elements and the divisor as int64."""
     name, kind = _TYPES[dtype]
     step = programs * _BLOCK
-    # One kernel serves all sizes, so that no plan has to wait for a compiler. The factor is rounded once, as NCCL's is.
+    # The factor is rounded once, as NCCL's is.
     # Whole blocks need no mask, and are read in wide words.
     text = f"""\
 @triton.jit
@@ -64,22 +61,8 @@ class MeanKernel:
     """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
-        self._sizes: dict[tuple[int, int], torch.Tensor] = {}
-
-    def build(self, dtype: torch.dtype) -> None:
-        """Before its first use; raises CompileError where Triton fails."""
-        if dtype not in self._kernels:
-            source = kernel_source(dtype, self._device)
-            self._kernels[dtype] = build([source], default_cache_folder())[source.name]
+        self._kernels = DeviceKernels(device, kernel_source)
+        self.build = self._kernels.build
 
     def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        sizes = self._sizes.get((part.numel(), divisor))
-        if sizes is None:
-            # Nothing here waits for the stream, which may wait for other ranks.
-            sizes = torch.empty(2, dtype=torch.int64, device=self._device)
-            sizes[0].fill_(part.numel())
-            sizes[1].fill_(divisor)
-            self._sizes[part.numel(), divisor] = sizes
-        self._kernels[part.dtype](part, other, sizes)
+        self._kernels[part.dtype](part, other, self._kernels.numbers(part.numel(), divisor))

@@ -1,0 +1,45 @@
+"""Kernels of one kind, one for each dtype, on one GPU, and the numbers that they read there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compile_core.ir.kernels import KernelSource
+from compile_core.lowering.build import build
+from compile_core.options import default_cache_folder
+
+
+class DeviceKernels:
+    """
+    Args:
+        device: the GPU.
+        source: of the kernel for a dtype and a device.
+    """
+
+    def __init__(
+        self, device: torch.device, source: Callable[[torch.dtype, torch.device], KernelSource]
+    ) -> None:
+        self._device, self._source = device, source
+        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
+        self._numbers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def build(self, dtype: torch.dtype) -> None:
+        """Before its first use; raises CompileError where Triton fails."""
+        if dtype not in self._kernels:
+            source = self._source(dtype, self._device)
+            self._kernels[dtype] = build([source], default_cache_folder())[source.name]
+
+    def __getitem__(self, dtype: torch.dtype) -> Callable[..., None]:
+        return self._kernels[dtype]
+
+    def numbers(self, *values: int) -> torch.Tensor:
+        """These as int64. One kernel serves all numbers, so that no plan has to wait for a compiler."""
+        found = self._numbers.get(values)
+        if found is None:
+            # Nothing here waits for the stream, which may wait for other ranks.
+            found = self._numbers[values] = torch.empty(len(values), dtype=torch.int64, device=self._device)
+            for place, value in enumerate(values):
+                found[place].fill_(value)
+        return found
