@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from launch.entry import check_entry
-from launch.errors import USAGE_EXIT_CODE, LaunchError
+from launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
 from launch.job import run_job
 from launch.launch_spec import EntryKind, LaunchSpec
 from launch.mpi_variables import mpi_rank
@@ -54,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     rank = mpi_rank(os.environ)
+    exit_code = _run(arguments, rank)
+    if exit_code:
+        let_rank_0_tell(rank)
+    return exit_code
+
+
+def _run(arguments: Sequence[str], rank: int | None) -> int:
     try:
         options, rest = split_arguments(arguments)
         if "--help" in options:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.entry import check_entry
-from launch.errors import USAGE_EXIT_CODE, LaunchError
+from launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
 from launch.held_process import HeldProcess
 from launch.launch_spec import LaunchSpec
 from launch.mpi_variables import mpi_rank, without_mpi_variables
@@ -67,6 +67,7 @@ def main() -> int:
         if rank == 0:
             print(f"launch: {error}", file=sys.stderr)
             exit_code_file.write_text(str(USAGE_EXIT_CODE))
+        let_rank_0_tell(rank)
         return USAGE_EXIT_CODE
     if rank == 0:
         exit_code_file.write_text(str(exit_code))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import parse_spec, split_arguments
+from launch.cli import main, parse_spec, split_arguments
 from launch.entry import check_entry
 from launch.errors import LaunchError
 from launch.launch_spec import EntryKind, LaunchSpec
@@ -212,3 +212,13 @@ def test_failures():
         Failure(1.0, 1, -9), placements[1]
     )
     assert "exited with code 200;" in describe(Failure(1.0, 0, 200), placements[0])
+
+
+@pytest.mark.parametrize(("rank", "told", "waited"), [("0", 1, []), ("1", 0, [5.0])])
+def test_other_ranks_let_rank_0_tell_an_error(monkeypatch, capsys, rank, told, waited):
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    assert main(["--nproc-per-node", "none", "train.py"]) == 2
+    assert capsys.readouterr().err.count("launch: ") == told
+    assert slept == waited
