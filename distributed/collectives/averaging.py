@@ -148,7 +148,7 @@ class Averaging:
         """Asks all ranks, at the first bucket that they would serve."""
         if not self._may_copy:
             return None
-        engines, against = find_engines(self._group, self._device)
+        engines, against = find_engines(self._group, self._device, self.sends_narrow)
         if against:
             level = logging.INFO if self._copy_engines is None else logging.WARNING
             logger.log(level, "gradients are not averaged by copy engines: %s", against)

@@ -34,11 +34,17 @@ _TRIED_ELEMENTS = 2**18
 _TRIED_S = 20.0
 
 
-def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEngines | None, str]:
-    """The engines over this group, or why it has none. A collective; all ranks get the same answer."""
+def find_engines(
+    group: dist.ProcessGroup, device: torch.device, sends_narrow: bool
+) -> tuple[CopyEngines | None, str]:
+    """The engines over this group, or why it has none. A collective; all ranks get the same answer.
+
+    Args:
+        sends_narrow: buffers may have a ``NarrowPart``; only between two ranks.
+    """
     if against := reason_against(group, device):
         return None, against
-    engines = CopyEngines(group, device)
+    engines = CopyEngines(group, device, sends_narrow)
     # Nobody waits for a rank that cannot come so far.
     for tried in (engines.try_alone, engines.try_to_share, engines.try_to_average):
         faults: list[Any] = [None] * group.size()
@@ -128,11 +134,13 @@ class CopyEngines:
     Args:
         group: over which ranks.
         device: this rank's GPU.
+        sends_narrow: see ``find_engines``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sends_narrow: bool) -> None:
         self._group = group
         self._device = device
+        self._sends_narrow = sends_narrow
         self._stream = torch.cuda.Stream(device)
         self._add_and_divide = MeanKernel(device)
         self._landed_mean = LandedMean(device)
@@ -145,7 +153,7 @@ class CopyEngines:
         """Zeros; a collective.
 
         Args:
-            narrow: what of it will come in 16 bits; only between two ranks.
+            narrow: what of it will come in 16 bits.
         """
         self._add_and_divide.build(dtype)
         if narrow is not None:
@@ -196,7 +204,8 @@ class CopyEngines:
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
         self._add_and_divide.build(torch.float32)
-        self._landed_mean.build(torch.bfloat16)
+        if self._sends_narrow:
+            self._landed_mean.build(torch.bfloat16)
         load_driver()
 
     def try_to_share(self) -> None:
@@ -212,7 +221,7 @@ class CopyEngines:
         trial, self._trial = self._trial, None
         assert trial is not None
         parts: list[NarrowPart | None] = [None]
-        if self._group.size() == 2:
+        if self._sends_narrow:
             parts.append(NarrowPart(trial.mine.numel() // 2 + 16, torch.bfloat16))
         for narrow in parts:
             trial.mine.fill_(self._group.rank())

@@ -148,7 +148,7 @@ def complex_numbers_are_nccls() -> None:
 class HostEngines:
     """All but the copies: a buffer for each rank, of which the others' are not theirs, and gloo's sums."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sends_narrow: bool) -> None:
         self._group = group
 
     def allocate(self, numel: int, dtype: torch.dtype, narrow: Any) -> SharedBuffer:
