@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
-from distributed.gradients.announced_programs import will_run
 from distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
+from distributed.gradients.running_backward import will_run
 
 
 class Anchors:

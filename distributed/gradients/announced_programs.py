@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from distributed.gradients.running_backward import will_run
 
-# torch exports it without declaring it.
-will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 _MANY = 16
 
 

@@ -25,9 +25,7 @@ from torch.autograd.variable import Variable
 from distributed.gradients.accumulation_nodes import put_first
 from distributed.gradients.paths_of_backward import paths_begin_at
 from distributed.gradients.rounds_of_backward import rounds_end_here
-
-# torch exports it without declaring it.
-_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+from distributed.gradients.running_backward import backward_number
 
 
 class Asked(Protocol):
@@ -98,7 +96,7 @@ class AskedGradients:
         numbers: list[int] = []
 
         def begins(*_: Any) -> None:
-            numbers.append(_backward_number())
+            numbers.append(backward_number())
             _under_way[numbers[-1]] = self
 
         handles = [node.register_prehook(begins) for node in nodes if node is not None]
@@ -120,7 +118,7 @@ _listening: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def asked_now() -> AskedGradients | None:
     """What the backward that runs is asked for; ``None`` if it is for no parameters of buckets in particular."""
-    return _under_way.get(_backward_number()) if _under_way else None
+    return _under_way.get(backward_number()) if _under_way else None
 
 
 def returns_values() -> bool:

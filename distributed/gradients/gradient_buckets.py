@@ -35,21 +35,19 @@ from distributed.collectives.measure_costs import ReadyTimes
 from distributed.collectives.work import Work
 from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
 from distributed.gradients.anchors import Anchors
-from distributed.gradients.announced_programs import AnnouncedPrograms, will_run
+from distributed.gradients.announced_programs import AnnouncedPrograms
 from distributed.gradients.asked_gradients import returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.narrow_values import NarrowValues
 from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
+from distributed.gradients.running_backward import backward_number, will_run
 from distributed.gradients.static_graph import StaticGraph, changed
 from distributed.gradients.undefined_gradients import UndefinedGradients
 from distributed.gradients.watchers import GradientObserver, Watch
 from distributed.gradients.writing_streams import WritingStreams
 from distributed.optimizer_steps.step_in_backward import StepInBackward
-
-# torch exports it without declaring it.
-_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 class GradientBuckets:
@@ -184,7 +182,7 @@ class GradientBuckets:
 
     def begin_forward(self) -> None:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
-        if _backward_number() == -1:
+        if backward_number() == -1:
             self.break_off()
             self._await_unfinished()
         if self._stepper is not None and self._round is None:
@@ -337,7 +335,7 @@ class GradientBuckets:
     def _open_round(self) -> None:
         assert self._buffers is not None and self._narrow is not None
         self._await_unfinished()
-        note_round(self, self.parameters, _backward_number())
+        note_round(self, self.parameters, backward_number())
         self._round_begins()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
         self._buffers.restore_places()

@@ -15,10 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from compile_core.autograd.bound_graphs.compiled_call import edges_behind
-from distributed.gradients.announced_programs import will_run
-
-# torch exports it without declaring it.
-_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+from distributed.gradients.running_backward import backward_number, will_run
 
 Roots = Sequence[torch.Tensor | GradientEdge]
 # Of the backwards that run, by their start.
@@ -41,7 +38,7 @@ def paths_begin_at(roots: Roots) -> Iterator[None]:
 
 def reached_results(node: Any) -> set[int]:
     """The results of a node of autograd's graph to which the backward that runs has a path. A leaf has one."""
-    number = _backward_number()
+    number = backward_number()
     if number not in _reached:
         _reached[number] = _find_reached()
     return _reached[number].get(node, set())

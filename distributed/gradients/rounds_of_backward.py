@@ -12,14 +12,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from compile_core.errors import CompileError
-
-# torch exports it without declaring it.
-_backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+from distributed.gradients.running_backward import backward_number
 
 
 class RoundOwner(Protocol):
@@ -44,7 +42,7 @@ def rounds_end_here() -> Iterator[None]:
 
     Where another thread runs one, it is not known whose rounds they are: those are left to the next forwards.
     """
-    if _backward_number() != -1:
+    if backward_number() != -1:
         yield
         return
     thread = threading.get_ident()

@@ -1,0 +1,12 @@
+"""What autograd's engine tells of the backward that runs. torch exports these functions without declaring them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Whether it will run a node; only called in a backward.
+will_run: Any = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+# The backward's number; -1 outside of one.
+backward_number: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
