@@ -71,13 +71,13 @@ def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
     smallest = buffer.first(sizes[0])
 
-    def measured_s(size: int, *narrow: Any) -> float:
+    def measured_s(size: int, *sent_narrow: Any) -> float:
         part, seconds = buffer.first(size), []
         for _ in range(_REPETITIONS):
             clock.let_host_get_ahead()
             averaging.start(smallest.mine, smallest).wait()
             start = clock.mark()
-            for work in [averaging.start(part.mine, part, *narrow) for _ in range(_IN_A_ROW)]:
+            for work in [averaging.start(part.mine, part, *sent_narrow) for _ in range(_IN_A_ROW)]:
                 work.wait()
             seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
         # The first of a size may set connections up.

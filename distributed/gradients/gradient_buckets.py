@@ -248,8 +248,8 @@ class GradientBuckets:
         place = self.place(name)
         stored = not self._storing or self._round is None or name in self._round.stored
         if not stored:
-            usual = self._narrow.place(name, dtype) if dtype is not None else place
-            if usual is not None and (dtype is not None or self._narrow.leave(name)):
+            usual = self._narrow.place(name, dtype)
+            if usual is not None:
                 return usual
         scratch = self._scratch[name] = torch.empty_like(place, dtype=dtype)
         return scratch

@@ -29,8 +29,11 @@ class NarrowValues:
         self._given: set[str] = set()
         self._here: set[str] = set()
 
-    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where a program may store a gradient of this dtype; ``None`` where there is no place for it."""
+    def place(self, name: str, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Where a program may store a gradient of this dtype, or, for ``None``, of its parameter's; ``None`` where
+        there is no place for it."""
+        if dtype is None:
+            return self._buffers.places[name] if self.leave(name) else None
         bucket = self._bucket_of.get(name)
         if bucket is None or bucket in self._wide or self._buffers.narrow_places[name].dtype != dtype:
             return None

@@ -96,11 +96,9 @@ class DDPPlanner:
     def _may_be_narrow(self, name: str, dtype: torch.dtype) -> bool:
         """Whether this gradient has, or may still get, a place among those that are sent in this dtype: they lie there
         without padding."""
-        numel, one_dtype = (
-            self.buckets.parameters[name].numel(),
-            {*self._sent_dtypes.values()} <= {str(dtype)},
-        )
-        if self.buckets.plan is None and one_dtype and numel * SENT_ITEMSIZE % ALIGNMENT_BYTES == 0:
+        fills_its_place = self.buckets.parameters[name].numel() * SENT_ITEMSIZE % ALIGNMENT_BYTES == 0
+        is_the_only_one = {*self._sent_dtypes.values()} <= {str(dtype)}
+        if self.buckets.plan is None and fills_its_place and is_the_only_one:
             self._sent_dtypes[name] = str(dtype)
         return self._sent_dtypes.get(name) == str(dtype)
 
