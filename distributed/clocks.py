@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from distributed.streams import current_stream
+
 # About two milliseconds.
 _HEAD_START_CYCLES = 4_000_000
 
@@ -46,7 +48,7 @@ class DeviceClock:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(current_stream(self._device))
         return event
 
     def let_host_get_ahead(self) -> None:

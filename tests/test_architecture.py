@@ -69,14 +69,15 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
 # The same of `distributed`: its parts are one idea each, and the files beside them put them together.
 PARTS = ("agreement", "collectives", "optimizer_steps", "gradients", "reducer", "planning")
 DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
-    "clocks": (),
+    "clocks": ("streams",),
     "ddp_module": (),
     "group_backend": (),
+    "streams": (),
     "agreement": (),
-    "collectives": ("clocks", "group_backend"),
+    "collectives": ("clocks", "group_backend", "streams"),
     "reducer": ("ddp_module", "gradients"),
-    "optimizer_steps": ("collectives",),
-    "gradients": ("collectives", "optimizer_steps"),
+    "optimizer_steps": ("collectives", "streams"),
+    "gradients": ("collectives", "optimizer_steps", "streams"),
     "planning": ("collectives", "gradients", "reducer"),
     "ddp_options": ("collectives",),
     "eligibility": ("ddp_module", "group_backend", "reducer"),

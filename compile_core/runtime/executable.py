@@ -36,6 +36,10 @@ class Executable:
     observer: RegionObserver | None = None
     _last_reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _unread: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    # Of each region, with their dtypes.
+    _destinations: Sequence[tuple[tuple[str, ...], tuple[torch.dtype | None, ...]]] = field(
+        default=(), repr=False
+    )
     _only: Region | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -54,11 +58,9 @@ class Executable:
             arguments = [values[name] for name in compute.inputs]
             for name in self._last_reads[position]:
                 del values[name]
+            stored, dtypes = self._destinations[position]
             if communicator is not None:
-                arguments += [
-                    communicator.destination(name, compute.dtypes.get(result))
-                    for result, name in compute.destinations.items()
-                ]
+                arguments += communicator.destinations(stored, dtypes)
             if observer is not None:
                 observer.region_started(compute.name)
             results = self.regions[compute.name](arguments)
@@ -69,7 +71,7 @@ class Executable:
             for name in self._unread[position]:
                 del values[name]
             if communicator is not None:
-                communicator.arrived(tuple(compute.destinations.values()), values)
+                communicator.arrived(stored, values)
         return [None if name is None else values[name] for name in self.schedule.outputs]
 
 
@@ -92,6 +94,10 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
         communicator if reduces else None,
         _last_reads=last_reads,
         _unread=unread,
+        _destinations=[
+            (tuple(compute.destinations.values()), tuple(map(compute.dtypes.get, compute.destinations)))
+            for compute in schedule.computes
+        ],
         _only=None if reduces else _only_region(schedule, regions),
     )
 

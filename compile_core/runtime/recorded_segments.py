@@ -90,7 +90,7 @@ class _NotedNews:
         self.take_values = communicator.take_values
         self.leave_out = communicator.leave_out
         self.begin = communicator.begin
-        self.destination = communicator.destination
+        self.destinations = communicator.destinations
         self.usual_places = communicator.usual_places
         self._arrived = communicator.arrived
         self._steps = steps

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from distributed.collectives.copy_engines import CopyEngines, find_engines
 from distributed.collectives.mean_kernel import AVERAGED_TYPES
-from distributed.collectives.narrow_average import NarrowPart
-from distributed.collectives.shared_buffers import SharedBuffer
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
+from distributed.streams import OnStream, current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,12 @@ class Averaging:
         is_large = numel * dtype.itemsize >= self._least_copied_bytes
         if fits and is_large and self._engines is not None:
             return self._engines.allocate(numel, dtype, narrow)
-        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0, narrow)
 
     def start(
         self,
         flat: torch.Tensor,
         buffer: SharedBuffer,
-        narrow: NarrowPart | None = None,
         values: torch.Tensor | None = None,
     ) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
@@ -120,11 +119,10 @@ class Averaging:
         Args:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
-            narrow: as then.
             values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         if self._is_copied(buffer) and self._engines is not None:
-            return self._engines.start(flat, buffer, narrow, values)
+            return self._engines.start(flat, buffer, values)
         if values is not None:
             flat[: values.numel()].copy_(values.clone())
         if not self._compresses(flat):
@@ -174,18 +172,15 @@ class Averaging:
             self._streams = torch.cuda.Stream(flat.device), torch.cuda.Stream(flat.device)
         to_wire, from_wire = self._streams
         wire = torch.empty_like(flat, dtype=self._wire_type)
-        to_wire.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(to_wire):
+        to_wire.wait_stream(current_stream(flat.device))
+        with OnStream(to_wire):
             # NCCL would take 1/world in 16 bits.
             torch.mul(flat, 1.0 / self._group.size(), out=wire)
             work = self._group.allreduce([wire], self._sum_options)
-        # Should a backward break off, nobody waits for the last stream that uses them.
-        for used in (flat, wire):
-            used.record_stream(from_wire)
-        with torch.cuda.stream(from_wire):
+        with OnStream(from_wire):
             work.wait()
             flat.copy_(wire)
-            return StreamWork(from_wire.record_event(), wire)
+        return StreamWork(from_wire.record_event(), from_wire, [flat, wire])
 
 
 class _HostWork:

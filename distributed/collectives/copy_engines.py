@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +22,13 @@ import torch.distributed as dist
 from distributed.collectives.copy_rows import copy_rows
 from distributed.collectives.landed_mean import LandedMean
 from distributed.collectives.mean_kernel import MeanKernel
-from distributed.collectives.narrow_average import NarrowExchange, NarrowPart
+from distributed.collectives.narrow_average import NarrowExchange
 from distributed.collectives.peer_access import reason_against
-from distributed.collectives.shared_buffers import SharedBuffer, share
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer, share
 from distributed.collectives.stream_meeting import StreamMeeting, load_driver
 from distributed.collectives.work import StreamWork
+from distributed.streams import OnStream, current_stream
 
-# At which parts begin, so that copies and kernels find them aligned.
-_ALIGNMENT_ELEMENTS = 64
 # What is averaged to see whether it works, and how long it may take.
 _TRIED_ELEMENTS = 2**18
 _TRIED_S = 20.0
@@ -80,18 +80,16 @@ def average(
     Args:
         flat: the rank's own memory of the buffer, or other: then the buffer keeps what it holds.
         buffer: by which ranks reach one another.
-        scratch: of the buffer's dtype, with at least as many elements as a part: those of the buffer over the ranks.
+        scratch: like this rank's part of the buffer.
         meet: waits for all ranks; on a GPU, the stream on which this is called does.
         add_and_divide: computes.
-        exchange: of the elements at the beginning, if these are averaged in that way.
+        exchange: of the buffer's narrow part, if it has one.
     """
-    mine, count = buffer.mine, 0 if exchange is None else exchange.part.numel
+    mine, part, others = buffer.mine, buffer.part, buffer.part_on_others
     held = None if flat is mine else mine.clone()
     if held is not None:
-        mine[count:].copy_(flat[count:])
-    begin, end = _part(mine.numel() - count, len(buffer.of_ranks), buffer.rank)
-    part = mine[count + begin : count + end]
-    others = [memory[count + begin : count + end] for memory in _others(buffer)] if begin < end else []
+        begin = 0 if buffer.narrow is None else buffer.narrow.numel
+        mine[begin:].copy_(flat[begin:])
     if exchange is not None:
         exchange.take_aside()
     meet()
@@ -99,7 +97,7 @@ def average(
         exchange.send()
     for number, other in enumerate(others, start=1):
         divisor = len(buffer.of_ranks) if number == len(others) else 1
-        add_and_divide(part, scratch[: end - begin].copy_(other), divisor)
+        add_and_divide(part, scratch.copy_(other), divisor)
     for other in others:
         other.copy_(part)
     meet()
@@ -108,24 +106,6 @@ def average(
     if held is not None:
         flat.copy_(mine)
         mine.copy_(held)
-
-
-def part_numel(numel: int, ranks: int) -> int:
-    """Of the largest part."""
-    begin, end = _part(numel, ranks, 0)
-    return end - begin
-
-
-def _part(numel: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where the part begins and ends that this rank averages; the last ones may be shorter or empty."""
-    size = -(-numel // (ranks * _ALIGNMENT_ELEMENTS)) * _ALIGNMENT_ELEMENTS
-    return min(rank * size, numel), min((rank + 1) * size, numel)
-
-
-def _others(buffer: SharedBuffer) -> list[torch.Tensor]:
-    """Each rank begins with another, so that no link is asked for by all."""
-    ranks = len(buffer.of_ranks)
-    return [buffer.of_ranks[(buffer.rank + step) % ranks] for step in range(1, ranks)]
 
 
 class CopyEngines:
@@ -144,10 +124,13 @@ class CopyEngines:
         self._stream = torch.cuda.Stream(device)
         self._add_and_divide = MeanKernel(device)
         self._landed_mean = LandedMean(device)
+        self._copy_rows = functools.partial(copy_rows, stream=self._stream.cuda_stream)
         self._meet: StreamMeeting | None = None
         self._trial: SharedBuffer | None = None
         # The last that was started: when, and the event behind it.
         self._last: tuple[float, Any] | None = None
+        # Behind what a backward has stored, of the bucket that begins.
+        self._stored = torch.cuda.Event()
 
     def allocate(self, numel: int, dtype: torch.dtype, narrow: NarrowPart | None = None) -> SharedBuffer:
         """Zeros; a collective.
@@ -158,48 +141,45 @@ class CopyEngines:
         self._add_and_divide.build(dtype)
         if narrow is not None:
             self._landed_mean.build(narrow.dtype)
-        return share(numel, dtype, self._group, self._device)
+        return share(numel, dtype, self._group, self._device, narrow)
 
     def start(
-        self,
-        flat: torch.Tensor,
-        buffer: SharedBuffer,
-        narrow: NarrowPart | None = None,
-        values: torch.Tensor | None = None,
+        self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None
     ) -> StreamWork:
         """Begins to average what the current stream has stored, or will have.
 
         Args:
             flat: where: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
-            narrow: as then.
             values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         assert self._meet is not None
-        current = torch.cuda.current_stream(self._device)
-        count = 0 if narrow is None else narrow.numel
+        current = current_stream(self._device)
         # Of the current stream, since the backward has given up as much memory of activations by now.
-        scratch = flat.new_empty(part_numel(flat.numel() - count, len(buffer.of_ranks)))
+        scratch = torch.empty_like(buffer.part)
         exchange, used = None, [flat, scratch]
-        if narrow is not None:
-            values = flat[:count] if values is None else values
+        if buffer.narrow is not None:
+            values = flat[: buffer.narrow.numel] if values is None else values
             own = torch.empty_like(values)
-            told = self._meet.told_by(1 - buffer.rank)
-            average_landed = functools.partial(self._landed_mean, told=told, dtype=narrow.dtype)
-            exchange = NarrowExchange(narrow, buffer, values, own, copy_rows, self._meet.tell, average_landed)
+            exchange = NarrowExchange(
+                buffer, values, own, self._copy_rows, self._meet.tell, self._average_landed
+            )
             used += [values, own]
-        # Should a backward break off, nobody waits for the copies.
-        for memory in used:
-            memory.record_stream(self._stream)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._stored.record(current)
+        self._stored.wait(self._stream)
+        with OnStream(self._stream):
             average(flat, buffer, scratch, self._meet, self._add_and_divide, exchange)
-            done = self._stream.record_event()
+        done = self._stream.record_event()
         self._last = time.monotonic(), done
         if flat is not buffer.mine:
             # What the program computes next may read its views of the buffer.
             current.wait_event(done)
-        return StreamWork(done, scratch)
+        return StreamWork(done, self._stream, used)
+
+    def _average_landed(self, means: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
+        assert self._meet is not None
+        # There are two ranks.
+        self._landed_mean(means, own, self._meet.told_by(1 - self._group.rank()), dtype)
 
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
@@ -220,16 +200,16 @@ class CopyEngines:
         nothing. A collective, behind ``try_to_share``."""
         trial, self._trial = self._trial, None
         assert trial is not None
-        parts: list[NarrowPart | None] = [None]
+        trials = [trial]
         if self._sends_narrow:
-            parts.append(NarrowPart(trial.mine.numel() // 2 + 16, torch.bfloat16))
-        for narrow in parts:
+            trials.append(replace(trial, narrow=NarrowPart(trial.mine.numel() // 2 + 16, torch.bfloat16)))
+        for tried in trials:
             trial.mine.fill_(self._group.rank())
             # Of one rank they are in 16 bits, and of the other one not.
             values = None
-            if narrow is not None and self._group.rank() == 1:
-                values = trial.mine[: narrow.numel].to(narrow.dtype)
-            work, deadline_s = self.start(trial.mine, trial, narrow, values), time.monotonic() + _TRIED_S
+            if tried.narrow is not None and self._group.rank() == 1:
+                values = tried.narrow_memory.to(tried.narrow.dtype)
+            work, deadline_s = self.start(trial.mine, tried, values), time.monotonic() + _TRIED_S
             while not work.is_completed():
                 if time.monotonic() > deadline_s:
                     self.let_go()

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-
-import torch
+import struct
 
 from distributed.collectives.stream_meeting import load_driver
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+# CUDA_MEMCPY2D of the driver. Of the source, and then of the target: a place in it, where it is, an address of the
+# host's, its own, an array's, and the pitch of its rows; at last the rows' bytes and their number.
+_COPY = struct.Struct("NNIPPPN NNIPPPN NN")
 
 
-class _Side(ctypes.Structure):
-    """Where a copy reads or writes, as the driver wants it."""
-
-    _fields_ = (
-        ("x_bytes", ctypes.c_size_t),
-        ("y", ctypes.c_size_t),
-        ("kind", ctypes.c_uint),
-        ("host", ctypes.c_void_p),
-        ("address", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("pitch_bytes", ctypes.c_size_t),
-    )
-
-
-class _Copy(ctypes.Structure):
-    """CUDA_MEMCPY2D of the driver."""
-
-    _fields_ = (
-        ("source", _Side),
-        ("target", _Side),
-        ("width_bytes", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
-
-
-def copy_rows(target: int, pitch_bytes: int, source: int, row_bytes: int, rows: int) -> None:
-    """Queues copies of rows on the current stream.
+def copy_rows(target: int, pitch_bytes: int, source: int, row_bytes: int, rows: int, stream: int) -> None:
+    """Queues copies of rows.
 
     Args:
         target: the address where the first row comes to lie; the others follow, each ``pitch_bytes`` behind the last.
         source: where they are, without gaps.
+        stream: the driver's handle of it.
 
     Raises:
         RuntimeError: the driver cannot.
     """
-    copy = _Copy(
-        _Side(kind=_ON_DEVICE, address=source, pitch_bytes=row_bytes),
-        _Side(kind=_ON_DEVICE, address=target, pitch_bytes=pitch_bytes),
-        row_bytes,
-        rows,
-    )
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    if error := load_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream):
+    of_source = (0, 0, _ON_DEVICE, 0, source, 0, row_bytes)
+    of_target = (0, 0, _ON_DEVICE, 0, target, 0, pitch_bytes)
+    copy = _COPY.pack(*of_source, *of_target, row_bytes, rows)
+    if error := load_driver().cuMemcpy2DAsync_v2(copy, ctypes.c_void_p(stream)):
         raise RuntimeError(f"the driver copies no rows (CUDA error {error})")

@@ -19,7 +19,7 @@ from bucketing.cost_model import CostModel
 from bucketing.link_model import LinkModel, fit_link_model
 from distributed.clocks import clock_of
 from distributed.collectives.averaging import Averaging
-from distributed.collectives.narrow_average import NarrowPart
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 
 _REPETITIONS = 4
 _IN_A_ROW = 4
@@ -71,23 +71,23 @@ def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
     smallest = buffer.first(sizes[0])
 
-    def measured_s(size: int, *sent_narrow: Any) -> float:
-        part, seconds = buffer.first(size), []
+    def measured_s(part: SharedBuffer, values: torch.Tensor | None = None) -> float:
+        seconds = []
         for _ in range(_REPETITIONS):
             clock.let_host_get_ahead()
             averaging.start(smallest.mine, smallest).wait()
             start = clock.mark()
-            for work in [averaging.start(part.mine, part, *sent_narrow) for _ in range(_IN_A_ROW)]:
+            for work in [averaging.start(part.mine, part, values) for _ in range(_IN_A_ROW)]:
                 work.wait()
             seconds.append(clock.seconds(start, clock.mark()) / _IN_A_ROW)
         # The first of a size may set connections up.
         return max(statistics.median(seconds[1:]), 1e-9)
 
-    link = fit_link_model([(size * 4, measured_s(size)) for size in sizes])
+    link = fit_link_model([(size * 4, measured_s(buffer.first(size))) for size in sizes])
     if narrow is None:
         return link
     values = torch.zeros(numel, dtype=narrow.dtype, device=device)
-    return replace(link, narrow_share=min(measured_s(numel, narrow, values) / link.seconds(4 * numel), 1.0))
+    return replace(link, narrow_share=min(measured_s(buffer, values) / link.seconds(4 * numel), 1.0))
 
 
 def agreed_costs(

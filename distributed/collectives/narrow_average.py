@@ -18,22 +18,10 @@ import torch
 from distributed.collectives.landed_mean import BLOCK
 from distributed.collectives.shared_buffers import SharedBuffer
 
+# As ``copy_rows.py`` has it, on the stream of the exchange.
 CopyRows = Callable[[int, int, int, int, int], object]
-# Given the buffer with what has landed, and what this rank has itself.
-AverageLanded = Callable[[torch.Tensor, torch.Tensor], object]
-
-
-@dataclass(frozen=True)
-class NarrowPart:
-    """The elements at the beginning of a float32 buffer whose values are exact in 16 bits, as a rule.
-
-    Attributes:
-        numel: how many.
-        dtype: of 16 bits.
-    """
-
-    numel: int
-    dtype: torch.dtype
+# Given where the means come to lie, with what has landed there; what this rank has itself; and the dtype of 16 bits.
+AverageLanded = Callable[[torch.Tensor, torch.Tensor, torch.dtype], object]
 
 
 @dataclass(frozen=True)
@@ -41,16 +29,14 @@ class NarrowExchange:
     """One such mean.
 
     Attributes:
-        part: of the buffer.
-        buffer: where the means come to lie.
+        buffer: with a narrow part, where the means come to lie.
         values: what this rank has: 16 bits of each, or 32. They may lie in the buffer.
         own: memory for them elsewhere.
-        copy_rows: as ``copy_rows.py`` has it.
+        copy_rows: copies.
         tell: tells the other rank a number, which it may read behind the next meeting.
         average_landed: computes, once the ranks have met.
     """
 
-    part: NarrowPart
     buffer: SharedBuffer
     values: torch.Tensor
     own: torch.Tensor
@@ -64,18 +50,22 @@ class NarrowExchange:
 
     def send(self) -> None:
         """Called when the other's buffer is free."""
-        target = self.buffer.of_ranks[1 - self.buffer.rank]
-        if self.own.dtype == target.dtype:
-            target[: self.part.numel].copy_(self.own)
+        own, target = self.own, self.buffer.of_ranks[1 - self.buffer.rank]
+        itemsize, own_itemsize = target.itemsize, own.itemsize
+        if own_itemsize == itemsize:
+            target[: own.numel()].copy_(own)
         else:
-            whole, rest = divmod(self.part.numel, BLOCK)
+            whole, rest = divmod(own.numel(), BLOCK)
             for begin, numel, rows in ((0, BLOCK, whole), (whole * BLOCK, rest, 1)):
                 if numel and rows:
-                    place = target.data_ptr() + begin * target.itemsize
-                    values = self.own.data_ptr() + begin * self.own.itemsize
-                    self.copy_rows(place, BLOCK * target.itemsize, values, numel * self.own.itemsize, rows)
-        self.tell(self.own.itemsize)
+                    place, values = (
+                        target.data_ptr() + begin * itemsize,
+                        own.data_ptr() + begin * own_itemsize,
+                    )
+                    self.copy_rows(place, BLOCK * itemsize, values, numel * own_itemsize, rows)
+        self.tell(own_itemsize)
 
     def receive(self) -> None:
         """Called when the other has sent."""
-        self.average_landed(self.buffer.mine[: self.part.numel], self.own)
+        assert self.buffer.narrow is not None
+        self.average_landed(self.buffer.narrow_memory, self.own, self.buffer.narrow.dtype)

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
+
+# At which parts begin, so that copies and kernels find them aligned.
+_ALIGNMENT_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class NarrowPart:
+    """The elements at the beginning of a float32 buffer whose values are exact in 16 bits, as a rule.
+
+    Attributes:
+        numel: how many.
+        dtype: of 16 bits.
+    """
+
+    numel: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -18,11 +35,13 @@ class SharedBuffer:
     Attributes:
         of_ranks: each rank's, this one's own included.
         rank: whose this process is.
+        narrow: what of it is averaged in another way than the rest, if anything.
         handle: keeps the others' reachable.
     """
 
     of_ranks: Sequence[torch.Tensor]
     rank: int
+    narrow: NarrowPart | None = None
     handle: Any = None
 
     @property
@@ -34,12 +53,50 @@ class SharedBuffer:
         """Whether it is reached by others at all."""
         return len(self.of_ranks) > 1
 
+    @cached_property
+    def narrow_memory(self) -> torch.Tensor:
+        """Where the means of the narrow part come to lie."""
+        return self.mine[: self._narrow_numel]
+
+    @cached_property
+    def part(self) -> torch.Tensor:
+        """Of the elements behind the narrow part those that this rank averages for all; maybe none."""
+        return self._part_in(self.mine)
+
+    @cached_property
+    def part_on_others(self) -> Sequence[torch.Tensor]:
+        """The same of the other ranks. Each begins with another, so that no link is asked for by all."""
+        ranks = len(self.of_ranks)
+        others = [self.of_ranks[(self.rank + step) % ranks] for step in range(1, ranks)]
+        return [*map(self._part_in, others)] if self.part.numel() else []
+
+    @property
+    def _narrow_numel(self) -> int:
+        return 0 if self.narrow is None else self.narrow.numel
+
+    def _part_in(self, memory: torch.Tensor) -> torch.Tensor:
+        wide = memory[self._narrow_numel :]
+        begin, end = part_of(wide.numel(), len(self.of_ranks), self.rank)
+        return wide[begin:end]
+
     def first(self, numel: int) -> SharedBuffer:
-        """The part of it with so many elements at the beginning."""
-        return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, self.handle)
+        """The part of it with so many elements at the beginning, without a narrow part."""
+        return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, handle=self.handle)
 
 
-def share(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> SharedBuffer:
+def part_of(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of so many elements begins and ends; the last ones may be shorter or empty."""
+    size = -(-numel // (ranks * _ALIGNMENT_ELEMENTS)) * _ALIGNMENT_ELEMENTS
+    return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
+def share(
+    numel: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    narrow: NarrowPart | None = None,
+) -> SharedBuffer:
     """Zeros, on all ranks; a collective."""
     # Not ``symm_mem.empty``, whose pool hands freed memory out again, perhaps in another order on another rank.
     mine = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device).zero_()
@@ -50,5 +107,6 @@ def share(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torc
     return SharedBuffer(
         [mine if other == rank else handle.get_buffer(other, (numel,), dtype) for other in ranks],
         rank,
+        narrow,
         handle,
     )

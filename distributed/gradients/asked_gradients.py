@@ -26,6 +26,7 @@ from distributed.gradients.accumulation_nodes import put_first
 from distributed.gradients.paths_of_backward import paths_begin_at
 from distributed.gradients.rounds_of_backward import rounds_end_here
 from distributed.gradients.running_backward import backward_number
+from distributed.streams import current_stream
 
 
 class Asked(Protocol):
@@ -64,7 +65,7 @@ class AskedGradients:
     def add(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """A program has computed a contribution to the gradient."""
         if value.is_cuda:
-            self._streams.add(torch.cuda.current_stream(value.device))
+            self._streams.add(current_stream(value.device))
         before = self._values.get(parameter)
         self._values[parameter] = value if before is None else before + value
 
@@ -81,8 +82,8 @@ class AskedGradients:
     def _await_other_streams(self) -> None:
         """Backwards run on the streams of their forwards. The engine does as much for what it has found."""
         for stream in self._streams:
-            here = torch.cuda.current_stream(stream.device)
-            if stream == here:
+            here = current_stream(stream.device)
+            if stream is here:
                 continue
             here.wait_stream(stream)
             for value in self._values.values():

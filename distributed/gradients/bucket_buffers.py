@@ -10,8 +10,7 @@ import torch
 from bucketing.bucket import Bucket, BucketPlan
 from compile_core.errors import CompileError
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from distributed.collectives.narrow_average import NarrowPart
-from distributed.collectives.shared_buffers import SharedBuffer
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount
@@ -30,7 +29,6 @@ class BucketBuffers:
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
         narrow_names: the parameters of each bucket whose gradients come in 16 bits, as a rule.
-        narrow_parts: of each bucket what they fill, at its beginning.
         narrow_places: of those parameters, where the 16 bits lie.
     """
 
@@ -53,11 +51,10 @@ class BucketBuffers:
             frozenset(parameter.name for parameter in bucket.parameters if parameter.sent_dtype is not None)
             for bucket in plan.buckets
         ]
-        self.narrow_parts = [*map(_narrow_part, plan.buckets)]
         self.narrow_places: dict[str, torch.Tensor] = {}
-        for bucket, narrow in zip(plan.buckets, self.narrow_parts, strict=True):
+        for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
-            self.allocated.append(allocate(bucket.numel, like.dtype, like.device, narrow))
+            self.allocated.append(allocate(bucket.numel, like.dtype, like.device, _narrow_part(bucket)))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self.flat = [buffer.mine for buffer in self.allocated]
@@ -69,7 +66,7 @@ class BucketBuffers:
 
     def narrow_part(self, bucket: int) -> torch.Tensor:
         """The narrow part's 16 bits, in the first half of its memory."""
-        part = self.narrow_parts[bucket]
+        part = self.allocated[bucket].narrow
         assert part is not None
         return self.flat[bucket][: part.numel].view(part.dtype)[: part.numel]
 

@@ -106,6 +106,8 @@ class GradientBuckets:
         self._watch = watch
         self.device = next(iter(self.parameters.values())).device
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
+        # Asks which gradients must now pass through the engine, since hooks wait for them there.
+        self.hooked = self._nodes.hooked
         self._anchors = Anchors(self.parameters, self._nodes)
         self.anchor = self._anchors.of_program
         self.wanted_values, self.take_values = self._anchors.wanted_values, self._anchors.take_values
@@ -141,10 +143,6 @@ class GradientBuckets:
         """Of the buckets that other ranks reach, which torch's allocator does not count."""
         allocated = () if self._buffers is None else self._buffers.allocated
         return sum(buffer.mine.nbytes for buffer in allocated if buffer.is_shared)
-
-    def hooked(self) -> frozenset[str]:
-        """The parameters whose gradients must now pass through autograd's engine, since hooks wait for them there."""
-        return self._nodes.hooked()
 
     def place(self, name: str) -> torch.Tensor:
         """Where a parameter's gradient lies in its bucket, once there is a plan."""
@@ -238,19 +236,22 @@ class GradientBuckets:
         if self._storing and self._stepper is not None:
             self._stepper.program_begins()
 
-    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
+    def usual_places(self, names: Sequence[str]) -> list[torch.Tensor] | None:
         if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
             return None
         return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
 
-    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+        assert self._narrow is not None
+        usual = None if any(dtypes) or self._narrow.may_be_here else self.usual_places(names)
+        return [*map(self._destination, names, dtypes)] if usual is None else usual
+
+    def _destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         assert self._narrow is not None
         place = self.place(name)
         stored = not self._storing or self._round is None or name in self._round.stored
-        if not stored:
-            usual = self._narrow.place(name, dtype)
-            if usual is not None:
-                return usual
+        if not stored and (usual := self._narrow.place(name, dtype)) is not None:
+            return usual
         scratch = self._scratch[name] = torch.empty_like(place, dtype=dtype)
         return scratch
 
@@ -415,7 +416,7 @@ class GradientBuckets:
         if self.observer is not None:
             self.observer.collective_starting(bucket)
         buffer, values = self._buffers.allocated[bucket], self._narrow.take(bucket)
-        work = self.averaging.start(flat, buffer, self._buffers.narrow_parts[bucket], values)
+        work = self.averaging.start(flat, buffer, values)
         self._works.append(work)
         if self._stepper is not None:
             for name in names:
@@ -460,7 +461,7 @@ class GradientBuckets:
             for work in self._works:
                 self._wait(work)
             self._awaited -= stored if static is None else stored | static.unused
-            self.missing = tuple(name for name in self.parameters if name in self._awaited)
+            self.missing = tuple(filter(self._awaited.__contains__, self.parameters))
             if self._before or static is not None:
                 for name in self.parameters:
                     self._give(name)

@@ -19,10 +19,14 @@ class NarrowValues:
 
     Args:
         buffers: of that plan.
+
+    Attributes:
+        may_be_here: some buckets have places for 16 bits.
     """
 
     def __init__(self, buffers: BucketBuffers) -> None:
         self._buffers = buffers
+        self.may_be_here = bool(buffers.narrow_places)
         self._bucket_of = {name: index for index, names in enumerate(buffers.narrow_names) for name in names}
         # Of the round: buckets with 32 bits, and the gradients whose 16 bits programs store now, or have stored.
         self._wide: set[int] = set()

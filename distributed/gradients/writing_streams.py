@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from distributed.streams import current_stream
+
 
 class WritingStreams:
     """Those of one device's gradients.
@@ -20,13 +22,13 @@ class WritingStreams:
     def note(self) -> None:
         """Something was stored on the current stream."""
         if self._has_streams:
-            self._streams.add(torch.cuda.current_stream(self._device))
+            self._streams.add(current_stream(self._device))
 
     def wait(self) -> None:
         """What is queued next on the current stream finds all that was stored."""
         for stream in self._streams:
-            here = torch.cuda.current_stream(stream.device)
-            if stream != here:
+            here = current_stream(stream.device)
+            if stream is not here:
                 here.wait_stream(stream)
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ import torch
 from distributed.collectives.averaging import Work
 from distributed.optimizer_steps.parameter_readers import ParameterReaders
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+from distributed.streams import OnStream, current_stream
 
 
 class StepInBackward:
@@ -94,8 +95,8 @@ class StepInBackward:
                 work.wait()
                 self._step(names)
                 continue
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(current_stream(self._device))
+            with OnStream(self._stream):
                 work.wait()
                 self._step(names)
         self._reduced = left
@@ -111,7 +112,7 @@ class StepInBackward:
             return
         self._step(self._parameters.keys() - self._stepped)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current_stream(self._device).wait_stream(self._stream)
         self._optimizer.end_round()
         self._clear()
         self._left = [(tensor, tensor._version, tensor._version + count) for tensor, count in gradients]
@@ -124,7 +125,7 @@ class StepInBackward:
         """
         stepped, count = len(self._stepped), len(self._parameters)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current_stream(self._device).wait_stream(self._stream)
         self._clear()
         if stepped:
             raise RuntimeError(

@@ -57,8 +57,8 @@ class _Buffers:
     def begin(self) -> None:
         pass
 
-    def destination(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        return self.places[name]
+    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+        return [self.places[name] for name in names]
 
     def arrived(self, names: Sequence[str], values: Mapping[str, Tensor] | None) -> None:
         pass

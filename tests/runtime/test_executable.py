@@ -34,9 +34,9 @@ class Recorder(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append(f"expect {names}")
 
-    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        self.events.append(f"destination {name}")
-        return self.place
+    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+        self.events += [f"destination {name}" for name in names]
+        return [self.place for _ in names]
 
     def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
         self.events.append(f"leave out {list(results_of)}")

@@ -41,10 +41,10 @@ class FakeCommunicator(SilentCommunicator):
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         return None if self.adds else [self.stored[name] for name in names]
 
-    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
         if self.adds:
-            return self._scratch.setdefault(name, torch.empty_like(self.stored[name]))
-        return self.stored[name]
+            return [self._scratch.setdefault(name, torch.empty_like(self.stored[name])) for name in names]
+        return [self.stored[name] for name in names]
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         for name in names:

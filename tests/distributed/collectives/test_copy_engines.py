@@ -15,13 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.collectives import copy_engines
-from distributed.collectives.copy_engines import (
-    _part,
-    average,
-    find_engines,
-    part_numel,
-)
-from distributed.collectives.shared_buffers import SharedBuffer
+from distributed.collectives.copy_engines import average, find_engines
+from distributed.collectives.shared_buffers import SharedBuffer, part_of
 
 
 def add_and_divide(part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
@@ -38,9 +33,11 @@ def test_every_rank_has_the_mean(numel: int, ranks: int, dtype: torch.dtype) -> 
     barrier = Barrier(ranks)
 
     def run(rank: int) -> None:
-        buffer, scratch = SharedBuffer(buffers, rank), torch.empty(part_numel(numel, ranks), dtype=dtype)
+        buffer = SharedBuffer(buffers, rank)
         for _ in range(2):
-            average(buffer.mine, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
+            average(
+                buffer.mine, buffer, torch.empty_like(buffer.part), lambda: barrier.wait(30), add_and_divide
+            )
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(run, range(ranks)))
@@ -53,7 +50,8 @@ def test_a_rank_may_have_its_summand_elsewhere() -> None:
     barrier = Barrier(3)
 
     def run(rank: int) -> None:
-        buffer, scratch = SharedBuffer(buffers, rank), torch.empty(part_numel(100, 3))
+        buffer = SharedBuffer(buffers, rank)
+        scratch = torch.empty_like(buffer.part)
         if rank == 1:
             average(summand, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
         else:
@@ -68,8 +66,8 @@ def test_a_rank_may_have_its_summand_elsewhere() -> None:
 def test_parts_lie_one_behind_the_other(numel: int, ranks: int) -> None:
     end = 0
     for rank in range(ranks):
-        begin, next_end = _part(numel, ranks, rank)
-        assert begin == end and begin <= next_end <= begin + part_numel(numel, ranks)
+        begin, next_end = part_of(numel, ranks, rank)
+        assert begin == end and begin <= next_end <= begin + part_of(numel, ranks, 0)[1]
         end = next_end
     assert end == numel
 

@@ -9,11 +9,11 @@ from threading import Barrier
 import pytest
 import torch
 
-from distributed.collectives.copy_engines import average, part_numel
+from distributed.collectives.copy_engines import average
 from distributed.collectives.copy_rows import copy_rows
 from distributed.collectives.landed_mean import BLOCK
-from distributed.collectives.narrow_average import NarrowExchange, NarrowPart
-from distributed.collectives.shared_buffers import SharedBuffer
+from distributed.collectives.narrow_average import NarrowExchange
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 
 
 def copy_rows_here(target: int, pitch_bytes: int, source: int, row_bytes: int, rows: int) -> None:
@@ -27,11 +27,11 @@ class Rank:
     def __init__(self, rank: int, buffers: list[torch.Tensor], told: list[int], barrier: Barrier) -> None:
         self.rank, self.buffers, self.told, self.barrier = rank, buffers, told, barrier
 
-    def average_landed(self, means: torch.Tensor, own: torch.Tensor) -> None:
+    def average_landed(self, means: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
         """As the kernel does, block by block."""
         landed = means.clone()
         if self.told[self.rank] == 2:
-            halves = means.view(torch.bfloat16)
+            halves = means.view(dtype)
             for begin in range(0, means.numel(), BLOCK):
                 end = min(begin + BLOCK, means.numel())
                 landed[begin:end] = halves[2 * begin : begin + end]
@@ -44,11 +44,17 @@ class Rank:
         self.told[1 - self.rank] = number
 
     def run(self, flat: torch.Tensor, part: NarrowPart, own: torch.Tensor) -> None:
-        buffer = SharedBuffer(self.buffers, self.rank)
+        buffer = SharedBuffer(self.buffers, self.rank, part)
         aside = torch.empty_like(own)
-        exchange = NarrowExchange(part, buffer, own, aside, copy_rows_here, self.tell, self.average_landed)
-        scratch = torch.empty(part_numel(buffer.mine.numel() - part.numel, 2))
-        average(flat, buffer, scratch, lambda: self.barrier.wait(30), self.add_and_divide, exchange)
+        exchange = NarrowExchange(buffer, own, aside, copy_rows_here, self.tell, self.average_landed)
+        average(
+            flat,
+            buffer,
+            torch.empty_like(buffer.part),
+            lambda: self.barrier.wait(30),
+            self.add_and_divide,
+            exchange,
+        )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -86,6 +92,7 @@ def test_rows_are_copied_to_where_they_lie_apart(shape: tuple[int, int]) -> None
     height, width = shape
     source = torch.randn(shape, device="cuda").bfloat16()
     target = torch.zeros(height, 2 * width, device="cuda", dtype=torch.bfloat16)
-    copy_rows(target.data_ptr(), 4 * width, source.data_ptr(), 2 * width, height)
+    stream = torch.cuda.current_stream().cuda_stream
+    copy_rows(target.data_ptr(), 4 * width, source.data_ptr(), 2 * width, height, stream)
     assert torch.equal(target[:, :width], source)
     assert not target[:, width:].any()

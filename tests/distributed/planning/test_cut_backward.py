@@ -61,8 +61,8 @@ class FakeCommunicator(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append("expect")
 
-    def destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        return self.places[name]
+    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+        return [self.places[name] for name in names]
 
     def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
         self.events.append(f"leave out {' '.join(results_of)}")

@@ -57,22 +57,22 @@ class Pair:
         sent: list[bool] = []
         start = Averaging.start
 
-        def noted(averaging: Any, flat: Any, buffer: Any, narrow: Any = None, values: Any = None) -> Any:
+        def noted(averaging: Any, flat: Any, buffer: Any, values: Any = None) -> Any:
             buckets = inspect_ddp(self.narrow).buckets
             # Those that measure the link are nobody's.
             if (
-                narrow is not None
+                buffer.narrow is not None
                 and buckets is not None
                 and any(buffer is one for one in buckets._buffers.allocated)
             ):
                 sent.append(values is not None)
-            return start(averaging, flat, buffer, narrow, values)
+            return start(averaging, flat, buffer, values)
 
         with sent_as_computed(), patch.object(Averaging, "start", noted):
             check_steps(self.wide, self.narrow, step, steps)
         check_in_graph(self.narrow)
         buckets = inspect_ddp(self.narrow).buckets
-        has_parts = any(part is not None for part in buckets._buffers.narrow_parts)
+        has_parts = any(buffer.narrow is not None for buffer in buckets._buffers.allocated)
         assert has_parts == (dist.get_world_size() == 2)
         return sent
 

@@ -1,0 +1,66 @@
+"""The streams that are current, and works that end on one of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed.collectives.work import StreamWork
+from distributed.streams import OnStream, current_stream
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+_CYCLES = 200_000_000
+
+
+def test_the_current_stream_is_torchs() -> None:
+    other = torch.cuda.Stream(DEVICE)
+    before = current_stream(DEVICE)
+    assert before == torch.cuda.current_stream(DEVICE) and before is current_stream(DEVICE)
+    with torch.cuda.stream(other):
+        assert current_stream(DEVICE) == other
+    with OnStream(other):
+        assert torch.cuda.current_stream(DEVICE) == other
+    assert current_stream(DEVICE) is before
+
+
+def test_a_stream_is_left_when_its_block_raises() -> None:
+    before = current_stream(DEVICE)
+    with pytest.raises(KeyError), OnStream(torch.cuda.Stream(DEVICE)):
+        raise KeyError
+    assert current_stream(DEVICE) is before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_stream_of_another_gpu_leaves_the_current_one() -> None:
+    second = torch.device("cuda", 1)
+    other, before = torch.cuda.Stream(second), current_stream(second)
+    with torch.cuda.device(0):
+        with OnStream(other):
+            assert torch.cuda.current_device() == 1 and current_stream(second) == other
+        assert torch.cuda.current_device() == 0
+    assert current_stream(second) is before
+
+
+@pytest.mark.parametrize("waits", ["owner", "other", "nobody"])
+def test_memory_is_free_once_its_stream_waits(waits: str) -> None:
+    side, third = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
+    torch.cuda.empty_cache()
+    kept = torch.empty(2**24, dtype=torch.uint8, device=DEVICE)
+    address = kept.data_ptr()
+    with OnStream(side):
+        torch.cuda._sleep(_CYCLES)
+        kept.fill_(1)
+    work = StreamWork(side.record_event(), side, [kept])
+    del kept
+    if waits == "owner":
+        work.wait()
+    elif waits == "other":
+        with OnStream(third):
+            work.wait()
+    assert not work.is_completed()
+    del work
+    taken = torch.empty(2**24, dtype=torch.uint8, device=DEVICE)
+    # Another's memory would be written to while it is in use.
+    assert (taken.data_ptr() == address) == (waits == "owner")
+    torch.cuda.synchronize()
