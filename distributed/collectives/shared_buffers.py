@@ -53,31 +53,34 @@ class SharedBuffer:
         """Whether it is reached by others at all."""
         return len(self.of_ranks) > 1
 
-    @cached_property
+    @property
     def narrow_memory(self) -> torch.Tensor:
         """Where the means of the narrow part come to lie."""
         return self.mine[: self._narrow_numel]
 
-    @cached_property
+    @property
     def part(self) -> torch.Tensor:
         """Of the elements behind the narrow part those that this rank averages for all; maybe none."""
-        return self._part_in(self.mine)
+        # Not kept: who looks for a program's views of this memory would take it for one.
+        return self.mine[self._part]
 
     @cached_property
     def part_on_others(self) -> Sequence[torch.Tensor]:
         """The same of the other ranks. Each begins with another, so that no link is asked for by all."""
-        ranks = len(self.of_ranks)
-        others = [self.of_ranks[(self.rank + step) % ranks] for step in range(1, ranks)]
-        return [*map(self._part_in, others)] if self.part.numel() else []
+        ranks, part = len(self.of_ranks), self._part
+        if part.start == part.stop:
+            return []
+        return [self.of_ranks[(self.rank + step) % ranks][part] for step in range(1, ranks)]
+
+    @cached_property
+    def _part(self) -> slice:
+        numel, skipped = self.mine.numel(), self._narrow_numel
+        begin, end = part_of(numel - skipped, len(self.of_ranks), self.rank)
+        return slice(skipped + begin, skipped + end)
 
     @property
     def _narrow_numel(self) -> int:
         return 0 if self.narrow is None else self.narrow.numel
-
-    def _part_in(self, memory: torch.Tensor) -> torch.Tensor:
-        wide = memory[self._narrow_numel :]
-        begin, end = part_of(wide.numel(), len(self.of_ranks), self.rank)
-        return wide[begin:end]
 
     def first(self, numel: int) -> SharedBuffer:
         """The part of it with so many elements at the beginning, without a narrow part."""

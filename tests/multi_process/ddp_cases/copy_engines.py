@@ -41,11 +41,18 @@ def check_copied(compiled: Any) -> None:
     assert copies == {not reason_against(buckets.group, buckets.device)}
 
 
+def check_in_shared_memory(compiled: Any) -> None:
+    """As nobody has views of the buckets, they are where other ranks reach them, and nothing is copied there first."""
+    buffers = inspect_ddp(compiled).buckets._buffers
+    assert all(flat is buffer.mine for flat, buffer in zip(buffers.flat, buffers.allocated, strict=True))
+
+
 @case()
 def bits_are_stock_ddps() -> None:
     stock, compiled = pair()
     train((stock, compiled), steps=8, exact=True)  # beyond the step in which the plan changes
     check_copied(compiled)
+    check_in_shared_memory(compiled)
 
 
 @case()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed import DDPOptions, compile_ddp, inspect_ddp
 from distributed.collectives.averaging import Averaging
+from tests.multi_process.ddp_cases.copy_engines import check_in_shared_memory
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -85,7 +86,9 @@ def forward_backward(model: Any, number: int, rows: int = 6) -> None:
 
 @case()
 def products() -> None:
-    assert all(Pair().check(forward_backward))
+    pair = Pair()
+    assert all(pair.check(forward_backward))
+    check_in_shared_memory(pair.narrow)
 
 
 @case()
