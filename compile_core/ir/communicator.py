@@ -49,7 +49,7 @@ class Communicator(Protocol):
         ...
 
     def destinations(
-        self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]
+        self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
     ) -> Sequence[torch.Tensor]:
         """The tensors into which the program stores the results of these destination names, of these dtypes or, for
         ``None``, of the destination's own."""

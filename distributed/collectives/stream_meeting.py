@@ -60,7 +60,7 @@ class StreamMeeting:
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
         self._to_tell = [word + group.size() * itemsize for word in self._on_others]
-        self._met = 0
+        self._met = self._told = 0
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -84,6 +84,9 @@ class StreamMeeting:
 
     def tell(self, number: int) -> None:
         """Between two meetings: behind the second, all others know this number of this rank."""
+        if number == self._told:
+            return
+        self._told = number
         for word in self._to_tell:
             self._queue(self._write, word, number)
 

@@ -29,6 +29,7 @@ class BucketBuffers:
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
         narrow_names: the parameters of each bucket whose gradients come in 16 bits, as a rule.
+        narrow_values: of each bucket those 16 bits, in the first half of the memory of its narrow part.
         narrow_places: of those parameters, where the 16 bits lie.
     """
 
@@ -58,22 +59,22 @@ class BucketBuffers:
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self.flat = [buffer.mine for buffer in self.allocated]
+        self.narrow_values = [*map(self._narrow_values_of, range(len(self.flat)))]
         self._find_places(self._offsets)
         self._owners = [parameters[name] for name in self.places]
         # As long as nobody else has any of them.
         self._holders = max(map(_holders_of, self.places.values()))
         self._views = [*map(_views_of, self.flat)]
 
-    def narrow_part(self, bucket: int) -> torch.Tensor:
-        """The narrow part's 16 bits, in the first half of its memory."""
+    def _narrow_values_of(self, bucket: int) -> torch.Tensor | None:
         part = self.allocated[bucket].narrow
-        assert part is not None
-        return self.flat[bucket][: part.numel].view(part.dtype)[: part.numel]
+        return None if part is None else self.flat[bucket][: part.numel].view(part.dtype)[: part.numel]
 
-    def cast_narrow_part(self, bucket: int) -> None:
+    def cast_narrow_values(self, bucket: int) -> None:
         """To the places of the 32 bits, which lie over those of the 16."""
-        values = self.narrow_part(bucket).clone()
-        self.flat[bucket][: values.numel()].copy_(values)
+        values = self.narrow_values[bucket]
+        if values is not None:
+            self.flat[bucket][: values.numel()].copy_(values.clone())
 
     def _place_in(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         # No view to autograd, so that programs may call ``grad.detach_()``.
@@ -110,6 +111,7 @@ class BucketBuffers:
         for index, names in enumerate(self.names):
             if views[index] > self._views[index] and not free.isdisjoint(names):
                 self.flat[index] = torch.zeros_like(self.flat[index])
+                self.narrow_values[index] = self._narrow_values_of(index)
                 self._find_places(names)
 
     def refuse_changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -146,8 +148,9 @@ class BucketBuffers:
         for name in names:
             bucket = self.bucket_of[name]
             self.places[name] = self._place_in(self.flat[bucket], name)
-            if name in self.narrow_names[bucket]:
-                self.narrow_places[name] = self._place_in(self.narrow_part(bucket), name)
+            values = self.narrow_values[bucket]
+            if values is not None and name in self.narrow_names[bucket]:
+                self.narrow_places[name] = self._place_in(values, name)
         self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:

@@ -106,7 +106,6 @@ class GradientBuckets:
         self._watch = watch
         self.device = next(iter(self.parameters.values())).device
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
-        # Asks which gradients must now pass through the engine, since hooks wait for them there.
         self.hooked = self._nodes.hooked
         self._anchors = Anchors(self.parameters, self._nodes)
         self.anchor = self._anchors.of_program
@@ -241,9 +240,11 @@ class GradientBuckets:
             return None
         return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
 
-    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+    def destinations(
+        self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
+    ) -> list[torch.Tensor]:
         assert self._narrow is not None
-        usual = None if any(dtypes) or self._narrow.may_be_here else self.usual_places(names)
+        usual = None if self.usual_places(names) is None else self._narrow.places(names, dtypes)
         return [*map(self._destination, names, dtypes)] if usual is None else usual
 
     def _destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ them, or where one is missing or came in 32 bits, all of the bucket's are cast, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,19 +19,45 @@ class NarrowValues:
 
     Args:
         buffers: of that plan.
-
-    Attributes:
-        may_be_here: some buckets have places for 16 bits.
     """
 
     def __init__(self, buffers: BucketBuffers) -> None:
         self._buffers = buffers
-        self.may_be_here = bool(buffers.narrow_places)
         self._bucket_of = {name: index for index, names in enumerate(buffers.narrow_names) for name in names}
         # Of the round: buckets with 32 bits, and the gradients whose 16 bits programs store now, or have stored.
         self._wide: set[int] = set()
         self._given: set[str] = set()
         self._here: set[str] = set()
+        # By what programs store, with which dtypes: those that are narrow, if all are as they are sent.
+        self._as_sent: dict[
+            tuple[tuple[str, ...], tuple[torch.dtype | None, ...]], frozenset[str] | None
+        ] = {}
+
+    def places(
+        self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
+    ) -> list[torch.Tensor] | None:
+        """``place`` of each, where that is the one in which it is sent, as in every step but exceptional ones; else
+        ``None``."""
+        key = names, dtypes
+        if key not in self._as_sent:
+            self._as_sent[key] = self._find_as_sent(names, dtypes)
+        narrow = self._as_sent[key]
+        if narrow is None or not narrow:
+            return None if narrow is None else [*map(self._buffers.places.__getitem__, names)]
+        if self._wide:
+            return None
+        self._given |= narrow
+        of_16_bits, of_32_bits = self._buffers.narrow_places, self._buffers.places
+        return [of_16_bits[name] if name in narrow else of_32_bits[name] for name in names]
+
+    def _find_as_sent(
+        self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]
+    ) -> frozenset[str] | None:
+        sent = self._buffers.narrow_places
+        given = dict(zip(names, dtypes, strict=True))
+        if any(dtype != (sent[name].dtype if name in sent else None) for name, dtype in given.items()):
+            return None
+        return frozenset(sent.keys() & given.keys())
 
     def place(self, name: str, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Where a program may store a gradient of this dtype, or, for ``None``, of its parameter's; ``None`` where
@@ -65,7 +91,7 @@ class NarrowValues:
         bucket = self._bucket_of.get(name)
         if bucket is None or self.leave(name):
             return
-        self._buffers.cast_narrow_part(bucket)
+        self._buffers.cast_narrow_values(bucket)
         self._here -= self._buffers.narrow_names[bucket]
         self._wide.add(bucket)
 
@@ -73,7 +99,7 @@ class NarrowValues:
         """The 16-bit values of all of a bucket's narrow part; ``None`` where it has 32 bits."""
         names = self._buffers.narrow_names[bucket]
         if names and bucket not in self._wide and self._here.issuperset(names):
-            return self._buffers.narrow_part(bucket)
+            return self._buffers.narrow_values[bucket]
         for name in names:
             self.widen(name)
         return None

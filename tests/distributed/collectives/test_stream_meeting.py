@@ -42,7 +42,7 @@ def meetings(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Sequence[Stream
     """Makes one of each rank, over words that all see."""
 
     def make(ranks: int) -> Sequence[StreamMeeting]:
-        words = [torch.zeros(ranks, dtype=torch.int32) for _ in range(ranks)]
+        words = [torch.zeros(2 * ranks, dtype=torch.int32) for _ in range(ranks)]
         driver = SimpleNamespace(
             cuStreamWriteValue32_v2=lambda *arguments: write(*arguments),
             cuStreamWaitValue32_v2=lambda *arguments: wait(*arguments),
@@ -98,6 +98,26 @@ def test_one_that_waits_in_vain_is_let_go(
     waiting.join(5)
     assert not waiting.is_alive()
     made()  # nor does it wait for anybody later
+
+
+def test_what_one_tells_the_others_know_until_it_tells_another_number(
+    monkeypatch: pytest.MonkeyPatch, meetings: Callable[[int], Sequence[StreamMeeting]]
+) -> None:
+    first, second, third = meetings(3)
+    written: list[int] = []
+
+    def noted(stream: int, address: int, value: int, flags: int) -> int:
+        written.append(value)
+        return write(stream, address, value, flags)
+
+    monkeypatch.setattr(first, "_write", noted)
+    for number in (2, 2, 4, 4, 2):
+        first.tell(number)
+        second.tell(7)
+        assert [rank.told_by(0).tolist() for rank in (second, third)] == [[number], [number]]
+        assert third.told_by(1).tolist() == [7]
+    # What others know already takes no operation of the stream.
+    assert written == [2, 2, 4, 4, 2, 2]
 
 
 def test_a_driver_that_cannot_says_so(
