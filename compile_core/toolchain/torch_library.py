@@ -44,6 +44,22 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
         LoadErrors: it does not work here.
     """
     check_python()
+    library = build_library(source)
+    for name, symbol in symbols.items():
+        address = address_of(symbol)
+        if address is None:
+            raise LookupError(f"torch has no {symbol}")
+        ctypes.c_void_p.in_dll(library, name).value = address
+    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = _place_of_tensor()
+    return library
+
+
+def build_library(source: Path) -> ctypes.CDLL:
+    """Builds a C++ file, or finds it in the cache.
+
+    Raises:
+        LoadErrors: it does not work here.
+    """
     text, header = source.read_text(), _HEADER.read_text()
     disk = DiskCache(default_cache_folder())
     key = content_key(
@@ -58,14 +74,7 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
         run_compiler([*_FLAGS, source.name, "-o", built], folder, kept, text)
 
     with disk.entry(key, build) as folder:
-        library = ctypes.CDLL(str(folder / built))
-    for name, symbol in symbols.items():
-        address = address_of(symbol)
-        if address is None:
-            raise LookupError(f"torch has no {symbol}")
-        ctypes.c_void_p.in_dll(library, name).value = address
-    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = _place_of_tensor()
-    return library
+        return ctypes.CDLL(str(folder / built))
 
 
 def check_python() -> None:

@@ -10,7 +10,6 @@ What is exact in 16 bits is sent as such, once (``narrow_average``).
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.copy_rows import copy_rows
-from distributed.collectives.landed_mean import LandedMean
-from distributed.collectives.mean_kernel import MeanKernel
+from distributed.collectives.driver_queue import load_queue
+from distributed.collectives.gpu_operations import GpuOperations
 from distributed.collectives.narrow_average import NarrowExchange
 from distributed.collectives.peer_access import reason_against
+from distributed.collectives.rank_operations import RankOperations
 from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer, share
-from distributed.collectives.stream_meeting import StreamMeeting, load_driver
 from distributed.collectives.work import StreamWork
-from distributed.streams import OnStream, current_stream
+from distributed.streams import current_stream
 
 # What is averaged to see whether it works, and how long it may take.
 _TRIED_ELEMENTS = 2**18
@@ -63,16 +61,12 @@ def _fault_of(tried: Callable[[], object]) -> str:
     return ""
 
 
-# Adds the second to the first, and divides that by a number.
-AddAndDivide = Callable[[torch.Tensor, torch.Tensor, int], object]
-
-
 def average(
     flat: torch.Tensor,
     buffer: SharedBuffer,
     scratch: torch.Tensor,
-    meet: Callable[[], object],
-    add_and_divide: AddAndDivide,
+    held: torch.Tensor | None,
+    operations: RankOperations,
     exchange: NarrowExchange | None = None,
 ) -> None:
     """The mean over ranks of what each has in ``flat``, which comes there; called on all of them.
@@ -81,31 +75,33 @@ def average(
         flat: the rank's own memory of the buffer, or other: then the buffer keeps what it holds.
         buffer: by which ranks reach one another.
         scratch: like this rank's part of the buffer.
-        meet: waits for all ranks; on a GPU, the stream on which this is called does.
-        add_and_divide: computes.
+        held: where ``flat`` is other memory, memory like the buffer for what that holds.
+        operations: of this rank.
         exchange: of the buffer's narrow part, if it has one.
     """
     mine, part, others = buffer.mine, buffer.part, buffer.part_on_others
-    held = None if flat is mine else mine.clone()
+    copy = operations.copy
     if held is not None:
         begin = 0 if buffer.narrow is None else buffer.narrow.numel
-        mine[begin:].copy_(flat[begin:])
+        copy(held, mine)
+        copy(mine[begin:], flat[begin:])
     if exchange is not None:
         exchange.take_aside()
-    meet()
+    operations.meet()
     if exchange is not None:
         exchange.send()
     for number, other in enumerate(others, start=1):
         divisor = len(buffer.of_ranks) if number == len(others) else 1
-        add_and_divide(part, scratch.copy_(other), divisor)
+        copy(scratch, other)
+        operations.add_and_divide(part, scratch, divisor)
     for other in others:
-        other.copy_(part)
-    meet()
+        copy(other, part)
+    operations.meet()
     if exchange is not None:
         exchange.receive()
     if held is not None:
-        flat.copy_(mine)
-        mine.copy_(held)
+        copy(flat, mine)
+        copy(mine, held)
 
 
 class CopyEngines:
@@ -122,10 +118,7 @@ class CopyEngines:
         self._device = device
         self._sends_narrow = sends_narrow
         self._stream = torch.cuda.Stream(device)
-        self._add_and_divide = MeanKernel(device)
-        self._landed_mean = LandedMean(device)
-        self._copy_rows = functools.partial(copy_rows, stream=self._stream.cuda_stream)
-        self._meet: StreamMeeting | None = None
+        self._operations: GpuOperations | None = None
         self._trial: SharedBuffer | None = None
         # The last that was started: when, and the event behind it.
         self._last: tuple[float, Any] | None = None
@@ -138,9 +131,8 @@ class CopyEngines:
         Args:
             narrow: what of it will come in 16 bits.
         """
-        self._add_and_divide.build(dtype)
-        if narrow is not None:
-            self._landed_mean.build(narrow.dtype)
+        assert self._operations is not None
+        self._operations.build(dtype, narrow)
         return share(numel, dtype, self._group, self._device, narrow)
 
     def start(
@@ -153,46 +145,41 @@ class CopyEngines:
             buffer: what was allocated for it.
             values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
-        assert self._meet is not None
+        operations = self._operations
+        assert operations is not None
         current = current_stream(self._device)
         # Of the current stream, since the backward has given up as much memory of activations by now.
         scratch = torch.empty_like(buffer.part)
+        held = None if flat is buffer.mine else torch.empty_like(flat)
         exchange, used = None, [flat, scratch]
         if buffer.narrow is not None:
             values = flat[: buffer.narrow.numel] if values is None else values
             own = torch.empty_like(values)
-            exchange = NarrowExchange(
-                buffer, values, own, self._copy_rows, self._meet.tell, self._average_landed
-            )
+            exchange = NarrowExchange(buffer, values, own, operations)
             used += [values, own]
+        average(flat, buffer, scratch, held, operations, exchange)
         self._stored.record(current)
         self._stored.wait(self._stream)
-        with OnStream(self._stream):
-            average(flat, buffer, scratch, self._meet, self._add_and_divide, exchange)
+        operations.queue()
         done = self._stream.record_event()
         self._last = time.monotonic(), done
-        if flat is not buffer.mine:
+        if held is not None:
+            used.append(held)
             # What the program computes next may read its views of the buffer.
             current.wait_event(done)
         return StreamWork(done, self._stream, used)
 
-    def _average_landed(self, means: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
-        assert self._meet is not None
-        # There are two ranks.
-        self._landed_mean(means, own, self._meet.told_by(1 - self._group.rank()), dtype)
-
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
-        self._add_and_divide.build(torch.float32)
-        if self._sends_narrow:
-            self._landed_mean.build(torch.bfloat16)
-        load_driver()
+        load_queue()
+        self._operations = GpuOperations(self._device, self._stream)
+        self._operations.build(torch.float32, NarrowPart(0, torch.bfloat16) if self._sends_narrow else None)
 
     def try_to_share(self) -> None:
         """What goes wrong with the memory is raised here. A collective, before all others."""
+        assert self._operations is not None
         self._trial = self.allocate(_TRIED_ELEMENTS, torch.float32)
-        self._meet = StreamMeeting(self._group, self._device, self._stream)
-        self._meet.rehearse()
+        self._operations.join(self._group)
         self._stream.synchronize()
 
     def try_to_average(self) -> None:
@@ -239,8 +226,8 @@ class CopyEngines:
 
     def let_go(self) -> None:
         """No GPU waits for a rank that will not come; for another thread than the one that is blocked."""
-        if self._meet is not None:
-            self._meet.let_go()
+        if self._operations is not None:
+            self._operations.let_go()
 
 
 def _time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from compile_core.ir.kernels import KernelSource
+from compile_core.ir.kernels import BuiltKernel, KernelSource
 from compile_core.lowering.build import build
 from compile_core.options import default_cache_folder
+
+# Given a kernel and the tensors of its buffers.
+Launch = Callable[..., object]
 
 
 class DeviceKernels:
@@ -22,7 +25,7 @@ class DeviceKernels:
         self, device: torch.device, source: Callable[[torch.dtype, torch.device], KernelSource]
     ) -> None:
         self._device, self._source = device, source
-        self._kernels: dict[torch.dtype, Callable[..., None]] = {}
+        self._kernels: dict[torch.dtype, BuiltKernel] = {}
         self._numbers: dict[tuple[int, ...], torch.Tensor] = {}
 
     def build(self, dtype: torch.dtype) -> None:
@@ -31,7 +34,7 @@ class DeviceKernels:
             source = self._source(dtype, self._device)
             self._kernels[dtype] = build([source], default_cache_folder())[source.name]
 
-    def __getitem__(self, dtype: torch.dtype) -> Callable[..., None]:
+    def __getitem__(self, dtype: torch.dtype) -> BuiltKernel:
         return self._kernels[dtype]
 
     def numbers(self, *values: int) -> torch.Tensor:

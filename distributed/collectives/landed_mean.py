@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from distributed.collectives.device_kernels import DeviceKernels
+from distributed.collectives.device_kernels import DeviceKernels, Launch
 
 # Triton's names.
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -75,10 +75,15 @@ def {KERNEL_SYMBOL}(means, landed, narrow, wide, told, sizes):
 
 
 class LandedMean:
-    """``means = (landed + own) / 2`` on one GPU."""
+    """``means = (landed + own) / 2`` on one GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._kernels = DeviceKernels(device, kernel_source)
+    Args:
+        device: the GPU.
+        launch: launches a kernel with these tensors.
+    """
+
+    def __init__(self, device: torch.device, launch: Launch) -> None:
+        self._launch, self._kernels = launch, DeviceKernels(device, kernel_source)
         self.build = self._kernels.build
 
     def __call__(
@@ -94,4 +99,4 @@ class LandedMean:
         landed = means.view(dtype)
         narrow, wide = (own, means) if own.dtype == dtype else (landed, own)
         sizes = self._kernels.numbers(own.numel(), own.itemsize)
-        self._kernels[dtype](means, landed, narrow, wide, told, sizes)
+        self._launch(self._kernels[dtype], means, landed, narrow, wide, told, sizes)

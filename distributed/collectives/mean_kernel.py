@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from distributed.collectives.device_kernels import DeviceKernels
+from distributed.collectives.device_kernels import DeviceKernels, Launch
 
 # Triton's names of dtypes, and of those that they are added in.
 _TYPES = {
@@ -58,11 +58,16 @@ def {KERNEL_SYMBOL}(part, other, sizes):
 
 
 class MeanKernel:
-    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU."""
+    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._kernels = DeviceKernels(device, kernel_source)
+    Args:
+        device: the GPU.
+        launch: launches a kernel with these tensors.
+    """
+
+    def __init__(self, device: torch.device, launch: Launch) -> None:
+        self._launch, self._kernels = launch, DeviceKernels(device, kernel_source)
         self.build = self._kernels.build
 
     def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        self._kernels[part.dtype](part, other, self._kernels.numbers(part.numel(), divisor))
+        self._launch(self._kernels[part.dtype], part, other, self._kernels.numbers(part.numel(), divisor))

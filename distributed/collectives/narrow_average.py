@@ -10,18 +10,13 @@ these, whose blocks fill their places, and says so by a word that the other's ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from distributed.collectives.landed_mean import BLOCK
+from distributed.collectives.rank_operations import RankOperations
 from distributed.collectives.shared_buffers import SharedBuffer
-
-# As ``copy_rows.py`` has it, on the stream of the exchange.
-CopyRows = Callable[[int, int, int, int, int], object]
-# Given where the means come to lie, with what has landed there; what this rank has itself; and the dtype of 16 bits.
-AverageLanded = Callable[[torch.Tensor, torch.Tensor, torch.dtype], object]
 
 
 @dataclass(frozen=True)
@@ -32,28 +27,24 @@ class NarrowExchange:
         buffer: with a narrow part, where the means come to lie.
         values: what this rank has: 16 bits of each, or 32. They may lie in the buffer.
         own: memory for them elsewhere.
-        copy_rows: copies.
-        tell: tells the other rank a number, which it may read behind the next meeting.
-        average_landed: computes, once the ranks have met.
+        operations: of this rank.
     """
 
     buffer: SharedBuffer
     values: torch.Tensor
     own: torch.Tensor
-    copy_rows: CopyRows
-    tell: Callable[[int], object]
-    average_landed: AverageLanded
+    operations: RankOperations
 
     def take_aside(self) -> None:
         """Called first: the buffer is free then."""
-        self.own.copy_(self.values)
+        self.operations.copy(self.own, self.values)
 
     def send(self) -> None:
         """Called when the other's buffer is free."""
         own, target = self.own, self.buffer.of_ranks[1 - self.buffer.rank]
         itemsize, own_itemsize = target.itemsize, own.itemsize
         if own_itemsize == itemsize:
-            target[: own.numel()].copy_(own)
+            self.operations.copy(target[: own.numel()], own)
         else:
             whole, rest = divmod(own.numel(), BLOCK)
             for begin, numel, rows in ((0, BLOCK, whole), (whole * BLOCK, rest, 1)):
@@ -62,10 +53,10 @@ class NarrowExchange:
                         target.data_ptr() + begin * itemsize,
                         own.data_ptr() + begin * own_itemsize,
                     )
-                    self.copy_rows(place, BLOCK * itemsize, values, numel * own_itemsize, rows)
-        self.tell(own_itemsize)
+                    self.operations.copy_rows(place, BLOCK * itemsize, values, numel * own_itemsize, rows)
+        self.operations.tell(own_itemsize)
 
     def receive(self) -> None:
         """Called when the other has sent."""
         assert self.buffer.narrow is not None
-        self.average_landed(self.buffer.narrow_memory, self.own, self.buffer.narrow.dtype)
+        self.operations.average_landed(self.buffer.narrow_memory, self.own, self.buffer.narrow.dtype)

@@ -9,32 +9,13 @@ No watchdog looks at such a wait: whoever knows that a rank will not come calls 
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
+from distributed.collectives.driver_queue import DriverQueue
 from distributed.collectives.shared_buffers import share
 
-_DRIVER = "libcuda.so.1"
-_ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-# CU_STREAM_WAIT_VALUE_GEQ: the word is at least the value, in the order of a clock of 32 bits.
-_AT_LEAST = 0
 _CLOCK = 2**32
-
-
-@cache
-def load_driver() -> ctypes.CDLL:
-    """The driver, which knows the operations.
-
-    Raises:
-        OSError, AttributeError: it does not.
-    """
-    driver = ctypes.CDLL(_DRIVER)
-    driver.cuStreamWriteValue32_v2.argtypes = driver.cuStreamWaitValue32_v2.argtypes = _ARGUMENTS
-    return driver
 
 
 class StreamMeeting:
@@ -43,15 +24,11 @@ class StreamMeeting:
     Args:
         group: over which ranks; to make one is a collective.
         device: this rank's GPU.
-        stream: on it.
-
-    Raises what ``load_driver`` does.
+        queue: of the stream.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: torch.cuda.Stream) -> None:
-        driver = load_driver()
-        self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
-        self._stream = stream.cuda_stream
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, queue: DriverQueue) -> None:
+        self._queue = queue
         # One for every rank to meet by, and one for what it tells.
         self._words = words = share(2 * group.size(), torch.int32, group, device)
         self._told_by = words.mine[group.size() :].split(1)
@@ -65,22 +42,18 @@ class StreamMeeting:
         self._free_stream = torch.cuda.Stream(device, priority=-1)
 
     def rehearse(self) -> None:
-        """Writes and waits as it would for others, alone.
-
-        Raises:
-            RuntimeError: the driver cannot.
-        """
+        """Writes and waits as it would for others, alone."""
         own = self._words.mine[self._words.rank :].data_ptr()
-        self._queue(self._write, own, 1)
-        self._queue(self._wait, own, 1)
+        self._queue.write(own, 1)
+        self._queue.wait(own, 1)
 
     def __call__(self) -> None:
         """What is queued on the stream next begins when all ranks' streams have come here. A collective."""
         self._met = (self._met + 1) % _CLOCK
         for word in self._on_others:
-            self._queue(self._write, word, self._met)
+            self._queue.write(word, self._met)
         for word in self._from_others:
-            self._queue(self._wait, word, self._met)
+            self._queue.wait(word, self._met)
 
     def tell(self, number: int) -> None:
         """Between two meetings: behind the second, all others know this number of this rank."""
@@ -88,11 +61,11 @@ class StreamMeeting:
             return
         self._told = number
         for word in self._to_tell:
-            self._queue(self._write, word, number)
+            self._queue.write(word, number)
 
-    def told_by(self, rank: int) -> torch.Tensor:
-        """What it told last: one int32, of this GPU."""
-        return self._told_by[rank]
+    def told_by_other(self) -> torch.Tensor:
+        """What the other of two ranks told last: one int32, of this GPU."""
+        return self._told_by[1 - self._words.rank]
 
     def let_go(self) -> None:
         """Nobody is waited for any longer; for another thread than the one that is blocked. No meeting holds from then
@@ -100,7 +73,3 @@ class StreamMeeting:
         far = (self._met + _CLOCK // 4) % _CLOCK
         with torch.cuda.stream(self._free_stream):
             self._words.mine.fill_(far - _CLOCK if far >= _CLOCK // 2 else far)
-
-    def _queue(self, operation: Any, word: int, value: int) -> None:
-        if error := operation(self._stream, word, value, _AT_LEAST):
-            raise RuntimeError(f"the driver queues no operations on memory (CUDA error {error})")

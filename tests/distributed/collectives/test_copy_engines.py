@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 from distributed.collectives import copy_engines
 from distributed.collectives.copy_engines import average, find_engines
 from distributed.collectives.shared_buffers import SharedBuffer, part_of
-
-
-def add_and_divide(part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-    part.copy_((part.double() + other.double()) / divisor)
+from tests.distributed.collectives.thread_operations import ThreadOperations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,9 +32,7 @@ def test_every_rank_has_the_mean(numel: int, ranks: int, dtype: torch.dtype) -> 
     def run(rank: int) -> None:
         buffer = SharedBuffer(buffers, rank)
         for _ in range(2):
-            average(
-                buffer.mine, buffer, torch.empty_like(buffer.part), lambda: barrier.wait(30), add_and_divide
-            )
+            average(buffer.mine, buffer, torch.empty_like(buffer.part), None, ThreadOperations(barrier))
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(run, range(ranks)))
@@ -52,10 +47,8 @@ def test_a_rank_may_have_its_summand_elsewhere() -> None:
     def run(rank: int) -> None:
         buffer = SharedBuffer(buffers, rank)
         scratch = torch.empty_like(buffer.part)
-        if rank == 1:
-            average(summand, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
-        else:
-            average(buffer.mine, buffer, scratch, lambda: barrier.wait(30), add_and_divide)
+        flat, held = (summand, torch.empty_like(summand)) if rank == 1 else (buffer.mine, None)
+        average(flat, buffer, scratch, held, ThreadOperations(barrier))
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(run, range(3)))

@@ -17,6 +17,10 @@ from distributed.collectives.mean_kernel import MeanKernel
 CPU = torch.device("cpu")
 
 
+def launch(kernel: Callable[..., None], *tensors: torch.Tensor) -> None:
+    kernel(*tensors)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
     """What kernels are called with: their names, and tensors as lists."""
@@ -33,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
 
 
 def test_the_mean_kernel_is_told_sizes_and_divisor(calls: list[tuple[str, list[Any]]]) -> None:
-    mean = MeanKernel(CPU)
+    mean = MeanKernel(CPU, launch)
     for dtype in (torch.float32, torch.float64, torch.float32):
         mean.build(dtype)
     part = torch.ones(3, dtype=torch.float64)
@@ -49,7 +53,7 @@ def test_the_mean_kernel_is_told_sizes_and_divisor(calls: list[tuple[str, list[A
 def test_the_kernel_of_landed_means_gets_values_of_either_kind(
     calls: list[tuple[str, list[Any]]], dtype: torch.dtype
 ) -> None:
-    mean = LandedMean(CPU)
+    mean = LandedMean(CPU, launch)
     mean.build(torch.bfloat16)
     means, own, told = torch.zeros(2), torch.ones(2, dtype=dtype), torch.tensor([2], dtype=torch.int32)
     mean(means, own, told, torch.bfloat16)

@@ -19,7 +19,7 @@ def test_means_in_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_means_on_a_gpu(dtype: torch.dtype) -> None:
-    mean = LandedMean(torch.device("cuda", 0))
+    mean = LandedMean(torch.device("cuda", 0), lambda kernel, *tensors: kernel(*tensors))
     mean.build(dtype)
     for numel in SIZES:
         check(mean, dtype, numel, "cuda")

@@ -1,0 +1,130 @@
+"""Operations that the CUDA driver queues on a stream: noted one by one, and then queued in a single call.
+
+Averaging a bucket takes a dozen of them. Each on its own, through torch, takes the host ten times as long as the driver
+needs, which a step notices that has no more time than its kernels. What is noted, in 64-bit words:
+
+    COPY       target, source, bytes
+    COPY_ROWS  the driver's CUDA_MEMCPY2D: of the source, and then of the target, a place in it (two words), where it
+               is, an address of the host's, its own, an array's, and the pitch of its rows; then the rows' bytes and
+               their number
+    WRITE      address, a value of 32 bits
+    WAIT       address, a value of 32 bits, which what is there reaches, in the order of a clock
+    LAUNCH     kernel's handle, the grid's first two sizes, threads, shared bytes, count of arguments, their addresses
+
+``driver_queue.cpp`` queues them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from compile_core.ir.kernels import BuiltKernel
+from compile_core.toolchain.torch_library import build_library
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_DRIVER = "libcuda.so.1"
+_FUNCTIONS = {
+    "gs_copy": "cuMemcpyAsync",
+    "gs_copy_rows": "cuMemcpy2DAsync_v2",
+    "gs_write": "cuStreamWriteValue32_v2",
+    "gs_wait": "cuStreamWaitValue32_v2",
+    "gs_launch": "cuLaunchKernel",
+}
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
+
+class _Operation(IntEnum):
+    COPY = 0
+    COPY_ROWS = 1
+    WRITE = 2
+    WAIT = 3
+    LAUNCH = 4
+
+
+@cache
+def load_queue() -> ctypes.CDLL:
+    """The library that queues, built if need be.
+
+    Raises:
+        LoadErrors: of ``torch_library``; there is no compiler, or the driver lacks a function.
+    """
+    library = build_library(_SOURCE)
+    driver = ctypes.CDLL(_DRIVER)
+    for name, symbol in _FUNCTIONS.items():
+        ctypes.c_void_p.in_dll(library, name).value = ctypes.cast(
+            getattr(driver, symbol), ctypes.c_void_p
+        ).value
+    library.gs_queue.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return library
+
+
+class DriverQueue:
+    """For one stream. Raises what ``load_queue`` does.
+
+    Args:
+        stream: the driver's handle of it.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self._queue = load_queue().gs_queue
+        self._words: list[int] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Between contiguous tensors of one dtype and as many elements."""
+        self._words += (_Operation.COPY, target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def copy_rows(self, target: int, pitch_bytes: int, source: int, row_bytes: int, rows: int) -> None:
+        """Rows that come to lie apart: copy engines do that, torch has kernels for it.
+
+        Args:
+            target: the address where the first row comes to lie; the others follow, each ``pitch_bytes`` behind the
+                last.
+            source: where they are, without gaps.
+        """
+        of_source = (0, 0, _ON_DEVICE, 0, source, 0, row_bytes)
+        of_target = (0, 0, _ON_DEVICE, 0, target, 0, pitch_bytes)
+        self._words += (_Operation.COPY_ROWS, *of_source, *of_target, row_bytes, rows)
+
+    def write(self, address: int, value: int) -> None:
+        """To a word that other GPUs may reach."""
+        self._words += (_Operation.WRITE, address, value)
+
+    def wait(self, address: int, value: int) -> None:
+        """Until what is there is at least the value, in the order of a clock of 32 bits."""
+        self._words += (_Operation.WAIT, address, value)
+
+    def launch(self, kernel: BuiltKernel, *buffers: torch.Tensor) -> None:
+        """A kernel that was built for the stream's GPU.
+
+        Raises:
+            ValueError: it needs more than its addresses, or one of these is not aligned to 16 bytes.
+        """
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        launch = kernel.launch
+        if launch is None or not kernel.address or launch.grid[2] != 1 or any(a & 15 for a in addresses):
+            raise ValueError("the driver alone cannot launch this kernel")
+        self._words += (
+            _Operation.LAUNCH,
+            kernel.address,
+            *launch.grid[:2],
+            launch.threads,
+            launch.shared_bytes,
+        )
+        self._words += (len(addresses), *addresses)
+
+    def queue(self) -> None:
+        """What was noted.
+
+        Raises:
+            RuntimeError: the driver cannot; nothing that is noted is left.
+        """
+        words, self._words = array("q", self._words), []
+        if error := self._queue(words.buffer_info()[0], len(words), self._stream):
+            raise RuntimeError(f"the driver cannot average gradients by copies (CUDA error {error})")

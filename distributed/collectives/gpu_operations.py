@@ -1,0 +1,68 @@
+"""A rank's operations on a stream of its GPU, of which the driver queues those of a mean in one call."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from distributed.collectives.driver_queue import DriverQueue
+from distributed.collectives.landed_mean import LandedMean
+from distributed.collectives.mean_kernel import MeanKernel
+from distributed.collectives.shared_buffers import NarrowPart
+from distributed.collectives.stream_meeting import StreamMeeting
+
+
+class GpuOperations:
+    """``RankOperations`` that are noted, until ``queue`` is called.
+
+    Args:
+        device: this rank's GPU.
+        stream: on it.
+
+    Raises what ``load_queue`` does.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._queue = DriverQueue(stream.cuda_stream)
+        self._meeting: StreamMeeting | None = None
+        self.copy, self.copy_rows = self._queue.copy, self._queue.copy_rows
+        self.add_and_divide = MeanKernel(device, self._queue.launch)
+        self._landed_mean = LandedMean(device, self._queue.launch)
+
+    def build(self, dtype: torch.dtype, narrow: NarrowPart | None) -> None:
+        """The kernels for buffers of a dtype; before their first use. Raises CompileError where Triton fails."""
+        self.add_and_divide.build(dtype)
+        if narrow is not None:
+            self._landed_mean.build(narrow.dtype)
+
+    def queue(self) -> None:
+        """What was noted is queued. Raises RuntimeError where the driver cannot."""
+        if torch._C._cuda_getDevice() == self._device.index:
+            self._queue.queue()
+        else:
+            with torch.cuda.device(self._device):
+                self._queue.queue()
+
+    def join(self, group: dist.ProcessGroup) -> None:
+        """It meets the ranks of this group; a collective. Raises RuntimeError where the driver cannot."""
+        self._meeting = StreamMeeting(group, self._device, self._queue)
+        self._meeting.rehearse()
+        self.queue()
+
+    def meet(self) -> None:
+        assert self._meeting is not None
+        self._meeting()
+
+    def tell(self, number: int) -> None:
+        assert self._meeting is not None
+        self._meeting.tell(number)
+
+    def average_landed(self, means: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
+        assert self._meeting is not None
+        self._landed_mean(means, own, self._meeting.told_by_other(), dtype)
+
+    def let_go(self) -> None:
+        """See ``StreamMeeting``; for another thread."""
+        if self._meeting is not None:
+            self._meeting.let_go()
