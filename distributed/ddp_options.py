@@ -28,8 +28,7 @@ class DDPOptions:
             with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
         exact_16_bits: gradients that autocast computes in 16 bits and casts to float32 are sent in 16 bits and cast
             when they are averaged, with the same means: between two ranks that copy, but not under CUDA graphs.
-            Elsewhere it changes nothing. The link has half as much to do, the host a few calls a bucket more: it is
-            for models that wait for the link.
+            Elsewhere it changes nothing.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops
@@ -39,14 +38,14 @@ class DDPOptions:
             logged. ``reducer``: stock DDP's reducer, with the forward cut on its buckets.
 
     Raises:
-        ValueError: a time that is not positive, an unknown compression or ``overlap``, copy engines for gradients that
-            are to be compressed, or exact ones without copies.
+        ValueError: a time that is not positive, an unknown compression or ``overlap``, or copy engines for gradients
+            that are to be compressed.
     """
 
     agreement_timeout_s: float = 60.0
     gradient_compression: str | None = None
     copy_engines: bool | None = None
-    exact_16_bits: bool = False
+    exact_16_bits: bool = True
     step_in_backward: torch.optim.Optimizer | None = None
     overlap: Overlap = "in_graph"
 
@@ -62,7 +61,3 @@ class DDPOptions:
             )
         if self.copy_engines and self.gradient_compression:
             raise ValueError("copy_engines average gradients as they are: leave out gradient_compression")
-        if self.exact_16_bits and (self.gradient_compression or self.copy_engines is False):
-            raise ValueError(
-                "exact_16_bits are sent by copy engines: leave out gradient_compression and copy_engines=False"
-            )

@@ -12,10 +12,6 @@ from distributed import DDPOptions
     [
         ({"agreement_timeout_s": 0.0}, "positive"),
         ({"gradient_compression": "bf16", "copy_engines": True}, "leave out gradient_compression"),
-        (
-            {"exact_16_bits": True, "copy_engines": False},
-            "leave out gradient_compression and copy_engines=False",
-        ),
         ({"gradient_compression": "int8"}, "'bf16', 'fp16', not 'int8'"),
     ],
 )

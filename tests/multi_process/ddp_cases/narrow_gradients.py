@@ -49,7 +49,7 @@ class Pair:
         self.wide = compile_ddp(
             stock_ddp(make, **ddp_options), DDPOptions(copy_engines=False), backend=backend
         )
-        options = DDPOptions(copy_engines=True if DEVICE == "cuda" else None, exact_16_bits=True)
+        options = DDPOptions(copy_engines=True if DEVICE == "cuda" else None)
         self.narrow = compile_ddp(stock_ddp(make, **ddp_options), options, backend=backend)
 
     def check(self, step: Step, steps: int = 8) -> list[bool]:
