@@ -16,6 +16,8 @@ from distributed.collectives.driver_queue import DriverQueue
 from distributed.collectives.shared_buffers import share
 
 _CLOCK = 2**32
+# How far what ranks tell lies apart: kernels read it, whose arguments are aligned to 16 bytes.
+_TOLD_WORDS = 4
 
 
 class StreamMeeting:
@@ -29,14 +31,16 @@ class StreamMeeting:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, queue: DriverQueue) -> None:
         self._queue = queue
-        # One for every rank to meet by, and one for what it tells.
-        self._words = words = share(2 * group.size(), torch.int32, group, device)
-        self._told_by = words.mine[group.size() :].split(1)
+        # One for every rank to meet by, and behind them all those for what they tell.
+        count = group.size() * _TOLD_WORDS
+        self._words = words = share(2 * count, torch.int32, group, device)
         rank, itemsize = words.rank, words.mine.itemsize
+        self._told_by = [words.mine[begin : begin + 1] for begin in range(count, 2 * count, _TOLD_WORDS)]
         others = [other for other in range(group.size()) if other != rank]
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
-        self._to_tell = [word + group.size() * itemsize for word in self._on_others]
+        told = (count + rank * _TOLD_WORDS) * itemsize
+        self._to_tell = [words.of_ranks[other].data_ptr() + told for other in others]
         self._met = self._told = 0
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)

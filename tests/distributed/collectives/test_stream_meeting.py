@@ -46,8 +46,13 @@ def meetings(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Sequence[Stream
     """Makes one of each rank, over words that all see."""
 
     def make(ranks: int) -> Sequence[StreamMeeting]:
-        words = [torch.zeros(2 * ranks, dtype=torch.int32) for _ in range(ranks)]
-        monkeypatch.setattr(stream_meeting, "share", lambda numel, dtype, group, device: group.words)
+        words = [torch.zeros(8 * ranks, dtype=torch.int32) for _ in range(ranks)]
+
+        def share(numel: int, dtype: torch.dtype, group: Any, device: torch.device) -> SharedBuffer:
+            assert numel == group.words.mine.numel()
+            return group.words
+
+        monkeypatch.setattr(stream_meeting, "share", share)
         monkeypatch.setattr(torch.cuda, "Stream", lambda *arguments, **keywords: None)
         groups: list[Any] = [
             SimpleNamespace(words=SharedBuffer(words, rank), size=lambda: ranks) for rank in range(ranks)
@@ -110,6 +115,8 @@ def test_what_one_tells_the_other_knows_until_it_tells_another_number(
     for number in (2, 2, 4, 4, 2):
         first.tell(number)
         assert second.told_by_other().tolist() == [number]
+        # A kernel reads it.
+        assert (second.told_by_other().data_ptr() - second._words.mine.data_ptr()) % 16 == 0
     assert first.told_by_other().tolist() == [7]
     # What others know already takes no operation of the stream.
     queue: Any = first._queue
