@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bucketing.bucket import ALIGNMENT_BYTES
 from bucketing.cost_model import CostModel
 from bucketing.link_model import LinkModel, fit_link_model
 from distributed.clocks import clock_of
@@ -24,6 +25,11 @@ from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 _REPETITIONS = 4
 _IN_A_ROW = 4
 _SMALLEST_BYTES = 4096
+# Of a bucket, the part whose gradients come in 32 bits though most come in 16: those of norms and biases.
+_WIDE_PART = 32
+_ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 4
+# Of the time of 32 bits, that gradients in 16 bits may take at best.
+_LEAST_SHARE = 0.25
 
 
 class ReadyTimes:
@@ -60,13 +66,19 @@ class ReadyTimes:
         return ready_s, end_s
 
 
-def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int) -> LinkModel:
+def measure_link(
+    averaging: Averaging, device: torch.device, largest_bytes: int, sent_dtype: torch.dtype | None = None
+) -> LinkModel:
     """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: neither what the host does to
     start one is part of it, nor how long ranks wait for one another at first. A collective, called on all ranks of the
-    group."""
+    group.
+
+    Args:
+        sent_dtype: of gradients that come in 16 bits, if some do. Then a start-up is that of a bucket with both kinds.
+    """
     clock = clock_of(device)
     numel = max(largest_bytes, 4 * _SMALLEST_BYTES) // 4
-    narrow = NarrowPart(numel, torch.bfloat16) if averaging.sends_narrow else None
+    narrow = None if sent_dtype is None else NarrowPart(numel, sent_dtype)
     buffer = averaging.allocate(numel, torch.float32, device, narrow)
     sizes = sorted({_SMALLEST_BYTES // 4, *(max(numel // part, 1) for part in (64, 16, 4, 1))})
     smallest = buffer.first(sizes[0])
@@ -84,10 +96,20 @@ def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int)
         return max(statistics.median(seconds[1:]), 1e-9)
 
     link = fit_link_model([(size * 4, measured_s(buffer.first(size))) for size in sizes])
-    if narrow is None:
+    # The smallest may be sent in another way than buckets are.
+    sizes = sizes[1:]
+    if sent_dtype is None or len(sizes) < 2 or not link.seconds_per_byte:
         return link
-    values = torch.zeros(numel, dtype=narrow.dtype, device=device)
-    return replace(link, narrow_share=min(measured_s(buffer, values) / link.seconds(4 * numel), 1.0))
+    values = torch.zeros(numel, dtype=sent_dtype, device=device)
+    samples = []
+    for size in sizes:
+        count = (size - size // _WIDE_PART) // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
+        part = replace(buffer.first(size), narrow=NarrowPart(count, sent_dtype))
+        wide_s = 4 * (size - count) * link.seconds_per_byte
+        samples.append((4 * count, max(measured_s(part, values[:count]) - wide_s, 1e-9)))
+    mixed = fit_link_model(samples)
+    share = min(max(mixed.seconds_per_byte / link.seconds_per_byte, _LEAST_SHARE), 1.0)
+    return LinkModel(max(link.startup_s, mixed.startup_s), link.seconds_per_byte, share)
 
 
 def agreed_costs(
@@ -97,6 +119,7 @@ def agreed_costs(
     group: dist.ProcessGroup,
     device: torch.device,
     largest_bytes: int,
+    sent_dtype: torch.dtype | None = None,
 ) -> CostModel:
     """The costs that hold for all ranks; a collective, called on all ranks of the group.
 
@@ -104,9 +127,10 @@ def agreed_costs(
         names: of the gradients, in the same order on all ranks.
         times: measured on this rank.
         largest_bytes: of the largest bucket there may be.
+        sent_dtype: of gradients that come in 16 bits, if some do.
     """
     ready_s, end_s = times.medians(names)
-    link = measure_link(averaging, device, largest_bytes)
+    link = measure_link(averaging, device, largest_bytes, sent_dtype)
     costs = [*ready_s, end_s, link.startup_s, link.seconds_per_byte, link.narrow_share]
     values = torch.tensor(costs, dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()

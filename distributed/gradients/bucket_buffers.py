@@ -162,7 +162,12 @@ class BucketBuffers:
 def _narrow_part(bucket: Bucket) -> NarrowPart | None:
     if bucket.sent_dtype is None:
         return None
-    return NarrowPart(bucket.narrow_numel, getattr(torch, bucket.sent_dtype.removeprefix("torch.")))
+    return NarrowPart(bucket.narrow_numel, torch_dtype(bucket.sent_dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that a plan calls so."""
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def _views_of(flat: torch.Tensor) -> int:

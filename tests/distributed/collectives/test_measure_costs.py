@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from distributed.collectives import measure_costs
-from distributed.collectives.measure_costs import ReadyTimes
+from distributed.collectives.measure_costs import ReadyTimes, measure_link
+from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 
 
 class SteppedClock:
@@ -20,6 +21,9 @@ class SteppedClock:
 
     def seconds(self, start: Any, end: Any) -> float:
         return end - start
+
+    def let_host_get_ahead(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -59,3 +63,43 @@ def test_what_did_not_come_is_ready_at_the_end(clock: SteppedClock) -> None:
     times = ReadyTimes(torch.device("cpu"))
     run_round(times, clock, [(1.0, ["a"])], 4.0)
     assert times.medians(["a", "unused"]) == ([1.0, 4.0], 4.0)
+
+
+class Link:
+    """Averages in known times: a start-up, one more where 16 bits are sent, and for each byte."""
+
+    def __init__(self, clock: SteppedClock) -> None:
+        self.clock = clock
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, narrow: NarrowPart | None = None
+    ) -> SharedBuffer:
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0, narrow)
+
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> Link:
+        assert flat.data_ptr() == buffer.mine.data_ptr()
+        narrow = 0 if values is None else values.numel()
+        if values is not None:
+            assert buffer.narrow == NarrowPart(narrow, values.dtype) and narrow % 16 == 0
+        bytes_counted = 4 * (flat.numel() - narrow) + 0.6 * 4 * narrow
+        self.clock.now_s += 1e-5 + (3e-5 if narrow else 0) + 1e-9 * bytes_counted
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_links_are_measured(clock: SteppedClock) -> None:
+    averaging: Any = Link(clock)
+    wide = measure_link(averaging, torch.device("cpu"), 2**24)
+    assert (wide.startup_s, wide.seconds_per_byte) == pytest.approx((1e-5, 1e-9), rel=1e-6)
+    assert wide.narrow_share == 1.0
+    mixed = measure_link(averaging, torch.device("cpu"), 2**24, torch.bfloat16)
+    found = mixed.startup_s, mixed.seconds_per_byte, mixed.narrow_share
+    assert found == pytest.approx((4e-5, 1e-9, 0.6), rel=1e-6)
+
+
+def test_a_small_models_link_is_measured(clock: SteppedClock) -> None:
+    averaging: Any = Link(clock)
+    link = measure_link(averaging, torch.device("cpu"), 64, torch.bfloat16)
+    assert link.startup_s > 0 and 0 < link.narrow_share <= 1
