@@ -23,6 +23,7 @@ from distributed.collectives.gpu_operations import GpuOperations
 from distributed.collectives.narrow_average import NarrowExchange
 from distributed.collectives.peer_access import reason_against
 from distributed.collectives.rank_operations import RankOperations
+from distributed.collectives.scratch import Scratch
 from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer, share
 from distributed.collectives.work import StreamWork
 from distributed.streams import current_stream
@@ -122,6 +123,8 @@ class CopyEngines:
         self._trial: SharedBuffer | None = None
         # The last that was started: when, and the event behind it.
         self._last: tuple[float, Any] | None = None
+        # Of the parts of others, and of what a rank takes aside: both are in use at once.
+        self._scratch, self._aside = Scratch(), Scratch()
         # Behind what a backward has stored, of the bucket that begins.
         self._stored = torch.cuda.Event()
 
@@ -149,14 +152,14 @@ class CopyEngines:
         assert operations is not None
         current = current_stream(self._device)
         # Of the current stream, since the backward has given up as much memory of activations by now.
-        scratch = torch.empty_like(buffer.part)
+        whole, scratch = self._scratch.take(buffer.part, current)
         held = None if flat is buffer.mine else torch.empty_like(flat)
-        exchange, used = None, [flat, scratch]
+        exchange, used = None, [flat, whole]
         if buffer.narrow is not None:
             values = flat[: buffer.narrow.numel] if values is None else values
-            own = torch.empty_like(values)
+            whole, own = self._aside.take(values, current)
             exchange = NarrowExchange(buffer, values, own, operations)
-            used += [values, own]
+            used += [values, whole]
         average(flat, buffer, scratch, held, operations, exchange)
         self._stored.record(current)
         self._stored.wait(self._stream)
