@@ -98,7 +98,8 @@ def measure_link(
     link = fit_link_model([(size * 4, measured_s(buffer.first(size))) for size in sizes])
     # The smallest may be sent in another way than buckets are.
     sizes = sizes[1:]
-    if sent_dtype is None or len(sizes) < 2 or not link.seconds_per_byte:
+    # All ranks do the same, whatever they have measured.
+    if sent_dtype is None or len(sizes) < 2:
         return link
     values = torch.zeros(numel, dtype=sent_dtype, device=device)
     samples = []
@@ -108,8 +109,9 @@ def measure_link(
         wide_s = 4 * (size - count) * link.seconds_per_byte
         samples.append((4 * count, max(measured_s(part, values[:count]) - wide_s, 1e-9)))
     mixed = fit_link_model(samples)
-    share = min(max(mixed.seconds_per_byte / link.seconds_per_byte, _LEAST_SHARE), 1.0)
-    return LinkModel(max(link.startup_s, mixed.startup_s), link.seconds_per_byte, share)
+    share = mixed.seconds_per_byte / link.seconds_per_byte if link.seconds_per_byte else 1.0
+    startup_s = max(link.startup_s, mixed.startup_s)
+    return LinkModel(startup_s, link.seconds_per_byte, min(max(share, _LEAST_SHARE), 1.0))
 
 
 def agreed_costs(

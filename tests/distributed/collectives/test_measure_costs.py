@@ -68,8 +68,9 @@ def test_what_did_not_come_is_ready_at_the_end(clock: SteppedClock) -> None:
 class Link:
     """Averages in known times: a start-up, one more where 16 bits are sent, and for each byte."""
 
-    def __init__(self, clock: SteppedClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: SteppedClock, seconds_per_byte: float = 1e-9) -> None:
+        self.clock, self.seconds_per_byte = clock, seconds_per_byte
+        self.started: list[tuple[int, int]] = []
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, narrow: NarrowPart | None = None
@@ -82,7 +83,8 @@ class Link:
         if values is not None:
             assert buffer.narrow == NarrowPart(narrow, values.dtype) and narrow % 16 == 0
         bytes_counted = 4 * (flat.numel() - narrow) + 0.6 * 4 * narrow
-        self.clock.now_s += 1e-5 + (3e-5 if narrow else 0) + 1e-9 * bytes_counted
+        self.clock.now_s += 1e-5 + (3e-5 if narrow else 0) + self.seconds_per_byte * bytes_counted
+        self.started.append((flat.numel(), narrow))
         return self
 
     def wait(self) -> None:
@@ -103,3 +105,13 @@ def test_a_small_models_link_is_measured(clock: SteppedClock) -> None:
     averaging: Any = Link(clock)
     link = measure_link(averaging, torch.device("cpu"), 64, torch.bfloat16)
     assert link.startup_s > 0 and 0 < link.narrow_share <= 1
+
+
+def test_ranks_average_alike_whatever_they_measure(clock: SteppedClock) -> None:
+    started = []
+    for seconds_per_byte in (1e-9, 0.0):
+        averaging: Any = Link(clock, seconds_per_byte)
+        link = measure_link(averaging, torch.device("cpu"), 2**20, torch.bfloat16)
+        assert 0 < link.narrow_share <= 1
+        started.append(averaging.started)
+    assert started[0] == started[1]
