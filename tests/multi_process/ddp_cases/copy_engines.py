@@ -160,7 +160,7 @@ class HostEngines:
 
     def allocate(self, numel: int, dtype: torch.dtype, narrow: Any) -> SharedBuffer:
         of_ranks = [torch.zeros(numel, dtype=dtype) for _ in range(self._group.size())]
-        return SharedBuffer(of_ranks, self._group.rank())
+        return SharedBuffer(of_ranks, self._group.rank(), narrow)
 
     def start(self, flat: torch.Tensor, buffer: SharedBuffer, *narrow: Any) -> Any:
         assert flat.shape == buffer.mine.shape
