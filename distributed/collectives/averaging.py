@@ -24,7 +24,7 @@ from distributed.collectives.mean_kernel import AVERAGED_TYPES
 from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
-from distributed.streams import OnStream, current_stream
+from distributed.streams import current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +108,7 @@ class Averaging:
             return self._engines.allocate(numel, dtype, narrow)
         return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0, narrow)
 
-    def start(
-        self,
-        flat: torch.Tensor,
-        buffer: SharedBuffer,
-        values: torch.Tensor | None = None,
-    ) -> Work:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
 
         Args:
@@ -173,11 +168,11 @@ class Averaging:
         to_wire, from_wire = self._streams
         wire = torch.empty_like(flat, dtype=self._wire_type)
         to_wire.wait_stream(current_stream(flat.device))
-        with OnStream(to_wire):
+        with torch.cuda.stream(to_wire):
             # NCCL would take 1/world in 16 bits.
             torch.mul(flat, 1.0 / self._group.size(), out=wire)
             work = self._group.allreduce([wire], self._sum_options)
-        with OnStream(from_wire):
+        with torch.cuda.stream(from_wire):
             work.wait()
             flat.copy_(wire)
         return StreamWork(from_wire.record_event(), from_wire, [flat, wire])

@@ -22,7 +22,7 @@ import torch
 from distributed.collectives.averaging import Work
 from distributed.optimizer_steps.parameter_readers import ParameterReaders
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
-from distributed.streams import OnStream, current_stream
+from distributed.streams import current_stream
 
 
 class StepInBackward:
@@ -96,7 +96,7 @@ class StepInBackward:
                 self._step(names)
                 continue
             self._stream.wait_stream(current_stream(self._device))
-            with OnStream(self._stream):
+            with torch.cuda.stream(self._stream):
                 work.wait()
                 self._step(names)
         self._reduced = left

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distributed.collectives.work import StreamWork
-from distributed.streams import OnStream, current_stream
+from distributed.streams import current_stream
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -19,27 +19,7 @@ def test_the_current_stream_is_torchs() -> None:
     assert before == torch.cuda.current_stream(DEVICE) and before is current_stream(DEVICE)
     with torch.cuda.stream(other):
         assert current_stream(DEVICE) == other
-    with OnStream(other):
-        assert torch.cuda.current_stream(DEVICE) == other
     assert current_stream(DEVICE) is before
-
-
-def test_a_stream_is_left_when_its_block_raises() -> None:
-    before = current_stream(DEVICE)
-    with pytest.raises(KeyError), OnStream(torch.cuda.Stream(DEVICE)):
-        raise KeyError
-    assert current_stream(DEVICE) is before
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_stream_of_another_gpu_leaves_the_current_one() -> None:
-    second = torch.device("cuda", 1)
-    other, before = torch.cuda.Stream(second), current_stream(second)
-    with torch.cuda.device(0):
-        with OnStream(other):
-            assert torch.cuda.current_device() == 1 and current_stream(second) == other
-        assert torch.cuda.current_device() == 0
-    assert current_stream(second) is before
 
 
 @pytest.mark.parametrize("waits", ["owner", "other", "nobody"])
@@ -51,7 +31,7 @@ def test_memory_is_free_once_its_stream_waits(waits: str) -> None:
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
     address = kept.data_ptr()
-    with OnStream(side):
+    with torch.cuda.stream(side):
         torch.cuda._sleep(_CYCLES)
         kept.fill_(1)
     work = StreamWork(side.record_event(), side, [kept])
@@ -59,7 +39,7 @@ def test_memory_is_free_once_its_stream_waits(waits: str) -> None:
     if waits == "owner":
         work.wait()
     elif waits == "other":
-        with OnStream(third):
+        with torch.cuda.stream(third):
             work.wait()
     assert not work.is_completed()
     del work
