@@ -17,14 +17,18 @@ Launch = Callable[..., object]
 class DeviceKernels:
     """
     Args:
-        device: the GPU.
         source: of the kernel for a dtype and a device.
+        device: the GPU.
+        launch: launches one of them.
     """
 
     def __init__(
-        self, device: torch.device, source: Callable[[torch.dtype, torch.device], KernelSource]
+        self,
+        source: Callable[[torch.dtype, torch.device], KernelSource],
+        device: torch.device,
+        launch: Launch,
     ) -> None:
-        self._device, self._source = device, source
+        self._source, self._device, self._launch = source, device, launch
         self._kernels: dict[torch.dtype, BuiltKernel] = {}
         self._numbers: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -34,8 +38,9 @@ class DeviceKernels:
             source = self._source(dtype, self._device)
             self._kernels[dtype] = build([source], default_cache_folder())[source.name]
 
-    def __getitem__(self, dtype: torch.dtype) -> BuiltKernel:
-        return self._kernels[dtype]
+    def launch(self, dtype: torch.dtype, *buffers: torch.Tensor) -> None:
+        """The kernel for a dtype, which is built."""
+        self._launch(self._kernels[dtype], *buffers)
 
     def numbers(self, *values: int) -> torch.Tensor:
         """These as int64. One kernel serves all numbers, so that no plan has to wait for a compiler."""

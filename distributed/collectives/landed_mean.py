@@ -74,17 +74,11 @@ def {KERNEL_SYMBOL}(means, landed, narrow, wide, told, sizes):
     )
 
 
-class LandedMean:
-    """``means = (landed + own) / 2`` on one GPU.
-
-    Args:
-        device: the GPU.
-        launch: launches a kernel with these tensors.
-    """
+class LandedMean(DeviceKernels):
+    """``means = (landed + own) / 2`` on one GPU."""
 
     def __init__(self, device: torch.device, launch: Launch) -> None:
-        self._launch, self._kernels = launch, DeviceKernels(device, kernel_source)
-        self.build = self._kernels.build
+        super().__init__(kernel_source, device, launch)
 
     def __call__(
         self, means: torch.Tensor, own: torch.Tensor, told: torch.Tensor, dtype: torch.dtype
@@ -98,5 +92,5 @@ class LandedMean:
         """
         landed = means.view(dtype)
         narrow, wide = (own, means) if own.dtype == dtype else (landed, own)
-        sizes = self._kernels.numbers(own.numel(), own.itemsize)
-        self._launch(self._kernels[dtype], means, landed, narrow, wide, told, sizes)
+        sizes = self.numbers(own.numel(), own.itemsize)
+        self.launch(dtype, means, landed, narrow, wide, told, sizes)

@@ -57,17 +57,11 @@ def {KERNEL_SYMBOL}(part, other, sizes):
     )
 
 
-class MeanKernel:
-    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU.
-
-    Args:
-        device: the GPU.
-        launch: launches a kernel with these tensors.
-    """
+class MeanKernel(DeviceKernels):
+    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU."""
 
     def __init__(self, device: torch.device, launch: Launch) -> None:
-        self._launch, self._kernels = launch, DeviceKernels(device, kernel_source)
-        self.build = self._kernels.build
+        super().__init__(kernel_source, device, launch)
 
     def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        self._launch(self._kernels[part.dtype], part, other, self._kernels.numbers(part.numel(), divisor))
+        self.launch(part.dtype, part, other, self.numbers(part.numel(), divisor))
