@@ -235,25 +235,25 @@ class GradientBuckets:
         if self._storing and self._stepper is not None:
             self._stepper.program_begins()
 
-    def usual_places(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
+    def _are_first(self, *names: str) -> bool:
+        """Whether what a program stores of these is the first of the round, which goes to their places."""
+        return self._storing and self._round is not None and self._round.stored.isdisjoint(names)
+
+    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
+        if self._buffers is None or not self._are_first(*names):
             return None
-        return list(map(self._buffers.places.__getitem__, names)) if self._buffers is not None else None
+        return [*map(self._buffers.places.__getitem__, names)]
 
     def destinations(
         self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
     ) -> list[torch.Tensor]:
-        assert self._narrow is not None
-        usual = None if self.usual_places(names) is None else self._narrow.places(names, dtypes)
+        usual = self._narrow.places(names, dtypes) if self._narrow and self._are_first(*names) else None
         return [*map(self._destination, names, dtypes)] if usual is None else usual
 
     def _destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        assert self._narrow is not None
-        place = self.place(name)
-        stored = not self._storing or self._round is None or name in self._round.stored
-        if not stored and (usual := self._narrow.place(name, dtype)) is not None:
+        if self._narrow and self._are_first(name) and (usual := self._narrow.place(name, dtype)) is not None:
             return usual
-        scratch = self._scratch[name] = torch.empty_like(place, dtype=dtype)
+        scratch = self._scratch[name] = torch.empty_like(self.place(name), dtype=dtype)
         return scratch
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:

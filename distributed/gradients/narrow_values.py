@@ -42,9 +42,7 @@ class NarrowValues:
         if key not in self._as_sent:
             self._as_sent[key] = self._find_as_sent(names, dtypes)
         narrow = self._as_sent[key]
-        if narrow is None or not narrow:
-            return None if narrow is None else [*map(self._buffers.places.__getitem__, names)]
-        if self._wide:
+        if narrow is None or (narrow and self._wide):
             return None
         self._given |= narrow
         of_16_bits, of_32_bits = self._buffers.narrow_places, self._buffers.places
