@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.driver_queue import load_queue
 from distributed.collectives.gpu_operations import GpuOperations
 from distributed.collectives.narrow_average import NarrowExchange
 from distributed.collectives.peer_access import reason_against
@@ -135,7 +134,7 @@ class CopyEngines:
             narrow: what of it will come in 16 bits.
         """
         assert self._operations is not None
-        self._operations.build(dtype, narrow)
+        self._operations.build(dtype, None if narrow is None else narrow.dtype)
         return share(numel, dtype, self._group, self._device, narrow)
 
     def start(
@@ -174,9 +173,8 @@ class CopyEngines:
 
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
-        load_queue()
         self._operations = GpuOperations(self._device, self._stream)
-        self._operations.build(torch.float32, NarrowPart(0, torch.bfloat16) if self._sends_narrow else None)
+        self._operations.build(torch.float32, torch.bfloat16 if self._sends_narrow else None)
 
     def try_to_share(self) -> None:
         """What goes wrong with the memory is raised here. A collective, before all others."""

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from distributed.collectives.driver_queue import DriverQueue
 from distributed.collectives.landed_mean import LandedMean
 from distributed.collectives.mean_kernel import MeanKernel
-from distributed.collectives.shared_buffers import NarrowPart
 from distributed.collectives.stream_meeting import StreamMeeting
 
 
@@ -30,11 +29,12 @@ class GpuOperations:
         self.add_and_divide = MeanKernel(device, self._queue.launch)
         self._landed_mean = LandedMean(device, self._queue.launch)
 
-    def build(self, dtype: torch.dtype, narrow: NarrowPart | None) -> None:
-        """The kernels for buffers of a dtype; before their first use. Raises CompileError where Triton fails."""
+    def build(self, dtype: torch.dtype, sent_dtype: torch.dtype | None) -> None:
+        """The kernels for buffers of a dtype, and for narrow parts of another; before their first use. Raises
+        CompileError where Triton fails."""
         self.add_and_divide.build(dtype)
-        if narrow is not None:
-            self._landed_mean.build(narrow.dtype)
+        if sent_dtype is not None:
+            self._landed_mean.build(sent_dtype)
 
     def queue(self) -> None:
         """What was noted is queued. Raises RuntimeError where the driver cannot."""

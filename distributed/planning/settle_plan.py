@@ -72,8 +72,9 @@ def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, Mer
     assert plan is not None
     # All ranks name them in one order.
     names = list(buckets.parameters)
-    sent = {torch_dtype(parameter.sent_dtype) for parameter in plan.parameters if parameter.sent_dtype}
-    sent_dtype = next(iter(sent), None)
+    # Those that are sent in 16 bits have one dtype.
+    sent = (torch_dtype(parameter.sent_dtype) for parameter in plan.parameters if parameter.sent_dtype)
+    sent_dtype = next(sent, None)
     costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes, sent_dtype)
     chosen = None
     if buckets.group.rank() == 0:
