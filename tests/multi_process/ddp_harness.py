@@ -169,13 +169,16 @@ def train(
     loss: Callable[[torch.Tensor], torch.Tensor] = loss_of,
     first_step: int = 0,
 ) -> None:
-    """The same steps of SGD on both modules; after each backward the gradients are compared."""
+    """The same steps of SGD on both modules; after each backward the gradients are compared.
+
+    The batches live together, so that each lies elsewhere: whether a module is ready for that is no matter of luck.
+    """
     models = list(models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    for step in range(first_step, first_step + steps):
+    for batch in [data(step) for step in range(first_step, first_step + steps)]:
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
-            loss(model(data(step))).backward()
+            loss(model(batch)).backward()
         check_gradients(*models, exact=exact)
         for optimizer in optimizers:
             optimizer.step()
