@@ -2,6 +2,7 @@
 
 from bucketing.bucket import ALIGNMENT_BYTES, Bucket, BucketPlan, Parameter, format_bytes, pack_bucket
 from bucketing.cost_model import CostModel
+from bucketing.host_model import HostModel
 from bucketing.link_model import LinkModel, fit_link_model
 from bucketing.merge_plan import MergePlan, merge_plan
 from bucketing.plot_timeline import plot_timeline
@@ -14,6 +15,7 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "CostModel",
+    "HostModel",
     "Interval",
     "LinkModel",
     "MergePlan",

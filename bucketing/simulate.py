@@ -1,10 +1,13 @@
 """Predicts a backward under a bucket plan: when each segment computes and each all-reduce runs.
 
 All-reduces run one after the other, in the plan's order, each when its bucket is ready and the one before it is done;
-computing goes on meanwhile, slower by the model's contention.
+computing goes on meanwhile, slower by the model's contention. Nothing runs before the host has queued it, and starting
+an all-reduce keeps the host from queueing what comes next.
 """
 
 from __future__ import annotations
+
+import math
 
 from bucketing.bucket import BucketPlan
 from bucketing.cost_model import CostModel
@@ -24,20 +27,26 @@ def simulate(plan: BucketPlan, costs: CostModel) -> Timeline:
             raise ValueError(f"no ready time for {', '.join(missing)}")
         ready.append(max(costs.ready_s[parameter.name] for parameter in bucket.parameters))
     compute = _Compute(1 - costs.contention)
+    host = costs.host
     intervals = []
     link_free_s = 0.0
-    for bucket, ready_s in zip(plan.buckets, ready, strict=True):
+    for started, (bucket, ready_s) in enumerate(zip(plan.buckets, ready, strict=True)):
         began_s = compute.now_s
-        if compute.advance_to(ready_s, link_free_s):
+        names = [parameter.name for parameter in bucket.parameters]
+        queued_s = -math.inf if host is None else host.queued(names, started)
+        if compute.advance_to(ready_s, queued_s, link_free_s):
             intervals.append(Interval("compute", f"segment {bucket.index}", began_s, compute.now_s))
         start_s = max(compute.now_s, link_free_s)
+        if host is not None:
+            start_s = max(start_s, queued_s + host.start_s)
         counted = sum(costs.link.counted_bytes(part.bytes, part.sent_dtype) for part in bucket.parameters)
         link_free_s = start_s + costs.link.seconds(counted + bucket.padding_bytes)
         intervals.append(
             Interval("all_reduce", f"bucket {bucket.index}", start_s, link_free_s, bucket.sent_bytes)
         )
     began_s = compute.now_s
-    if compute.advance_to(costs.end_s, link_free_s):
+    queued_s = -math.inf if host is None else host.end_s + len(plan.buckets) * host.start_s
+    if compute.advance_to(costs.end_s, queued_s, link_free_s):
         intervals.append(Interval("compute", "rest", began_s, compute.now_s))
     return Timeline(tuple(intervals))
 
@@ -53,13 +62,15 @@ class _Compute:
         self.now_s = self.done_s = 0.0
         self._slowed = slowed
 
-    def advance_to(self, work_s: float, link_free_s: float) -> bool:
-        """Computes until ``work_s`` seconds of work are done; whether there was anything to do."""
+    def advance_to(self, work_s: float, queued_s: float, link_free_s: float) -> bool:
+        """Computes until ``work_s`` seconds of work are done, the last of which the host queues at ``queued_s``;
+        whether there was anything to do."""
         left_s = work_s - self.done_s
         if left_s <= 0:
             return False
         busy_s = max(link_free_s - self.now_s, 0.0)
         while_busy_s = min(left_s, busy_s * self._slowed)
         self.now_s += while_busy_s / self._slowed + (left_s - while_busy_s)
+        self.now_s = max(self.now_s, queued_s)
         self.done_s = work_s
         return True

@@ -1,4 +1,5 @@
-"""Measures what a bucket plan is chosen from: when gradients become ready, and what an all-reduce takes.
+"""Measures what a bucket plan is chosen from: when gradients become ready, and what an all-reduce takes; and what the
+host takes, by which a plan is predicted.
 
 In the rounds that are measured nothing is reduced before the backward has computed everything, so the times are those
 of computing alone. The link is measured by all-reduces of several sizes. What ranks measured is reduced to the latest,
@@ -8,8 +9,9 @@ since a bucket waits for the last rank.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from bucketing.bucket import ALIGNMENT_BYTES
 from bucketing.cost_model import CostModel
+from bucketing.host_model import HostModel
 from bucketing.link_model import LinkModel, fit_link_model
 from distributed.clocks import clock_of
 from distributed.collectives.averaging import Averaging
@@ -32,38 +35,73 @@ _ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 4
 _LEAST_SHARE = 0.25
 
 
+@dataclass(frozen=True)
+class _Times:
+    """By gradient, and for the end of the backward, in seconds since it began."""
+
+    of: Mapping[str, float]
+    end_s: float
+
+
 class ReadyTimes:
-    """Notes when gradients become ready; one observer of ``GradientBuckets`` for a few rounds."""
+    """Notes when gradients become ready, and the host's share; one observer of ``GradientBuckets`` for a few rounds."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
-        self._rounds: list[tuple[dict[str, float], float]] = []
+        # Of each round, what the device has computed when, and what the host has queued.
+        self._computed: list[_Times] = []
+        self._queued: list[_Times] = []
+        # What it took the host to start an all-reduce.
+        self._starts_s: list[float] = []
         self._began: Any = None
-        self._arrivals: list[tuple[Sequence[str], Any]] = []
+        self._arrivals: list[tuple[Sequence[str], Any, float]] = []
+        self._noted_s = 0.0
 
     def round_began(self) -> None:
         self._began, self._arrivals = self._clock.mark(), []
 
     def gradients_arrived(self, names: Sequence[str]) -> None:
-        self._arrivals.append((names, self._clock.mark()))
+        self._arrivals.append((names, self._clock.mark(), perf_counter()))
 
     def all_computed(self) -> None:
-        end_s = self._clock.seconds(self._began, self._clock.mark())
+        end, queued_s = self._clock.mark(), perf_counter()
+        end_s = self._clock.seconds(self._began, end)
+        # The device comes to the end now, which says when it began by the host's clock.
+        began_s = perf_counter() - end_s
+        ready: dict[str, float] = {}
+        queued: dict[str, float] = {}
         # What comes several times is ready at the last.
-        ready_s = {
-            name: self._clock.seconds(self._began, mark) for names, mark in self._arrivals for name in names
-        }
-        self._rounds.append((ready_s, end_s))
+        for names, mark, at_s in self._arrivals:
+            ready_s = self._clock.seconds(self._began, mark)
+            ready |= dict.fromkeys(names, ready_s)
+            queued |= dict.fromkeys(names, min(at_s - began_s, ready_s))
+        self._computed.append(_Times(ready, end_s))
+        self._queued.append(_Times(queued, min(queued_s - began_s, end_s)))
+        self._noted_s = perf_counter()
 
-    def medians(self, names: Sequence[str]) -> tuple[list[float], float]:
-        """Over the rounds, when each gradient was ready and when the backward ended, in seconds since its begin.
-        A gradient that did not come counts as ready at the end."""
-        end_s = statistics.median(end_s for _, end_s in self._rounds)
-        ready_s = [
-            min(statistics.median(found.get(name, end) for found, end in self._rounds), end_s)
-            for name in names
-        ]
-        return ready_s, end_s
+    def all_started(self, count: int) -> None:
+        """Right behind ``all_computed``, so many all-reduces were started."""
+        self._starts_s.append((perf_counter() - self._noted_s) / max(count, 1))
+
+    def computed(self, names: Sequence[str]) -> tuple[list[float], float]:
+        """Medians over the rounds, when each gradient was ready and when the backward ended, in seconds since its
+        begin. A gradient that did not come counts as ready at the end."""
+        return _medians(self._computed, names)
+
+    def queued(self, names: Sequence[str]) -> tuple[list[float], float]:
+        """The same of what the host had queued."""
+        return _medians(self._queued, names)
+
+    @property
+    def start_s(self) -> float:
+        """What it took the host to start an all-reduce, as the median of the rounds."""
+        return statistics.median(self._starts_s)
+
+
+def _medians(rounds: Sequence[_Times], names: Sequence[str]) -> tuple[list[float], float]:
+    end_s = statistics.median(times.end_s for times in rounds)
+    found = (statistics.median(times.of.get(name, times.end_s) for times in rounds) for name in names)
+    return [min(seconds, end_s) for seconds in found], end_s
 
 
 def measure_link(
@@ -131,13 +169,18 @@ def agreed_costs(
         largest_bytes: of the largest bucket there may be.
         sent_dtype: of gradients that come in 16 bits, if some do.
     """
-    ready_s, end_s = times.medians(names)
+    (ready, end_s), (queued, queued_end_s) = times.computed(names), times.queued(names)
     link = measure_link(averaging, device, largest_bytes, sent_dtype)
-    costs = [*ready_s, end_s, link.startup_s, link.seconds_per_byte, link.narrow_share]
-    values = torch.tensor(costs, dtype=torch.float64, device=device)
+    others = [end_s, queued_end_s, times.start_s, link.startup_s, link.seconds_per_byte, link.narrow_share]
+    values = torch.tensor([*ready, *queued, *others], dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     group.allreduce([values], options).wait()
-    *ready, end_s, startup_s, seconds_per_byte, narrow_share = values.tolist()
+    latest, count = values.tolist(), len(names)
+    ready_s = dict(zip(names, latest[:count], strict=True))
+    queued_s = dict(zip(names, latest[count : 2 * count], strict=True))
+    end_s, queued_end_s, start_s, startup_s, seconds_per_byte, narrow_share = latest[2 * count :]
     link = LinkModel(startup_s, seconds_per_byte, narrow_share)
-    return CostModel(dict(zip(names, ready, strict=True)), end_s, link)
+    # On the CPU the host computes itself, and what starting takes it is part of the link's start-up.
+    host = HostModel(queued_s, queued_end_s, start_s) if device.type != "cpu" else None
+    return CostModel(ready_s, end_s, link, host=host)

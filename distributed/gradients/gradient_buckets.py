@@ -173,9 +173,8 @@ class GradientBuckets:
         if before is None:
             return
         for name, parameter in self.parameters.items():
-            if parameter.grad is None or not before.hold(name, parameter.grad) or before.is_kept(name):
-                continue
-            parameter.grad = self._buffers.places[name].copy_(parameter.grad)
+            if parameter.grad is not None and before.hold(name, parameter.grad) and not before.is_kept(name):
+                parameter.grad = self._buffers.places[name].copy_(parameter.grad)
 
     def begin_forward(self) -> None:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
@@ -399,10 +398,9 @@ class GradientBuckets:
         if self.ready_times is not None:
             self.ready_times.gradients_arrived(names)
             return
-        if self.static_graph is not None and not self.static_graph.is_known:
-            return
-        for bucket in self._round.take_complete():
-            self._start(bucket)
+        if self.static_graph is None or self.static_graph.is_known:
+            for bucket in self._round.take_complete():
+                self._start(bucket)
 
     def _start(self, bucket: int) -> None:
         assert self._buffers is not None and self._round is not None and self._narrow is not None
@@ -459,6 +457,8 @@ class GradientBuckets:
                 static.learn(counts, self.device, lambda tensor: self._wait(self.group.allreduce([tensor])))
             for bucket in self._round.take_rest():
                 self._start(bucket)
+            if self.ready_times is not None:
+                self.ready_times.all_started(len(self._works))
             for work in self._works:
                 self._wait(work)
             self._awaited -= stored if static is None else stored | static.unused

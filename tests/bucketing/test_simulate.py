@@ -1,6 +1,15 @@
 import pytest
 
-from bucketing import BucketPlan, CostModel, LinkModel, Parameter, fit_link_model, pack_bucket, simulate
+from bucketing import (
+    BucketPlan,
+    CostModel,
+    HostModel,
+    LinkModel,
+    Parameter,
+    fit_link_model,
+    pack_bucket,
+    simulate,
+)
 
 FIRST, SECOND = (Parameter(name, 16, 4, "torch.float32", "cuda") for name in ("first", "second"))
 PLAN = BucketPlan((FIRST, SECOND), (pack_bucket(0, (FIRST,)), pack_bucket(1, (SECOND,))))
@@ -36,6 +45,42 @@ def test_computing_is_slower_under_an_all_reduce():
     assert spans(simulate(PLAN, costs))["segment 1"] == (1.0, 5.0)
     slow = CostModel({"first": 1.0, "second": 1.5}, 1.5, LinkModel(2.0, 0.0), contention=0.5)
     assert spans(simulate(PLAN, slow))["segment 1"] == (1.0, 2.0)
+
+
+def costs_of_host(ahead_s, start_s):
+    """Of two gradients and one more second of work, which the host has queued so many seconds before they are done."""
+    queued_s = {"first": 1.0 - ahead_s, "second": 2.0 - ahead_s}
+    host = HostModel(queued_s, 3.0 - ahead_s, start_s)
+    return CostModel({"first": 1.0, "second": 2.0}, 3.0, LinkModel(0.25, 0.0), host=host)
+
+
+def test_a_host_that_is_ahead_changes_nothing():
+    ahead = costs_of_host(ahead_s=1.0, start_s=0.25)
+    assert spans(simulate(PLAN, ahead)) == {
+        "segment 0": (0.0, 1.0),
+        "bucket 0": (1.0, 1.25),
+        "segment 1": (1.0, 2.0),
+        "bucket 1": (2.0, 2.25),
+        "rest": (2.0, 3.0),
+    }
+
+
+def test_all_that_is_queued_behind_an_all_reduce_comes_later():
+    assert spans(simulate(PLAN, costs_of_host(ahead_s=0.0, start_s=0.5))) == {
+        "segment 0": (0.0, 1.0),
+        "bucket 0": (1.5, 1.75),
+        "segment 1": (1.0, 2.5),
+        "bucket 1": (3.0, 3.25),
+        "rest": (2.5, 4.0),
+    }
+    # The first start still hides behind what the device has to do.
+    assert spans(simulate(PLAN, costs_of_host(ahead_s=0.5, start_s=0.5))) == {
+        "segment 0": (0.0, 1.0),
+        "bucket 0": (1.0, 1.25),
+        "segment 1": (1.0, 2.0),
+        "bucket 1": (2.5, 2.75),
+        "rest": (2.0, 3.5),
+    }
 
 
 def test_costs_that_cannot_be():

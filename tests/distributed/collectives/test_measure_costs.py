@@ -26,11 +26,31 @@ class SteppedClock:
         pass
 
 
+class DeviceBehindHost(SteppedClock):
+    """A device on which all queued work takes one second more than the host took to queue it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued = 0
+
+    def mark(self) -> float:
+        self._queued += 1
+        return self.now_s + self._queued
+
+    def seconds(self, start: float, end: float) -> float:
+        self.now_s = max(self.now_s, end)
+        return end - start
+
+
+def use(clock: SteppedClock, monkeypatch: pytest.MonkeyPatch) -> SteppedClock:
+    monkeypatch.setattr(measure_costs, "clock_of", lambda device: clock)
+    monkeypatch.setattr(measure_costs, "perf_counter", lambda: clock.now_s)
+    return clock
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SteppedClock:
-    clock = SteppedClock()
-    monkeypatch.setattr(measure_costs, "clock_of", lambda device: clock)
-    return clock
+    return use(SteppedClock(), monkeypatch)
 
 
 def run_round(
@@ -43,26 +63,46 @@ def run_round(
         times.gradients_arrived(names)
     clock.now_s = began_s + end_s
     times.all_computed()
-    clock.now_s += 1
 
 
 def test_medians_over_rounds(clock: SteppedClock) -> None:
     times = ReadyTimes(torch.device("cpu"))
     for slower in (1.0, 9.0, 2.0):
         run_round(times, clock, [(slower, ["b"]), (slower + 1, ["a"])], slower + 2)
-    assert times.medians(["a", "b"]) == ([3.0, 2.0], 4.0)
+    assert times.computed(["a", "b"]) == ([3.0, 2.0], 4.0)
 
 
 def test_a_gradient_is_ready_at_its_last_contribution(clock: SteppedClock) -> None:
     times = ReadyTimes(torch.device("cpu"))
     run_round(times, clock, [(1.0, ["tied", "b"]), (3.0, ["tied"])], 4.0)
-    assert times.medians(["tied", "b"]) == ([3.0, 1.0], 4.0)
+    assert times.computed(["tied", "b"]) == ([3.0, 1.0], 4.0)
 
 
 def test_what_did_not_come_is_ready_at_the_end(clock: SteppedClock) -> None:
     times = ReadyTimes(torch.device("cpu"))
     run_round(times, clock, [(1.0, ["a"])], 4.0)
-    assert times.medians(["a", "unused"]) == ([1.0, 4.0], 4.0)
+    assert times.computed(["a", "unused"]) == ([1.0, 4.0], 4.0)
+    assert times.queued(["a", "unused"]) == ([1.0, 4.0], 4.0)
+
+
+def test_how_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = use(DeviceBehindHost(), monkeypatch)
+    times = ReadyTimes(torch.device("cpu"))
+    # The host queues these 1, 2 and 3 seconds behind the begin, which the device comes to a second later, and to
+    # each of them one second later still.
+    run_round(times, clock, [(1.0, ["a"]), (2.0, ["b"])], 3.0)
+    assert times.computed(["a", "b"]) == ([2.0, 4.0], 6.0)
+    assert times.queued(["a", "b"]) == ([0.0, 1.0], 2.0)
+
+
+def test_what_starting_an_all_reduce_takes(clock: SteppedClock) -> None:
+    times = ReadyTimes(torch.device("cpu"))
+    for seconds, count in ((6.0, 3), (8.0, 2), (2.0, 2)):
+        run_round(times, clock, [(1.0, ["a"])], 4.0)
+        clock.now_s += seconds
+        times.all_started(count)
+        clock.now_s += 1
+    assert times.start_s == 2.0
 
 
 class Link:

@@ -1,0 +1,25 @@
+"""What the host does beside a backward: it queues work ahead of the device, and starts all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """When the host queues a backward without communication, in seconds since the device began it.
+
+    Attributes:
+        queued_s: by parameter, when all is queued that computes its gradient; before 0 where the host is far ahead.
+        end_s: when the whole backward is.
+        start_s: what it takes to start an all-reduce. All that is queued behind it comes later by that.
+    """
+
+    queued_s: Mapping[str, float]
+    end_s: float
+    start_s: float
+
+    def queued(self, names: Iterable[str], started: int) -> float:
+        """When the gradients of these parameters are queued, if so many all-reduces have been started before."""
+        return max(self.queued_s[name] for name in names) + started * self.start_s
