@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bucketing.host_model import HostModel
 from bucketing.link_model import LinkModel
@@ -20,7 +20,7 @@ class CostModel:
         link: what an all-reduce takes.
         contention: the share of its speed that computing loses while an all-reduce runs, from 0 to below 1: on a GPU
             a collective occupies some multiprocessors and some of the memory's bandwidth.
-        host: when it has queued all this; ``None`` where nothing waits for it.
+        host: when it has queued all this.
 
     Raises ValueError for times that are negative, or later than the end, and for other contentions.
     """
@@ -29,7 +29,7 @@ class CostModel:
     end_s: float
     link: LinkModel
     contention: float = 0.0
-    host: HostModel | None = None
+    host: HostModel = field(default_factory=HostModel)
 
     def __post_init__(self) -> None:
         if not 0 <= self.contention < 1:

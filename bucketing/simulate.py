@@ -7,8 +7,6 @@ an all-reduce keeps the host from queueing what comes next.
 
 from __future__ import annotations
 
-import math
-
 from bucketing.bucket import BucketPlan
 from bucketing.cost_model import CostModel
 from bucketing.timeline import Interval, Timeline
@@ -33,20 +31,16 @@ def simulate(plan: BucketPlan, costs: CostModel) -> Timeline:
     for started, (bucket, ready_s) in enumerate(zip(plan.buckets, ready, strict=True)):
         began_s = compute.now_s
         names = [parameter.name for parameter in bucket.parameters]
-        queued_s = -math.inf if host is None else host.queued(names, started)
-        if compute.advance_to(ready_s, queued_s, link_free_s):
+        if compute.advance_to(ready_s, host.queued(names, started), link_free_s):
             intervals.append(Interval("compute", f"segment {bucket.index}", began_s, compute.now_s))
-        start_s = max(compute.now_s, link_free_s)
-        if host is not None:
-            start_s = max(start_s, queued_s + host.start_s)
+        start_s = max(compute.now_s, link_free_s, host.queued(names, started + 1))
         counted = sum(costs.link.counted_bytes(part.bytes, part.sent_dtype) for part in bucket.parameters)
         link_free_s = start_s + costs.link.seconds(counted + bucket.padding_bytes)
         intervals.append(
             Interval("all_reduce", f"bucket {bucket.index}", start_s, link_free_s, bucket.sent_bytes)
         )
     began_s = compute.now_s
-    queued_s = -math.inf if host is None else host.end_s + len(plan.buckets) * host.start_s
-    if compute.advance_to(costs.end_s, queued_s, link_free_s):
+    if compute.advance_to(costs.end_s, host.ended(len(plan.buckets)), link_free_s):
         intervals.append(Interval("compute", "rest", began_s, compute.now_s))
     return Timeline(tuple(intervals))
 

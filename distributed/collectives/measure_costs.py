@@ -81,7 +81,7 @@ class ReadyTimes:
 
     def all_started(self, count: int) -> None:
         """Right behind ``all_computed``, so many all-reduces were started."""
-        self._starts_s.append((perf_counter() - self._noted_s) / max(count, 1))
+        self._starts_s.append((perf_counter() - self._noted_s) / count)
 
     def computed(self, names: Sequence[str]) -> tuple[list[float], float]:
         """Medians over the rounds, when each gradient was ready and when the backward ended, in seconds since its
@@ -182,5 +182,5 @@ def agreed_costs(
     end_s, queued_end_s, start_s, startup_s, seconds_per_byte, narrow_share = latest[2 * count :]
     link = LinkModel(startup_s, seconds_per_byte, narrow_share)
     # On the CPU the host computes itself, and what starting takes it is part of the link's start-up.
-    host = HostModel(queued_s, queued_end_s, start_s) if device.type != "cpu" else None
+    host = HostModel(queued_s, queued_end_s, start_s) if device.type != "cpu" else HostModel()
     return CostModel(ready_s, end_s, link, host=host)
