@@ -67,12 +67,12 @@ def load_queue() -> ctypes.CDLL:
 class DriverQueue:
     """For one stream. Raises what ``load_queue`` does.
 
-    Args:
-        stream: the driver's handle of it.
+    Attributes:
+        stream: the driver's handle of it; what is noted is queued there.
     """
 
     def __init__(self, stream: int) -> None:
-        self._stream = stream
+        self.stream = stream
         self._queue = load_queue().gs_queue
         self._words: list[int] = []
 
@@ -126,5 +126,5 @@ class DriverQueue:
             RuntimeError: the driver cannot; nothing that is noted is left.
         """
         words, self._words = array("q", self._words), []
-        if error := self._queue(words.buffer_info()[0], len(words), self._stream):
+        if error := self._queue(words.buffer_info()[0], len(words), self.stream):
             raise RuntimeError(f"the driver cannot average gradients by copies (CUDA error {error})")

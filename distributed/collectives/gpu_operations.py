@@ -44,6 +44,10 @@ class GpuOperations:
             with torch.cuda.device(self._device):
                 self._queue.queue()
 
+    def move_to(self, stream: torch.cuda.Stream) -> None:
+        """What follows is queued there."""
+        self._queue.stream = stream.cuda_stream
+
     def join(self, group: dist.ProcessGroup) -> None:
         """It meets the ranks of this group; a collective. Raises RuntimeError where the driver cannot."""
         self._meeting = StreamMeeting(group, self._device, self._queue)
