@@ -211,7 +211,7 @@ class CopyEngines:
         """Another stream is used from here on.
 
         On H200s, while the first stream by which a process had reached another GPU waited for anything, each kernel of
-        all other streams began 1 us later: 0.4 ms of a GPT-2's step. None of ten later streams had that.
+        all other streams began 1 us later: 0.4 ms of a GPT-2's step. None of eight later streams had that.
         """
         assert self._operations is not None
         self._stream = torch.cuda.Stream(self._device)
