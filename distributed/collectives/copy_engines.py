@@ -163,7 +163,7 @@ class CopyEngines:
         average(flat, buffer, scratch, held, operations, exchange)
         self._stored.record(current)
         self._stored.wait(self._stream)
-        operations.queue()
+        operations.queue(self._stream)
         done = self._stream.record_event()
         self._last = time.monotonic(), done
         if held is not None:
@@ -174,7 +174,7 @@ class CopyEngines:
 
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
-        self._operations = GpuOperations(self._device, self._stream)
+        self._operations = GpuOperations(self._device)
         self._operations.build(torch.float32, torch.bfloat16 if self._sends_narrow else None)
 
     def try_to_share(self) -> None:
@@ -182,6 +182,7 @@ class CopyEngines:
         assert self._operations is not None
         self._trial = self.allocate(_TRIED_ELEMENTS, torch.float32)
         self._operations.join(self._group)
+        self._operations.queue(self._stream)
         self._stream.synchronize()
 
     def try_to_average(self) -> None:
@@ -213,9 +214,7 @@ class CopyEngines:
         On H200s, while the first stream by which a process had reached another GPU waited for anything, each kernel of
         all other streams began 1 us later: 0.4 ms of a GPT-2's step. None of eight later streams had that.
         """
-        assert self._operations is not None
         self._stream = torch.cuda.Stream(self._device)
-        self._operations.move_to(self._stream)
 
     def late(self) -> str:
         """What every rank is told if the last mean is under way for longer than a collective of the group may be; on

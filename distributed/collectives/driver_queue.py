@@ -65,14 +65,9 @@ def load_queue() -> ctypes.CDLL:
 
 
 class DriverQueue:
-    """For one stream. Raises what ``load_queue`` does.
+    """For one GPU. Raises what ``load_queue`` does."""
 
-    Attributes:
-        stream: the driver's handle of it; what is noted is queued there.
-    """
-
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
+    def __init__(self) -> None:
         self._queue = load_queue().gs_queue
         self._words: list[int] = []
 
@@ -101,7 +96,7 @@ class DriverQueue:
         self._words += (_Operation.WAIT, address, value)
 
     def launch(self, kernel: BuiltKernel, *buffers: torch.Tensor) -> None:
-        """A kernel that was built for the stream's GPU.
+        """A kernel that was built for this GPU.
 
         Raises:
             ValueError: it needs more than its addresses, or one of these is not aligned to 16 bytes.
@@ -119,12 +114,15 @@ class DriverQueue:
         )
         self._words += (len(addresses), *addresses)
 
-    def queue(self) -> None:
+    def queue(self, stream: int) -> None:
         """What was noted.
+
+        Args:
+            stream: the driver's handle of it.
 
         Raises:
             RuntimeError: the driver cannot; nothing that is noted is left.
         """
         words, self._words = array("q", self._words), []
-        if error := self._queue(words.buffer_info()[0], len(words), self.stream):
+        if error := self._queue(words.buffer_info()[0], len(words), stream):
             raise RuntimeError(f"the driver cannot average gradients by copies (CUDA error {error})")

@@ -16,14 +16,13 @@ class GpuOperations:
 
     Args:
         device: this rank's GPU.
-        stream: on it.
 
     Raises what ``load_queue`` does.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queue = DriverQueue(stream.cuda_stream)
+        self._queue = DriverQueue()
         self._meeting: StreamMeeting | None = None
         self.copy, self.copy_rows = self._queue.copy, self._queue.copy_rows
         self.add_and_divide = MeanKernel(device, self._queue.launch)
@@ -36,23 +35,18 @@ class GpuOperations:
         if sent_dtype is not None:
             self._landed_mean.build(sent_dtype)
 
-    def queue(self) -> None:
-        """What was noted is queued. Raises RuntimeError where the driver cannot."""
+    def queue(self, stream: torch.cuda.Stream) -> None:
+        """What was noted is queued on a stream of this GPU. Raises RuntimeError where the driver cannot."""
         if torch._C._cuda_getDevice() == self._device.index:
-            self._queue.queue()
+            self._queue.queue(stream.cuda_stream)
         else:
             with torch.cuda.device(self._device):
-                self._queue.queue()
-
-    def move_to(self, stream: torch.cuda.Stream) -> None:
-        """What follows is queued there."""
-        self._queue.stream = stream.cuda_stream
+                self._queue.queue(stream.cuda_stream)
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """It meets the ranks of this group; a collective. Raises RuntimeError where the driver cannot."""
+        """From here on it meets the ranks of this group, of which a rehearsal is noted; a collective."""
         self._meeting = StreamMeeting(group, self._device, self._queue)
         self._meeting.rehearse()
-        self.queue()
 
     def meet(self) -> None:
         assert self._meeting is not None

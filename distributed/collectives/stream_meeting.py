@@ -21,12 +21,12 @@ _TOLD_WORDS = 4
 
 
 class StreamMeeting:
-    """Meetings of one stream of each rank, always the same.
+    """Meetings of one stream of each rank; of another only when all ranks have left the one before.
 
     Args:
         group: over which ranks; to make one is a collective.
         device: this rank's GPU.
-        queue: of the stream.
+        queue: where they are noted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, queue: DriverQueue) -> None:

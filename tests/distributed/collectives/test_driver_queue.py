@@ -69,7 +69,7 @@ def kernel_of(grid: tuple[int, int, int]) -> BuiltKernel:
 
 
 def test_operations_are_queued_in_order_and_once(driver: Driver) -> None:
-    queue = DriverQueue(STREAM)
+    queue = DriverQueue()
     first, second = torch.zeros(16), torch.ones(16)
     queue.copy(first, second)
     queue.write(1000, 2**32 - 1)
@@ -77,8 +77,8 @@ def test_operations_are_queued_in_order_and_once(driver: Driver) -> None:
     queue.copy_rows(3000, 64, 4000, 32, 7)
     queue.launch(kernel_of((9, 8, 1)), first, second)
     assert not driver.asked
-    queue.queue()
-    queue.queue()
+    queue.queue(STREAM)
+    queue.queue(STREAM)
     addresses = first.data_ptr(), second.data_ptr()
     assert driver.asked == [
         ("copy", *addresses, 64, STREAM),
@@ -90,21 +90,21 @@ def test_operations_are_queued_in_order_and_once(driver: Driver) -> None:
 
 
 def test_nothing_is_queued_behind_what_fails(driver: Driver) -> None:
-    queue = DriverQueue(STREAM)
+    queue = DriverQueue()
     driver.failing = 1
     for address in (100, 200, 300):
         queue.write(address, 1)
     with pytest.raises(RuntimeError, match=r"cannot average gradients by copies \(CUDA error 719\)"):
-        queue.queue()
+        queue.queue(STREAM)
     assert [asked[2] for asked in driver.asked] == [100, 200]
-    queue.queue()
+    queue.queue(STREAM)
     assert len(driver.asked) == 2
 
 
 @pytest.mark.parametrize("grid, begin", [((1, 1, 2), 0), ((1, 1, 1), 1)])
 def test_kernels_that_need_more_are_refused(grid: tuple[int, int, int], begin: int, driver: Driver) -> None:
     with pytest.raises(ValueError, match="cannot launch"):
-        DriverQueue(STREAM).launch(kernel_of(grid), torch.zeros(8)[begin:])
+        DriverQueue().launch(kernel_of(grid), torch.zeros(8)[begin:])
 
 
 @pytest.mark.gpu
@@ -113,9 +113,9 @@ def test_rows_are_copied_to_where_they_lie_apart(shape: tuple[int, int]) -> None
     height, width = shape
     source = torch.randn(shape, device="cuda").bfloat16()
     target = torch.zeros(height, 2 * width, device="cuda", dtype=torch.bfloat16)
-    queue = DriverQueue(torch.cuda.current_stream().cuda_stream)
+    queue = DriverQueue()
     queue.copy_rows(target.data_ptr(), 4 * width, source.data_ptr(), 2 * width, height)
-    queue.queue()
+    queue.queue(torch.cuda.current_stream().cuda_stream)
     assert torch.equal(target[:, :width], source)
     assert not target[:, width:].any()
 
@@ -123,7 +123,7 @@ def test_rows_are_copied_to_where_they_lie_apart(shape: tuple[int, int]) -> None
 @pytest.mark.gpu
 def test_operations_run_one_behind_the_other() -> None:
     device = torch.device("cuda", 0)
-    queue = DriverQueue(torch.cuda.current_stream().cuda_stream)
+    queue = DriverQueue()
     mean = MeanKernel(device, queue.launch)
     mean.build(torch.float32)
     part, other, held = (torch.full((10_000,), value, device=device) for value in (1.0, 5.0, 0.0))
@@ -133,5 +133,5 @@ def test_operations_run_one_behind_the_other() -> None:
     queue.copy(other, part)
     queue.write(word.data_ptr(), 3)
     queue.wait(word.data_ptr(), 2)
-    queue.queue()
+    queue.queue(torch.cuda.current_stream().cuda_stream)
     assert [tensor.unique().tolist() for tensor in (part, other, held, word)] == [[3.0], [3.0], [1.0], [3]]
