@@ -51,6 +51,7 @@ from compile_core.capture.directives import disabled_frame, leave_alone
 from compile_core.entry_table import CompiledGraph, Entry, EntryTable
 from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from compile_core.hooked_modules import HookedCalls, has_hooks
+from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 from compile_core.observe.observer import Observer
@@ -145,6 +146,7 @@ class CompiledFunction:
         self._dispatch = dispatch_function(target, self._table, self._call_plain, self._miss)
         functools.update_wrapper(self, self._target)
 
+    @apart_from_torch_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._called_forward is not None and self._called_forward.has_changed():
             self.reset()

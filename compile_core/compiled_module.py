@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.state_dict_names import changed_names, with_fitting_names
 
 
@@ -40,6 +41,7 @@ def wrap_module(module: torch.nn.Module, run: Callable[..., Any]) -> CompiledMod
     """
     plain = type(module)
 
+    @apart_from_torch_compile
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 

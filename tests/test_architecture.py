@@ -54,7 +54,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     ),
     "hooked_modules": (*BASE, "capture"),
     "state_dict_names": (),
-    "compiled_module": ("state_dict_names",),
+    "compiled_module": ("ir", "state_dict_names"),
     "bind_sizes": (*BASE, "capture"),
     "call_targets": (*BASE, "capture"),
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),

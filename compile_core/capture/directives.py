@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from compile_core.ir.apart_from_torch_compile import DISABLED
+
 # The attributes, as torch names them.
-DISABLED = "_torchdynamo_disable"
 DISABLED_RECURSIVELY = "_torchdynamo_disable_recursive"
 DISABLED_BECAUSE = "_torchdynamo_disable_msg"
 ORIGINAL = "_torchdynamo_orig_callable"
@@ -131,7 +132,7 @@ def leave_alone(function: Any) -> Any:
 
 
 def is_disabled(function: Any) -> bool:
-    return bool(getattr(function, DISABLED, False))
+    return getattr(function, DISABLED, False) is True
 
 
 def beneath_torch_front_end(function: Any) -> Any:

@@ -22,6 +22,7 @@ from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessI
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
+from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from distributed.gradients.accumulation_nodes import put_first
 from distributed.gradients.paths_of_backward import paths_begin_at
 from distributed.gradients.rounds_of_backward import rounds_end_here
@@ -143,6 +144,7 @@ def notice_backwards() -> None:
 class _NoticingEngine(_ImperativeEngine):
     """Autograd's engine; only what starts a backward differs, and what is heard of one that raises."""
 
+    @apart_from_torch_compile
     def run_backward(
         self,
         tensors: Sequence[torch.Tensor | GradientEdge],

@@ -21,6 +21,7 @@ from compile_core.autograd.bound_graphs.double_backward import DifferentiableBac
 from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from compile_core.autograd.bound_graphs.returned_draws import Program
 from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
 from compile_core.ir.pick import Pick, picker
@@ -186,6 +187,7 @@ class CompiledCall(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @apart_from_torch_compile
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         program: DifferentiableProgram = ctx.program
         signature = program.signature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
 from compile_core.graph_compiler import gradsplit
-from distributed import inspect_ddp
+from distributed import DDPOptions, compile_ddp, inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -144,6 +145,31 @@ def wrapped_by_torchs_compile() -> None:
     compiled = compile_core.compile(torch.compile(other, backend="eager"), backend="aot_eager")
     check_steps(stock, compiled)
     check_in_graph(compiled)
+
+
+@case("cpu")
+def called_by_what_torch_compiled() -> None:
+    """A step that ``torch.compile`` made, with its backward: its front end sees nothing of the module's call."""
+    for overlap in ("in_graph", "reducer"):
+        seen: list[list[str]] = []
+
+        def note(gm: torch.fx.GraphModule, examples: Any, seen: list[list[str]] = seen) -> Callable[..., Any]:
+            seen.append([str(node.target) for node in gm.graph.nodes if node.op == "call_method"])
+            return gm.forward
+
+        def train(model: nn.Module, x: torch.Tensor) -> None:
+            model(x.mul(2)).square().sum().backward()
+
+        stock, other = stock_ddp(), stock_ddp()
+        compiled = compile_ddp(other, DDPOptions(overlap=overlap), backend="aot_eager")
+        step = torch.compile(train, backend=note, dynamic=False)
+        for number in range(3):
+            for module in (stock, compiled):
+                module.zero_grad()
+            train(stock, data(number))
+            step(compiled, data(number))
+            check_gradients(stock, compiled)
+        assert seen == [["mul"], ["square", "sum"]], seen
 
 
 class _Tripled(DistributedDataParallel):
