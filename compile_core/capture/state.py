@@ -20,9 +20,10 @@ from compile_core.capture.graph.output_graph import OutputGraph, is_fake
 from compile_core.capture.graph.side_effects import SideEffects
 from compile_core.capture.higher_order_calls.function_transforms import PullBackValue
 from compile_core.capture.object_model import enums
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.exceptions import ExceptionValue, raised_during
 from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.object_model.objects import bind_class_entry, find_class_entry
+from compile_core.capture.object_model.objects import bind_class_entry
 from compile_core.capture.object_model.opaque import wrap_opaque
 from compile_core.capture.object_model.type_forms import TYPE_FORMS
 from compile_core.capture.open_numbers.size_history import SizeHistory

@@ -16,8 +16,9 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.objects import InstanceValue, find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue
 from compile_core.capture.torch_rules.modes import set_grad_mode
 from compile_core.capture.values.base import CaptureState, NotConstant, Value
 from compile_core.capture.values.call_rules import call_rule

@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+from compile_core.capture.object_model.class_entries import (
+    changed_class_attribute,
+    find_class_entry,
+    guard_entry,
+    wrap_class_entry,
+)
 from compile_core.capture.object_model.content import content_base, make_content
 from compile_core.capture.object_model.enums import (
     enum_call,
@@ -26,11 +32,7 @@ from compile_core.capture.object_model.objects import (
     InstanceValue,
     bind_class_entry,
     call_descriptor,
-    changed_class_attribute,
-    find_class_entry,
-    guard_entry,
     is_plain_layout,
-    wrap_class_entry,
 )
 from compile_core.capture.object_model.type_forms import subscript
 from compile_core.capture.values.base import CaptureState, Value

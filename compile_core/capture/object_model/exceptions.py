@@ -11,8 +11,9 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
 from compile_core.capture.values.call_rules import call_rule
 from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold

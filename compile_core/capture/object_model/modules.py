@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_registry
 
-from compile_core.capture.object_model.objects import InstanceValue, find_class_entry
+from compile_core.capture.object_model.class_entries import find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue
 from compile_core.capture.values.base import CaptureState, LazyValue, SymbolicRaise, Value
 from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.values.mappings import DictValue

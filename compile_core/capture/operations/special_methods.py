@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import types
 
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue
 from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.values.tensors import TensorValue

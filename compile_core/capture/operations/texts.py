@@ -6,9 +6,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue
 from compile_core.capture.object_model.exceptions import ExceptionValue
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from compile_core.capture.operations.special_methods import StandIn
 from compile_core.capture.values.base import CaptureState, NotConstant, Value
 from compile_core.capture.values.constants import ConstantValue, fold

@@ -8,9 +8,10 @@ import typing
 
 import torch
 
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue
 from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import bind_class_entry, find_class_entry
+from compile_core.capture.object_model.objects import bind_class_entry
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.call_rules import call_rule
 from compile_core.capture.values.constants import ConstantValue

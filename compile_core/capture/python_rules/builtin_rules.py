@@ -11,11 +11,12 @@ from typing import Any
 
 from compile_core.capture.frames.frame import Frame
 from compile_core.capture.numpy_arrays.arrays import operate
+from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue, SuperValue
 from compile_core.capture.object_model.exceptions import ExceptionValue
 from compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.object_model.objects import InstanceValue, find_class_entry
+from compile_core.capture.object_model.objects import InstanceValue
 from compile_core.capture.object_model.partials import PartialValue
 from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from compile_core.capture.operations import operators, texts
