@@ -124,12 +124,6 @@ class Stepper:
             self.locals[value] = self.pop()
             if self.locals[value] is NULL:
                 del self.locals[value]
-        elif name == "STORE_FAST_LOAD_FAST":
-            self.locals[value[0]] = self.pop()
-            self.push(self.locals[value[1]])
-        elif name == "STORE_FAST_STORE_FAST":
-            self.locals[value[0]] = self.pop()
-            self.locals[value[1]] = self.pop()
         elif name == "DELETE_FAST":
             del self.locals[value]
         elif name == "LOAD_FAST_AND_CLEAR":
@@ -300,6 +294,30 @@ def natively_raised(a, b):
     return i
 
 
+def many_variables(a, b):
+    """Instructions of two variables have room for the first sixteen; resume code puts others before them."""
+    c, d, e, f, g, h, i, j, k = a + 2, a + 3, a + 4, a + 5, a + 6, a + 7, a + 8, a + 9, a + 10
+    LOG.append(max(k, len([m := b, n := d, o := e, p := f])))
+    n, o = o, n
+    c, k = k, c
+    LOG.append((m, n, o, p))
+    return [a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, [p for p in (k, o)]]
+
+
+class Refusing:
+    def __init__(self, value):
+        raise ValueError(value)
+
+
+def raised_by_a_frame_of_python(a, b):
+    """The interpreter enters ``__init__`` without a call in C, once it has seen the class often enough."""
+    try:
+        Refusing(a)
+    except ValueError as error:
+        LOG.append(error.args)
+    return b
+
+
 def closures(a, b):
     count = 0
 
@@ -341,6 +359,8 @@ FUNCTIONS = [
     reraises,
     finals,
     natively_raised,
+    many_variables,
+    raised_by_a_frame_of_python,
     closures,
     unpacks,
     tries,

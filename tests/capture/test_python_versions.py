@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_core.capture.code_objects.python_versions import HALVES
 from compile_core.capture.frames.frame import OPCODES
 
 HERE = Path(__file__).parent
@@ -56,5 +57,6 @@ def test_every_instruction_has_a_handler(version):
         [interpreter, "-I", "-c", LISTER, *map(str, CORPUS)], capture_output=True, text=True, timeout=60
     )
     assert listed.returncode == 0, listed.stderr
-    missing = {name: where for name, where in json.loads(listed.stdout).items() if name not in OPCODES}
+    found = json.loads(listed.stdout)
+    missing = {name: where for name, where in found.items() if name not in (*OPCODES, *HALVES)}
     assert not missing

@@ -1,4 +1,8 @@
-"""Code objects, decoded once: instructions with resolved jumps, and the exception table."""
+"""Code objects, decoded once: instructions with resolved jumps, and the exception table.
+
+Those that are two in one are two here, each with a variable: code that is made from a function's has more variables,
+and its instructions keep their numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,10 @@ import functools
 import types
 from dataclasses import dataclass
 from typing import Any
+
+import bytecode
+
+from compile_core.capture.code_objects.python_versions import HALVES
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,15 @@ class Code:
 @functools.lru_cache(maxsize=4096)
 def decode(code: types.CodeType) -> Code:
     """Decode a code object. EXTENDED_ARG disappears; jumps to it go to the instruction that it extends."""
-    bytecode = dis.Bytecode(code)
+    disassembled = dis.Bytecode(code)
     kept: list[dis.Instruction] = []
     index_of: dict[int, int] = {}
-    for instruction in bytecode:
+    for instruction in disassembled:
         index_of[instruction.offset] = len(kept)
-        if instruction.opname != "EXTENDED_ARG":
+        if instruction.opname in HALVES:
+            for name, variable in zip(HALVES[instruction.opname], instruction.argval, strict=True):
+                kept.append(instruction._replace(opname=name, argval=variable, argrepr=variable))
+        elif instruction.opname != "EXTENDED_ARG":
             kept.append(instruction)
     ends = sorted(index_of)
     jumps = set(dis.hasjrel) | set(dis.hasjabs)
@@ -90,9 +101,26 @@ def decode(code: types.CodeType) -> Code:
                 return index_of[start]
         return len(kept)
 
-    entries = getattr(bytecode, "exception_entries", ())
+    entries = getattr(disassembled, "exception_entries", ())
     handlers = tuple(
         Handler(index_at(entry.start), index_at(entry.end), index_of[entry.target], entry.depth, entry.lasti)
         for entry in entries
     )
     return Code(code, tuple(instructions), handlers)
+
+
+def editable(code: types.CodeType, *, conserve_exception_block_stackdepth: bool = False) -> bytecode.Bytecode:
+    """The code as a list to be changed and assembled; its instructions are those of ``decode``."""
+    assembled = bytecode.Bytecode.from_code(
+        code, conserve_exception_block_stackdepth=conserve_exception_block_stackdepth
+    )
+    items: list[Any] = []
+    for item in assembled:
+        if isinstance(item, bytecode.Instr) and item.name in HALVES:
+            assert isinstance(item.arg, tuple)
+            for name, variable in zip(HALVES[item.name], item.arg, strict=True):
+                items.append(bytecode.Instr(name, variable, location=item.location))
+        else:
+            items.append(item)
+    assembled[:] = items
+    return assembled

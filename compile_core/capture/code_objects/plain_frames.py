@@ -16,7 +16,7 @@ from typing import Any
 
 import bytecode
 
-from compile_core.capture.code_objects.instructions import Code, Instruction, decode
+from compile_core.capture.code_objects.instructions import Code, Instruction, decode, editable
 from compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     LOAD_ATTR_HAS_METHOD_BIT,
@@ -55,7 +55,7 @@ class PlainFrames:
 
 
 def _rewritten(code: types.CodeType, compiled_form: CompiledForm, inner_functions: bool) -> types.CodeType:
-    assembled = bytecode.Bytecode.from_code(code)
+    assembled = editable(code)
     decoded = decode(code)
     looked_up_below = _calls_of_expressions(decoded)
     body: list[Any] = []

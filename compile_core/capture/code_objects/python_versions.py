@@ -31,11 +31,23 @@ METHOD_LOADS = {"LOAD_METHOD": 1} if VERSION == (3, 11) else {"LOAD_ATTR": 1, "L
 # The instructions at the target of FOR_ITER, which it skips when the iteration ends.
 END_OF_FOR = {(3, 11): (), (3, 12): ("END_FOR",)}.get(VERSION, ("END_FOR", "POP_TOP"))
 
+# Instructions that are two, and what they are decoded into: they can have the first sixteen variables only.
+HALVES = {
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
+
 # Conditional jumps have a direction in 3.11 only.
 FORWARD_JUMP_OF = {
     f"POP_JUMP_BACKWARD_IF_{what}": f"POP_JUMP_FORWARD_IF_{what}"
     for what in ("TRUE", "FALSE", "NONE", "NOT_NONE")
 }
+
+# What takes any value up to 3.12, and from 3.13 on a bool, which TO_BOOL makes or the comparison before it.
+TAKES_BOOL = (
+    frozenset({"POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "UNARY_NOT"}) if VERSION >= (3, 13) else frozenset()
+)
 
 # CALL is preceded by PRECALL with the same argument in 3.11.
 CALL_NEEDS_PRECALL = VERSION == (3, 11)

@@ -23,7 +23,7 @@ from typing import Any
 import bytecode
 from bytecode.instr import CellVar, FreeVar, TryBegin, TryEnd
 
-from compile_core.capture.code_objects.instructions import Instruction, decode
+from compile_core.capture.code_objects.instructions import Instruction, decode, editable
 from compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     END_OF_FOR,
@@ -32,6 +32,7 @@ from compile_core.capture.code_objects.python_versions import (
     METHOD_LOADS,
     NULL_IS_ABOVE_CALLABLE,
     PLAIN_LOAD_FAST,
+    TAKES_BOOL,
 )
 from compile_core.errors import InternalError
 
@@ -49,8 +50,6 @@ _NOT_BREAKABLE = frozenset(
         "PUSH_NULL",
         "STORE_FAST",
         "STORE_FAST_MAYBE_NULL",
-        "STORE_FAST_LOAD_FAST",
-        "STORE_FAST_STORE_FAST",
         "DELETE_FAST",
         "LOAD_FAST_AND_CLEAR",
         "MAKE_CELL",
@@ -202,10 +201,12 @@ def _make_break_code(
     edited.enter(entry, index, places, [f"{_EXIT_PREFIX}{at}" for at in range(len(exits))], local_names)
     copies = edited.copy_instruction(index, jumped)
     handler = edited.handler_of(index)
-    tail: list[Any] = [entry, *copies, bytecode.Instr("JUMP_FORWARD", behind, lineno=instruction.line)]
+    run: list[Any] = [*copies, bytecode.Instr("JUMP_FORWARD", behind, lineno=instruction.line)]
     if handler is not None:
         begin = TryBegin(handler.target, handler.push_lasti, handler.stack_depth)
-        tail = [begin, *tail, TryEnd(begin)]
+        # Where a call raised in a frame of Python's own, 3.13 looks for the handler just before the call.
+        run = [begin, bytecode.Instr("NOP", lineno=instruction.line), *run, TryEnd(begin)]
+    tail = [entry, *run]
     for at, (label, way_out) in enumerate(zip((behind, jumped), exits, strict=False)):
         tail.append(label)
         if label is jumped and instruction.name == "FOR_ITER":
@@ -310,7 +311,7 @@ class _EditedCode:
 
     def __init__(self, code: types.CodeType) -> None:
         self.code = code
-        self.assembled = bytecode.Bytecode.from_code(code, conserve_exception_block_stackdepth=True)
+        self.assembled = editable(code, conserve_exception_block_stackdepth=True)
         decoded = decode(code).instructions
         self.body: list[Any] = list(self.assembled)
         self.own = [item for item in self.body if isinstance(item, bytecode.Instr)]
@@ -367,6 +368,9 @@ class _EditedCode:
             copies[-1] = bytecode.Instr(name, jumped, location=last.location)
         if _loads_method(instruction):
             copies[-1:] = _plain_load(last)
+        if instruction.name in TAKES_BOOL:
+            # The capture leaves it to these what the truth of a comparison's result is.
+            copies.insert(-1, bytecode.Instr("TO_BOOL", location=last.location))
         return copies
 
     def enter(
