@@ -107,7 +107,7 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
     "values": ("guards",),
     "open_numbers": ("guards", "values"),
     "graph": ("open_numbers", "values"),
-    "object_model": ("directives", "values"),
+    "object_model": ("code_objects", "directives", "values"),
     "numpy_arrays": ("guards", "values"),
     "operations": ("numpy_arrays", "object_model", "open_numbers", "values"),
     "frames": ("code_objects", "object_model", "operations", "values"),

@@ -579,6 +579,10 @@ def slots(x, n):
         s.zz = 1
     except AttributeError as error:
         out.append(str(error))
+    try:
+        del s.zz
+    except AttributeError as error:
+        out.append(str(error))
     return out, s.c + 1, s
 
 

@@ -6,6 +6,7 @@ PYTEST_DONT_REWRITE: the asserts of the programs are part of what is tested.
 
 from __future__ import annotations
 
+import sys
 import traceback
 
 import pytest
@@ -92,6 +93,16 @@ def causes_and_contexts(x, n):
     except ValueError as error:
         out += [error.__cause__, type(error.__context__), error.__suppress_context__]
     return x, out
+
+
+@program
+def the_exception_that_is_handled(x, n):
+    seen = [sys.exception()]
+    try:
+        raise ValueError(n)
+    except ValueError as error:
+        seen += [sys.exception() is error, sys.exc_info()[1] is error]
+    return x, seen, sys.exception()
 
 
 @program

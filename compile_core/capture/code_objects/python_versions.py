@@ -64,5 +64,8 @@ PLAIN_LOAD_FAST = "LOAD_FAST"
 # Instructions that push a cell itself; their argument is a plain name in some versions.
 LOADS_OF_CELLS = frozenset({"LOAD_CLOSURE", "LOAD_FAST"})
 
+# What the error of a store to a missing attribute says besides, where the object has no dictionary.
+NO_DICTIONARY = " and no __dict__ for setting new attributes" if VERSION >= (3, 13) else ""
+
 # Instructions that have no effect on the state that a symbolic interpreter keeps.
 NO_EFFECT = frozenset({"NOP", "RESUME", "CACHE", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS"})

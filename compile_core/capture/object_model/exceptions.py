@@ -217,6 +217,11 @@ def raised_during(state: CaptureState, value: Value, handled: Value | None) -> N
     value.context = handled
 
 
+@call_rule(sys.exception)
+def _exception(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    return state.handled_exception() or ConstantValue(None)
+
+
 @call_rule(sys.exc_info)
 def _exc_info(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     handled = state.handled_exception()

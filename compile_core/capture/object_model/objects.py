@@ -6,6 +6,7 @@ import functools
 import types
 from typing import Any
 
+from compile_core.capture.code_objects.python_versions import NO_DICTIONARY
 from compile_core.capture.object_model.class_entries import (
     changed_class_attribute,
     find_class_entry,
@@ -22,6 +23,9 @@ from compile_core.capture.values.hash_keys import ComputedKey
 from compile_core.capture.values.index_iterator import IndexIterator
 from compile_core.capture.values.mappings import DictValue
 from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
+
+# Caches of the standard library, of weak references, which their owners do without where they are ``None``.
+_CACHES = frozenset({(functools.singledispatchmethod, "_method_cache")})
 
 
 def bind_class_entry(
@@ -207,6 +211,8 @@ class InstanceValue(Value):
 
     def own_attribute(self, state: CaptureState, name: str) -> Value | None:
         """An attribute of the instance itself, None where there is none."""
+        if (self.cls, name) in _CACHES:
+            return ConstantValue(None)
         if name in self.changes:
             changed = self.changes[name]
             return None if changed is MISSING else changed
@@ -285,9 +291,15 @@ class InstanceValue(Value):
                 AttributeError, f"{self.cls.__name__!r} object attribute {name!r} is read-only"
             )
         if owner is None and not self.cls.__dictoffset__:
-            message = f"{self.cls.__name__!r} object has no attribute {name!r}"
-            raise state.raise_exception(AttributeError, message)
+            raise self._not_found(state, name)
         self.change(state, name, value)
+
+    def _not_found(self, state: CaptureState, name: str) -> SymbolicRaise:
+        """What a store to an attribute raises that the object cannot have, and the deletion of one that it has not."""
+        message = f"{self.cls.__name__!r} object has no attribute {name!r}"
+        return state.raise_exception(
+            AttributeError, message if self.cls.__dictoffset__ else message + NO_DICTIONARY
+        )
 
     def _no_accessor(self, state: CaptureState, name: str, accessor: str) -> SymbolicRaise:
         message = f"property {name!r} of {self.cls.__qualname__!r} object has no {accessor}"
@@ -335,8 +347,7 @@ class InstanceValue(Value):
             self._slot(state, name)
         elif self.own_attribute(state, name) is None:
             self.guard_absent(state, name)
-            shown = f"{self.cls.__name__!r} object has no attribute {name!r}"
-            raise state.raise_exception(AttributeError, shown)
+            raise self._not_found(state, name)
         self.forget(state, name)
 
     def forget(self, state: CaptureState, name: str) -> None:

@@ -32,6 +32,8 @@ LITERAL_TYPES = (
     torch.memory_format,
     torch.finfo,
     torch.iinfo,
+    # The default of counts and flags in the functions of ``re``, from 3.13 on.
+    type(getattr(re, "_zero_sentinel", 0)),
 )
 
 
