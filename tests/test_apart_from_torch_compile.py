@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import compile_core
 
@@ -18,19 +19,16 @@ def fresh_front_end():
     torch._dynamo.reset()
 
 
-def targets_of(gm):
-    return [node.target for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-class Graphs:
-    """A backend of ``torch.compile`` that runs graphs as they are."""
-
-    def __init__(self):
-        self.operations = []
-
-    def __call__(self, gm, examples):
-        self.operations.append([getattr(target, "__name__", target) for target in targets_of(gm)])
-        return gm.forward
+def operations(backend):
+    """What each graph that torch's front end compiled does."""
+    return [
+        [
+            getattr(node.target, "__name__", node.target)
+            for node in module.graph.nodes
+            if node.op not in ("placeholder", "output")
+        ]
+        for module in backend.graphs
+    ]
 
 
 # Torch's front end looks at the gradient of all that goes on behind a graph break.
@@ -38,14 +36,14 @@ class Graphs:
 def test_torchs_front_end_sees_neither_a_compiled_module_nor_its_backward():
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     compiled = compile_core.compile(copy.deepcopy(plain))
-    graphs = Graphs()
+    backend = EagerAndRecordGraphs()
 
     def train(model, x):
         loss = model(x * 2).square().sum()
         loss.backward()
         return loss
 
-    step = torch.compile(train, backend=graphs, dynamic=False)
+    step = torch.compile(train, backend=backend, dynamic=False)
     for _ in range(3):
         x = torch.randn(3, 4)
         for module in (plain, compiled):
@@ -53,29 +51,29 @@ def test_torchs_front_end_sees_neither_a_compiled_module_nor_its_backward():
         torch.testing.assert_close(step(compiled, x), train(plain, x))
         for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
             torch.testing.assert_close(other.grad, one.grad)
-    assert graphs.operations == [["mul"], ["square", "sum"]]
+    assert operations(backend) == [["mul"], ["square", "sum"]]
 
 
 def test_torchs_front_end_sees_no_capture_of_a_compiled_function():
     inner = compile_core.compile(lambda x, k: x.sin() * k, backend="aot_eager")
-    graphs = Graphs()
-    outer = torch.compile(lambda x, k: inner(x + 1, k) * 3, backend=graphs, dynamic=False)
+    backend = EagerAndRecordGraphs()
+    outer = torch.compile(lambda x, k: inner(x + 1, k) * 3, backend=backend, dynamic=False)
     for size in (3, 3, 4):  # the second size is captured again, within the outer call
         x = torch.randn(size)
         torch.testing.assert_close(outer(x, 5), (x + 1).sin() * 15)
-    assert {name for graph in graphs.operations for name in graph} <= {"add", "mul"}
+    assert {name for graph in operations(backend) for name in graph} <= {"add", "mul"}
 
 
 def test_what_torch_compiled_is_compiled_by_torch_where_plain_code_of_a_compiled_function_calls_it():
-    graphs = Graphs()
-    theirs = torch.compile(lambda x: x.cos() + 1, backend=graphs)
+    backend = EagerAndRecordGraphs()
+    theirs = torch.compile(lambda x: x.cos() + 1, backend=backend)
 
     @compile_core.disable
     def plain(x):
         return theirs(x)
 
     ours = compile_core.compile(lambda x: plain(x * 2) * 2, backend="aot_eager")
-    outer = torch.compile(lambda x: ours(x) - 1, backend=graphs)
+    outer = torch.compile(lambda x: ours(x) - 1, backend=backend)
     x = torch.randn(3)
     torch.testing.assert_close(outer(x), ((x * 2).cos() + 1) * 2 - 1)
-    assert ["cos", "add"] in graphs.operations
+    assert ["cos", "add"] in operations(backend)
