@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import logging
-import random
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +51,7 @@ from compile_core.errors import CodeLocation, CompileError, InternalError, Unsup
 from compile_core.hooked_modules import HookedCalls, has_hooks
 from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from compile_core.ir.kept_random_state import kept_random_state
 from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
@@ -126,6 +125,7 @@ class CompiledFunction:
         self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
         self._runs_plain = False
+        self._wrongly_expected = 0
         is_module = isinstance(fn, torch.nn.Module) and target is None
         self._called_forward = CalledForward(fn) if is_module else None  # type: ignore[arg-type]
         self._name = name
@@ -198,6 +198,7 @@ class CompiledFunction:
             self._table.clear()
             self.break_reasons = []
             self._runs_plain = False
+            self._wrongly_expected = 0
             self._history = SizeHistory(self.dynamic)
             self._continuations.clear()
             self._callees.clear()
@@ -221,9 +222,15 @@ class CompiledFunction:
         """No entry fits: capture, compile and run."""
         if must_run_plain() or self._runs_plain:
             return self._call_plain(*arguments)
-        with self._lock, _kept_random_state():
-            # Another thread may have captured the same while this one waited.
-            entry = self._table.find(arguments) or self._make_entry_if_allowed(arguments)
+        expected = ""
+        with self._lock, kept_random_state():
+            try:
+                # Another thread may have captured the same while this one waited.
+                entry = self._table.find(arguments) or self._make_entry_if_allowed(arguments)
+            except PlainCall as plain:
+                entry, expected = None, str(plain)
+        if expected:
+            return self._call_to_raise(expected, arguments)
         if entry is None or entry.run is None:
             return self._call_plain(*arguments)
         inputs = entry.check(*arguments)
@@ -246,7 +253,7 @@ class CompiledFunction:
         return result
 
     def _make_entry_if_allowed(self, arguments: tuple[Any, ...]) -> Entry | None:
-        """A new entry; None where this call must run as plain Python."""
+        """A new entry; None where there are as many as a function may have."""
         reason = self._table.note_miss(arguments)
         limit = self.cache_limit or config.cache_size_limit
         if len(self._table.entries) >= limit:
@@ -255,11 +262,29 @@ class CompiledFunction:
             return None
         if reason is not None:
             self._report_recompilation(reason)
-        try:
-            return self._make_entry(arguments)
-        except PlainCall as plain:
-            logger.info("%s: this call runs as plain Python: %s", self.name, plain)
-            return None
+        return self._make_entry(arguments)
+
+    def _call_to_raise(self, expected: str, arguments: tuple[Any, ...]) -> Any:
+        """The capture met an exception of the program's: plain Python raises it with its own traceback.
+
+        Where it raises none, the call was not captured for a reason that does not hold, and that is said.
+        """
+        logger.info("%s: this call runs as plain Python: %s", self.name, expected)
+        result = self._call_plain(*arguments)
+        code = self._target.__code__
+        place = CodeLocation(code.co_filename, code.co_firstlineno, self.name)
+        reason = Unsupported(
+            "raises-only-captured", f"plain Python does not raise this: {expected}", location=place
+        )
+        if self.observer is not None:
+            self.observer.frame_captured(
+                self.name, code, CapturedFrame(None, (), self._arguments, None, reason)
+            )
+        self._wrongly_expected += 1
+        # Each such call is captured in vain.
+        self._runs_plain |= self._wrongly_expected >= (self.cache_limit or config.cache_size_limit)
+        self._report_break(reason, plain=True)
+        return result
 
     def _make_entry(self, arguments: tuple[Any, ...]) -> Entry:
         with timed("capture"):
@@ -460,16 +485,6 @@ def reset() -> None:
     for function in living_functions():
         function.reset()
     _logged_locations.clear()
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """The program's random numbers go on where they were: modules that a compilation imports may draw some."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 def _original_of(value: Any) -> Any:

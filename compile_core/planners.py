@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -24,6 +23,7 @@ from compile_core.backends.registry import Backend, GraphBackend, resolve_backen
 from compile_core.call_targets import ModulesApart
 from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
+from compile_core.ir.kept_random_state import kept_random_state
 from compile_core.options import CompileOptions, parse_options, refuse_both
 
 logger = logging.getLogger(__name__)
@@ -165,15 +165,14 @@ _RECORD = "_gradsplit_compiled_calls"
 
 @functools.cache
 def _plugins() -> tuple[ModuleCompiler, ...]:
-    # The program may have seeded Python's random numbers, and some packages draw one when they are imported.
-    random_state = random.getstate()
-    found = {
-        point.value.partition(":")[0]: point.load() for point in entry_points(group="compile_core.planners")
-    }
-    beside = Path(__file__).parent.parent
-    for path in sorted(beside.glob("*/compile_core_plugin.py")):
-        name = f"{path.parent.name}.{path.stem}"
-        if name not in found:
-            found[name] = importlib.import_module(name).PLUGIN
-    random.setstate(random_state)
+    with kept_random_state():  # some packages draw one when they are imported
+        found = {
+            point.value.partition(":")[0]: point.load()
+            for point in entry_points(group="compile_core.planners")
+        }
+        beside = Path(__file__).parent.parent
+        for path in sorted(beside.glob("*/compile_core_plugin.py")):
+            name = f"{path.parent.name}.{path.stem}"
+            if name not in found:
+                found[name] = importlib.import_module(name).PLUGIN
     return tuple(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import compile_core
@@ -141,6 +142,21 @@ def test_side_effects_end_the_graph():
 
     check_same(lambda x: grad(loss)(x * 2) + 1, lambda: (torch.randn(3),), fullgraph=False)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_an_empty_batch(dtype):
+    check_same(lambda x: vmap(lambda row: row.flip(0).clone())(x), lambda: (torch.zeros(0, 3, dtype=dtype),))
+
+
+def test_a_scan_halves_its_rows_until_none_is_left():
+    def scanned(factors, terms):
+        def combine(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        return associative_scan(combine, (factors, terms), dim=1, combine_mode="generic")[1]
+
+    check_same(scanned, lambda: (torch.rand(2, 4, requires_grad=True), torch.rand(2, 4)))
 
 
 def test_errors_are_torchs_own():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import compile_core
 from compile_core.compiled_function import CompiledFunction
 from compile_core.errors import Unsupported
 from tests.capture.test_language import assert_same
@@ -203,6 +204,35 @@ def test_fullgraph_raises_with_the_line():
         compiled(torch.ones(2))
     assert caught.value.reason_id == "data-dependent-branch"
     assert caught.value.location is not None and "y.sum() > 0" in caught.value.location.text
+
+
+@torch.library.custom_op("gradsplit_tests::strict_when_fake", mutates_args=())
+def strict_when_fake(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@strict_when_fake.register_fake
+def _strict(x):
+    raise ValueError("not of this shape")
+
+
+def test_what_raises_in_the_capture_only_is_a_recorded_fallback(caplog):
+    def function(x):
+        return strict_when_fake(x) * 2
+
+    x = torch.ones(3)
+    compiled, graphs = compile_counting(function)
+    for _ in range(2 * compile_core.config.cache_size_limit):
+        assert torch.equal(compiled(x), function(x))
+    assert not graphs
+    # Some such calls are captured in vain, and then none.
+    reasons = [reason.reason_id for reason in compiled.break_reasons]
+    assert reasons == ["raises-only-captured"] * compile_core.config.cache_size_limit
+    assert "not of this shape" in caplog.text and "is not captured in full" in caplog.text
+    explained = compile_core.explain(function)(x).break_reasons
+    assert len(explained) == 1 and "ValueError: not of this shape" in explained[0].reason
+    with pytest.raises(Unsupported, match="not of this shape"):
+        compile_core.compile(function, backend="eager", fullgraph=True)(x)
 
 
 def test_a_reason_is_logged_once(caplog, capsys):

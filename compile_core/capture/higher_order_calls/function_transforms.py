@@ -159,10 +159,15 @@ def _samples(state: CaptureState, arguments: _Template, in_dims: Any) -> list[to
     for index, tensor in enumerate(arguments.tensors):
         dim = dims.get(index)
         try:
-            fakes.append(tensor.fake.view_as(tensor.fake) if dim is None else tensor.fake.select(dim, 0))
+            fakes.append(tensor.fake.view_as(tensor.fake) if dim is None else _sample(tensor.fake, dim))
         except (IndexError, TypeError) as error:
             raise PlainCall(f"vmap: {error}") from error
     return fakes
+
+
+def _sample(batch: torch.Tensor, dim: int) -> torch.Tensor:
+    # An empty batch has no sample, and its sum has the shape of one.
+    return batch.select(dim, 0) if batch.size(dim) != 0 else batch.sum(dim, dtype=batch.dtype)
 
 
 def _option(state: CaptureState, value: Value) -> Any:
