@@ -88,11 +88,12 @@ class _SeenFrames(Observer):
         ]
         ops = [[node.target for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
         # A break before which there was nothing to compute ends no graph; a frame that is not captured at all has none
-        # because of it.
+        # because of it, and neither has a call without any graph.
         reasons = [
             BreakReason.of(frame.break_reason)
             for frame in self.frames
-            if frame.break_reason is not None and (frame.graph is not None or frame.runner is None)
+            if frame.break_reason is not None
+            and (frame.graph is not None or frame.runner is None or not graphs)
         ]
         return ExplainOutput(
             graphs=graphs,

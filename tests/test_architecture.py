@@ -108,7 +108,7 @@ CAPTURE_EDGES: dict[str, tuple[str, ...]] = {
     "open_numbers": ("guards", "values"),
     "graph": ("open_numbers", "values"),
     "object_model": ("code_objects", "directives", "values"),
-    "numpy_arrays": ("guards", "values"),
+    "numpy_arrays": ("guards", "open_numbers", "values"),
     "operations": ("numpy_arrays", "object_model", "open_numbers", "values"),
     "frames": ("code_objects", "object_model", "operations", "values"),
     "torch_rules": ("guards", "object_model", "open_numbers", "run_only", "values"),

@@ -32,6 +32,16 @@ def test_explain_counts_graphs_breaks_and_operations(capsys):
     assert "data-dependent-branch" in explanation.break_reasons[1].reason
 
 
+def test_a_call_without_any_graph_says_why(capsys):
+    def only_prints(x):
+        print("here")
+        return x
+
+    explanation = compile_core.explain(only_prints)(torch.ones(2))
+    assert explanation.graph_count == 0
+    assert [reason.user_stack[-1].line for reason in explanation.break_reasons] == ['print("here")']
+
+
 def test_explain_prints_as_a_report():
     text = str(compile_core.explain(toy_example)(torch.ones(10), torch.ones(10)))
     assert text.startswith(

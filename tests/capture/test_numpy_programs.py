@@ -250,3 +250,74 @@ def test_an_operator_that_cannot_be_traced_runs_with_torchs_kernels():
     compiled = compile_core.compile(lambda X: np.linalg.inv(X), backend="aot_eager", fullgraph=True)
     X = np.eye(3) * 2
     assert np.array_equal(compiled(X), np.eye(3) / 2)
+
+
+def decay(x):
+    return x * torch.exp(torch.arange(x.shape[-1]) * -(np.log(float(10000)) / (x.shape[-1] - 1)))
+
+
+def lengths(x):
+    half = int(np.ceil(x.shape[1] / 2))
+    return x[:, :half].reshape(np.prod((x.shape[0], half))), range(np.int64(half)), np.int64(half).item()
+
+
+def decides(x):
+    steps = np.log2(16.0) + 1
+    if steps > 4 and not np.isnan(steps):
+        x = x.sum() / steps
+    return np.float32(2) * x ** np.clip(3.5, 0, 2), steps
+
+
+@pytest.mark.parametrize("program", [decay, lengths, decides])
+def test_what_numpy_makes_of_numbers_is_a_number(program):
+    check_same(program, lambda: (torch.randn(2, 5, requires_grad=True),))
+
+
+class Scaled(torch.nn.Module):
+    """Its numbers are NumPy's, as programs get them that compute them when they make their modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = np.sqrt(10.0)
+        self.small = np.float32(0.3)
+        self.groups = np.int64(2)
+        self.rates = np.bool_(True)
+
+    def forward(self, x):
+        x = x / self.scale + x.abs() ** self.scale * self.small
+        for group in range(self.groups):
+            x = x.reshape(self.groups, -1) + group
+        return (x if self.rates else -x) * (self.scale > 3), self.scale
+
+
+def test_scalars_on_a_module_are_numbers():
+    module = Scaled()
+    compiled = compile_core.compile(module, backend="eager", fullgraph=True)
+
+    def check():
+        x = torch.randn(4, 3)
+        found, scale = compiled(x)
+        assert torch.equal(found, module(x)[0]) and scale is module.scale
+
+    check()
+    check()
+    assert len(compiled._run.entries) == 1
+    module.rates = np.bool_(False)
+    check()
+    module.rates = np.bool_(True)
+    check()
+    assert len(compiled._run.entries) == 2
+    module.scale, module.groups = np.sqrt(2.0), np.int64(3)
+    check()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_a_float_that_differs_is_open(dtype):
+    compiled = compile_core.compile(lambda x, rate: (x * rate + rate, rate), backend="eager", fullgraph=True)
+    x = torch.randn(4, 3, dtype=torch.bfloat16)
+    for value in (0.1, 0.2, 0.0, -0.0, float("nan"), float("inf"), 0.1):
+        rate = dtype(value)
+        found, returned = compiled(x, rate)
+        torch.testing.assert_close(found, x * rate + rate, rtol=0, atol=0, equal_nan=True)
+        assert type(returned) is dtype and returned.tobytes() == rate.tobytes()
+    assert len(compiled.entries) == 2

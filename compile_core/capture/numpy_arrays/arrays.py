@@ -14,6 +14,7 @@ from torch.fx import Node
 from compile_core import config
 from compile_core.capture.guards.source_writer import SourceWriter
 from compile_core.capture.numpy_arrays.dtypes import adjusted, checked_answer, divides_integers, nodes_in
+from compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicNumber
 from compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
 from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
 from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
@@ -37,7 +38,8 @@ NUMPY_FUNCTIONS = (np.ufunc, type(np.sum))
 class ArrayValue(Value):
     """An array, or a NumPy scalar, which counts as an array without dims. ``tensor`` stands for it in the graph.
 
-    ``number`` is what a scalar is that NumPy computed of nothing but numbers, None for all others.
+    ``number`` is what a scalar is that NumPy computed of nothing but numbers, or a float that differs between calls;
+    None for all others. With tensors torch takes either for the number that it is.
     """
 
     def __init__(
@@ -45,13 +47,17 @@ class ArrayValue(Value):
         tensor: TensorValue,
         source: Source | None = None,
         cls: type = np.ndarray,
-        number: complex | None = None,
+        number: ConstantValue | None = None,
     ) -> None:
         self.tensor = tensor
         self.source = source
         self.cls = cls
         self.number = number
         self.real: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.number is not None and not isinstance(self.number, SymbolicNumber)
 
     @property
     def is_scalar(self) -> bool:
@@ -63,7 +69,12 @@ class ArrayValue(Value):
     def describe(self) -> str:
         return f"the array {self.source or self.tensor.node.name}"
 
+    def as_constant(self) -> Any:
+        return self.cls(self.number.value) if self.number and self.is_known else super().as_constant()
+
     def truth(self, state: CaptureState) -> bool:
+        if self.is_known:
+            return bool(self.as_constant())
         raise state.unsupported(
             "data-dependent-branch",
             f"the truth value of {self.describe()} depends on its data",
@@ -71,7 +82,7 @@ class ArrayValue(Value):
         )
 
     def graph_argument(self, state: CaptureState) -> Any:
-        return super().graph_argument(state) if self.number is None else self.number
+        return super().graph_argument(state) if self.number is None else self.number.graph_argument(state)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -94,13 +105,15 @@ class ArrayValue(Value):
             return ConstantValue(self.dtype)
         if name == "strides":
             return state.from_constant(tuple(step * fake.dtype.itemsize for step in fake.stride()))
-        if name in _METHODS:
+        if name in _METHODS or (name == "item" and self.number is not None):
             return BuiltinMethod(self, name)
         raise state.unsupported("array-attribute", f"no rule for the attribute {name!r} of {self.describe()}")
 
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
+        if name == "item" and self.number is not None and not args:
+            return self.number
         if name not in _METHODS:
             raise state.unsupported("array-method", f"no rule for the method {name!r} of {self.describe()}")
         return call_numpy(state, f"ndarray.{name}", [self, *args], kwargs)
@@ -138,6 +151,8 @@ def wrap_array(state: CaptureState, real: Any, source: Source | None) -> ArrayVa
     if real.dtype not in numpy_calls.DTYPES or not real.dtype.isnative:
         raise state.unsupported("array-dtype", f"an array of {real.dtype}")
     source = source or state.reference_source("array", real)
+    if isinstance(real, np.generic) and not _differs(state, real, source):
+        return _constant_scalar(state, real, source)
     state.guards.type_is(source, type(real))
     if type(real) is np.ndarray:
         if not real.flags.writeable or any(step < 0 for step in real.strides):
@@ -157,10 +172,33 @@ def wrap_array(state: CaptureState, real: Any, source: Source | None) -> ArrayVa
         moved = state.call_tensor_op("call_method", "to", [made, ConstantValue(device)], {})
         assert isinstance(moved, TensorValue)
         made = moved
-    array = ArrayValue(made, source, type(real))
+    number = None
+    if isinstance(real, np.floating):
+        to_float = state.reference("float", float)
+        number = FloatInput(state, ConvertedSource(source, to_float), float(real))
+    array = ArrayValue(made, source, type(real), number)
     array.real = real
     state.array_of_tensor[id(made)] = array
     return array
+
+
+def _differs(state: CaptureState, real: np.generic, source: Source) -> bool:
+    return not isinstance(real, np.bool_) and state.sizes.history.has_changed(source, repr(real))
+
+
+def _constant_scalar(state: CaptureState, real: np.generic, source: Source) -> ArrayValue:
+    """A scalar that has not differed between calls, such as a factor that a module took the root of, is a number."""
+    state.guards.add(
+        [source],
+        "({0} is {c0} or type({0}) is {c1} and {0}.tobytes() == {c2})",
+        [real, type(real), real.tobytes()],
+        f"{source} == {real!r}",
+    )
+    make = "bool_" if isinstance(real, np.bool_) else real.dtype.name
+    made = call_numpy(state, make, [ConstantValue(real.item())], {})
+    assert isinstance(made, ArrayValue)
+    made.source, made.real = source, real
+    return made
 
 
 def as_array(state: CaptureState, value: Value) -> Value:
@@ -198,19 +236,29 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
     changes = name.startswith("operator.i") and name != "operator.invert"
     if changes or name == "operator.setitem":
         return arrays
-    answer = checked_answer(state, name, given, named, _fakes(state, arrays))
+    known = {
+        value.tensor.node: value.as_constant()
+        for value in (*args, *kwargs.values())
+        if isinstance(value, ArrayValue) and value.is_known
+    }
+    answer = checked_answer(state, name, given, named, known, _fakes(state, arrays))
     of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
-    return _like_numpys(state, arrays, answer, of_scalar, nodes_in((given, named)))
+    arguments = nodes_in((given, named))
+    return _like_numpys(state, arrays, answer, of_scalar, arguments, known.keys() >= set(arguments))
 
 
 def _like_numpys(
-    state: CaptureState, value: Value, answer: Any, of_scalar: bool, arguments: list[Node]
+    state: CaptureState, value: Value, answer: Any, of_scalar: bool, arguments: list[Node], is_known: bool
 ) -> Value:
-    """The results, of which those are scalars and views that are so in NumPy's answer."""
+    """The results, of which those are scalars and views that are so in NumPy's answer.
+
+    ``is_known``: NumPy was asked with the very arguments.
+    """
     if isinstance(value, SequenceValue):
         parts = zip(value.all(state), answer, strict=True)
         return SequenceValue(
-            [_like_numpys(state, item, part, of_scalar, arguments) for item, part in parts], value.cls
+            [_like_numpys(state, item, part, of_scalar, arguments, is_known) for item, part in parts],
+            value.cls,
         )
     if not isinstance(value, ArrayValue):
         return value
@@ -225,7 +273,8 @@ def _like_numpys(
         assert isinstance(copy, TensorValue)
         tensor = copy
     if isinstance(answer.value, np.generic) or (of_scalar and np.shape(answer.value) == ()):
-        return ArrayValue(tensor, None, value.dtype.type, None if arguments else answer.value.item())
+        number = ConstantValue(answer.value.item()) if is_known else None
+        return ArrayValue(tensor, None, value.dtype.type, number)
     return as_array(state, tensor)
 
 

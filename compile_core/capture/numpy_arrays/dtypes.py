@@ -1,4 +1,5 @@
-"""What NumPy itself would return: types of elements, shapes and views, found by asking it with arrays of ones.
+"""What NumPy itself would return: types of elements, shapes and views, found by asking it with arrays of ones, and with
+numbers where these are known.
 
 The stand-in for NumPy differs from it in corners, such as the quotients of small integers. Where it does, the graph
 ends.
@@ -57,12 +58,17 @@ class Answer:
 
 
 def checked_answer(
-    state: CaptureState, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+    state: CaptureState,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: dict[Node, np.generic],
+    found: Any,
 ) -> Any:
     """An ``Answer`` for each result; raises Unsupported where the stand-in's (fake tensors) have other types or
-    shapes."""
+    shapes. ``known`` are the arguments that are numbers, which NumPy is asked with as they are."""
     given: list[np.ndarray[Any, Any]] = []
-    answer = _ask(state, name, args, kwargs, given)
+    answer = _ask(state, name, args, kwargs, known, given)
     expected = [_metadata(leaf) for leaf in pytree.tree_leaves(answer)]
     actual = [_metadata(leaf) for leaf in pytree.tree_leaves(found)]
     if expected != actual:
@@ -87,12 +93,13 @@ def _ask(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    known: dict[Node, np.generic],
     arrays: list[np.ndarray[Any, Any]],
 ) -> Any:
     """NumPy's answer; the arrays that it is given are added to ``arrays``."""
 
     def made(node: Node) -> np.ndarray[Any, Any]:
-        arrays.append(_ones(name, node))
+        arrays.append(np.array(known[node]) if node in known else _ones(name, node))
         return arrays[-1]
 
     function: Callable[..., Any] = operator if name.startswith("operator.") else np  # type: ignore[assignment]
