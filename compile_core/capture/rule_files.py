@@ -27,6 +27,7 @@ from compile_core.capture.python_rules import (
     object_rules,
 )
 from compile_core.capture.torch_rules import (
+    function_modes,
     gradients,
     modes,
     module_rules,
@@ -43,6 +44,7 @@ RULE_FILES: tuple[ModuleType, ...] = (
     checkpoints,
     control_flow,
     copy_rules,
+    function_modes,
     function_transforms,
     functional_calls,
     gradients,

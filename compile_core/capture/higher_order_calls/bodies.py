@@ -86,7 +86,8 @@ class Body:
 
 
 def _modes(state: CaptureState) -> Any:
-    return torch.is_grad_enabled(), read_switches(), len(state.open_modes), len(state.entered_modes)
+    counts = [len(modes) for modes in (state.open_modes, state.entered_modes, state.function_modes)]
+    return torch.is_grad_enabled(), read_switches(), counts
 
 
 @contextmanager

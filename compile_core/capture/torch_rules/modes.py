@@ -221,7 +221,7 @@ def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str
             state.call_state_op(switch.set, (*switch.prefix, *before))
             shown = ", ".join(writer.constant(value) for value in (*switch.prefix, *values))
             lines.append(f"{writer.constant(switch.set)}({shown})")
-    if state.open_modes:
+    if state.open_modes or state.function_modes:
         raise state.unsupported("open-mode", "the function leaves a mode of torch changed")
     return lines
 

@@ -229,6 +229,8 @@ class CaptureState:
         self.inference_mode = torch.is_inference_mode_enabled()
         # Those among them that must be entered for real where the capture ends inside of them.
         self.entered_modes: list[Any] = []
+        # Modes of torch that see every call of its functions, with what each makes of reading an item of a tensor.
+        self.function_modes: list[tuple[Value, Callable[[CaptureState, Any, Value], Value | None]]] = []
         # Whether the captured function is what goes on behind a graph break.
         self.is_continuation = False
         # The objects whose ``__repr__`` runs.

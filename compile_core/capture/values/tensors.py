@@ -217,6 +217,10 @@ class TensorValue(Value):
         return int(self.fake.shape[0])
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
+        for _, read in reversed(state.function_modes):
+            found = read(state, self, key)
+            if found is not None:
+                return found
         return state.call_tensor_op("call_function", operator.getitem, [self, key], {})
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:

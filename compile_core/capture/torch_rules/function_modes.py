@@ -1,0 +1,59 @@
+"""Modes that see every call of torch's functions: the one by which masks and scores of attention index tensors.
+
+Under it ``tensor[i]`` with a tensor ``i`` without dims takes no number out of ``i``, which ``vmap`` could not. Any
+other mode ends the graph: what it is shown are the calls of plain Python.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_core.capture.values.base import CaptureState, Value
+from compile_core.capture.values.call_rules import call_rule
+from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.containers import SequenceValue
+from compile_core.capture.values.tensors import TensorValue
+
+_BY_TENSORS = ("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex")
+
+
+@call_rule(torch._C._push_on_torch_function_stack)
+def _push(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    (mode,) = args
+    cls = mode.python_type()
+    if (cls.__module__, cls.__qualname__) != _BY_TENSORS:
+        raise state.unsupported(
+            "torch-function-mode", f"{mode.describe()}, which sees every call of torch's functions"
+        )
+    state.function_modes.append((mode, _index_by_tensors))
+    return ConstantValue(None)
+
+
+@call_rule(torch._C._pop_torch_function_stack)
+def _pop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    if args or kwargs or not state.function_modes:
+        raise state.unsupported("torch-function-mode", "the end of a mode that the capture has not entered")
+    mode, _ = state.function_modes.pop()
+    return mode
+
+
+def _index_by_tensors(state: CaptureState, tensor: TensorValue, key: Value) -> Value | None:
+    """The item by indices that are all tensors and integers; None for other keys."""
+    indices = _leaves(state, key)
+    if not all(isinstance(index, TensorValue) or issubclass(index.python_type(), int) for index in indices):
+        return None
+    options = {"dtype": ConstantValue(torch.int64), "device": ConstantValue(tensor.fake.device)}
+    given: list[Value] = [
+        index
+        if isinstance(index, TensorValue)
+        else state.call_tensor_op("call_function", torch.tensor, [index], options)
+        for index in indices
+    ]
+    call = torch.ops.aten.index.Tensor
+    return state.call_tensor_op("call_function", call, [tensor, SequenceValue(given, tuple)], {})
+
+
+def _leaves(state: CaptureState, key: Value) -> list[Value]:
+    if isinstance(key, SequenceValue) and key.cls in (tuple, list):
+        return [leaf for item in key.all(state) for leaf in _leaves(state, item)]
+    return [key]
