@@ -42,15 +42,18 @@ def _index_by_tensors(state: CaptureState, tensor: TensorValue, key: Value) -> V
     indices = _leaves(state, key)
     if not all(isinstance(index, TensorValue) or issubclass(index.python_type(), int) for index in indices):
         return None
-    options = {"dtype": ConstantValue(torch.int64), "device": ConstantValue(tensor.fake.device)}
+    options: dict[str, Value] = {
+        "dtype": ConstantValue(torch.int64),
+        "device": ConstantValue(tensor.fake.device),
+    }
     given: list[Value] = [
         index
         if isinstance(index, TensorValue)
         else state.call_tensor_op("call_function", torch.tensor, [index], options)
         for index in indices
     ]
-    call = torch.ops.aten.index.Tensor
-    return state.call_tensor_op("call_function", call, [tensor, SequenceValue(given, tuple)], {})
+    args: list[Value] = [tensor, SequenceValue([*given], tuple)]
+    return state.call_tensor_op("call_function", torch.ops.aten.index.Tensor, args, {})
 
 
 def _leaves(state: CaptureState, key: Value) -> list[Value]:
