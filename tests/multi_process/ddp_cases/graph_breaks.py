@@ -158,6 +158,46 @@ def tied_weights_on_both_sides_of_a_break() -> None:
     check_graphs(lambda: Broken(tied=True), 3)
 
 
+def _backward_of_result(model: Any, step: int) -> None:
+    model(data(step)).backward()
+
+
+@case()
+def the_loss_is_computed_behind_a_break() -> None:
+    """The backward then begins with a program, and the weight it stores a gradient for gets the last one, too."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.Linear(16, 16)
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.outer(x).tanh()
+            compile_core.graph_break()
+            x = self.inner(x).tanh()
+            compile_core.graph_break()
+            return self.outer(x).square().mean()
+
+    check_graphs(WithLoss, 3, _backward_of_result)
+
+
+@case()
+def the_loss_is_computed_behind_eager_code() -> None:
+    """Autograd's engine accumulates a gradient to which the program adds that the backward begins with."""
+
+    @compile_core.disable
+    def eager(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight.detach() + layer.weight)
+
+    class WithLoss(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.first(x)).tanh()
+            return self.third(self.second(eager(x, self.second).tanh())).square().mean()
+
+    check_graphs(WithLoss, 2, _backward_of_result)
+
+
 @case()
 def branches_that_data_decide() -> None:
     """Ranks take the same branch: each has its own data, but the decision is made on something that they share."""
