@@ -26,7 +26,7 @@ class UnreachedParameters:
         parameters: those that the reducer reduces, by name.
 
     Attributes:
-        are_errors: the reducer will reduce the next backward.
+        are_errors: the reducer will reduce the next backward, and take them for zeros.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -54,4 +54,6 @@ def look_at_unreached(ddp: DistributedDataParallel) -> None:
     unreached = _by_module.get(ddp)
     if unreached is None:
         unreached = _by_module[ddp] = UnreachedParameters(reduced_parameters(ddp))
-    unreached.are_errors = ddp.require_backward_grad_sync
+    # One that looks for unused parameters leaves out those whose gradients turn out to be undefined.
+    leaves_out = ddp.find_unused_parameters and not ddp.static_graph
+    unreached.are_errors = ddp.require_backward_grad_sync and not leaves_out

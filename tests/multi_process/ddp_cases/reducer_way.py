@@ -183,6 +183,36 @@ def unused_parameters_are_found() -> None:
     assert max(pieces(compiled)) > 1, pieces(compiled)
 
 
+class Pooled(Net):
+    """What a layer computes goes over a graph break, on one rank or on none into the loss."""
+
+    def forward(self, x: torch.Tensor, uses_pooled: bool) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        both = {"hidden": x, "pooled": self.second(x).tanh()}
+        compile_core.graph_break()
+        found = self.third(both["hidden"])
+        return found + both["pooled"] if uses_pooled else found
+
+
+@case()
+def results_that_only_a_graph_has_are_unused() -> None:
+    stock = stock_ddp(Pooled, find_unused_parameters=True)
+    compiled = compile_core.compile(stock_ddp(Pooled, find_unused_parameters=True), backend="aot_eager")
+    first = dist.get_rank() == 0
+    for step, (clears, uses_pooled) in enumerate(
+        ((True, False), (True, first), (True, True), (False, False), (False, first), (True, False))
+    ):
+        for model in (stock, compiled):
+            if clears:
+                model.zero_grad()
+            if not clears:
+                with model.no_sync():
+                    loss_of(model(data(step + 10), uses_pooled)).backward()
+            loss_of(model(data(step), uses_pooled)).backward()
+        check_gradients(stock, compiled, exact=True)
+    check_reducer(compiled, "find_unused_parameters")
+
+
 @case()
 def static_graph() -> None:
     class Partial(Net):
