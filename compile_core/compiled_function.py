@@ -267,14 +267,17 @@ class CompiledFunction:
     def _call_to_raise(self, expected: str, arguments: tuple[Any, ...]) -> Any:
         """The capture met an exception of the program's: plain Python raises it with its own traceback.
 
-        Where it raises none, the call was not captured for a reason that does not hold, and that is said.
+        Where the call ends without, since the program handles it or only fake tensors raise it, that is why there is no
+        graph.
         """
         logger.info("%s: this call runs as plain Python: %s", self.name, expected)
         result = self._call_plain(*arguments)
         code = self._target.__code__
         place = CodeLocation(code.co_filename, code.co_firstlineno, self.name)
         reason = Unsupported(
-            "raises-only-captured", f"plain Python does not raise this: {expected}", location=place
+            "exception-in-capture",
+            f"the call meets an exception, and ends without: {expected}",
+            location=place,
         )
         if self.observer is not None:
             self.observer.frame_captured(

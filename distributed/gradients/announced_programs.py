@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from distributed.gradients.running_backward import will_run
+from distributed.gradients.running_backward import current_node, will_run
 
 _MANY = 16
 
@@ -27,8 +27,9 @@ class AnnouncedPrograms:
     def contributions(self) -> Counter[str]:
         """How many will be stored to each gradient in the backward that runs."""
         found: Counter[str] = Counter()
+        current = current_node()
         for reference, names in self._nodes:
             node = reference()
-            if node is not None and will_run(node):
+            if node is not None and (node is current or will_run(node)):
                 found.update(names)
         return found

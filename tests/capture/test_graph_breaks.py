@@ -227,12 +227,28 @@ def test_what_raises_in_the_capture_only_is_a_recorded_fallback(caplog):
     assert not graphs
     # Some such calls are captured in vain, and then none.
     reasons = [reason.reason_id for reason in compiled.break_reasons]
-    assert reasons == ["raises-only-captured"] * compile_core.config.cache_size_limit
+    assert reasons == ["exception-in-capture"] * compile_core.config.cache_size_limit
     assert "not of this shape" in caplog.text and "is not captured in full" in caplog.text
     explained = compile_core.explain(function)(x).break_reasons
     assert len(explained) == 1 and "ValueError: not of this shape" in explained[0].reason
     with pytest.raises(Unsupported, match="not of this shape"):
         compile_core.compile(function, backend="eager", fullgraph=True)(x)
+
+
+def test_an_exception_that_the_program_handles_is_a_recorded_fallback():
+    def function(x):
+        try:
+            return x.view(-1) * 2
+        except RuntimeError:
+            return x * 3
+
+    compiled, _ = compile_counting(function)
+    x = torch.ones(3, 2)
+    for argument in (x.T, x):
+        assert torch.equal(compiled(argument), function(argument))
+    assert [reason.reason_id for reason in compiled.break_reasons] == ["exception-in-capture"]
+    with pytest.raises(Unsupported, match="view"):
+        compile_core.compile(function, backend="eager", fullgraph=True)(x.T)
 
 
 def test_a_reason_is_logged_once(caplog, capsys):

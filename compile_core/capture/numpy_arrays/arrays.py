@@ -70,7 +70,9 @@ class ArrayValue(Value):
         return f"the array {self.source or self.tensor.node.name}"
 
     def as_constant(self) -> Any:
-        return self.cls(self.number.value) if self.number and self.is_known else super().as_constant()
+        if self.number is None or not self.is_known:
+            raise NotConstant(self)
+        return self.cls(self.number.value)
 
     def truth(self, state: CaptureState) -> bool:
         if self.is_known:
