@@ -160,7 +160,9 @@ def test_one_matrix_with_two_odd_sides() -> None:
 
     def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         w = w.exp()
-        return (x @ w).tanh(), (y @ w.t()).sum(0), w.sum(0), (w * 2).t().sum(1), w.view(-1).cumsum(0)
+        sums = w.sum(0), (w * 2).t().sum(1), w.view(-1).cumsum(0)
+        # Where tanh is flat its gradient is what rounding leaves of a difference.
+        return (x @ w / 40).tanh(), (y @ w.t()).sum(0), *sums
 
     joint = padded(program, matrix(512, 401, grad=True), matrix(401, 403, grad=True), matrix(512, 403))
     assert sides(joint).count((512, 404, 404)) == 3, "with it, with its transpose, and the gradient"

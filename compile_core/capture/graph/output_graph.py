@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.fx.immutable_collections import immutable_list
 from torch.fx.node import map_arg
 
 from compile_core.capture.graph.fake_inputs import layout_of, make_fake
@@ -218,6 +220,8 @@ class OutputGraph:
         if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or with_kernels_results(target)
+        if isinstance(run, types.FunctionType):
+            fake_args, fake_kwargs = _as_given(fake_args), _as_given(fake_kwargs)
         try:
             with run_on_fakes(self.fake_mode):
                 if isinstance(run, str):
@@ -288,6 +292,15 @@ class OutputGraph:
 
 def _is_negative(base: Any) -> bool:
     return isinstance(base, (int, float)) and math.copysign(1, base) < 0
+
+
+def _as_given(arguments: Any) -> Any:
+    """Arguments of a node as a function of the program gets them, which may change its lists and dictionaries."""
+    if isinstance(arguments, dict):
+        return {key: _as_given(value) for key, value in arguments.items()}
+    if type(arguments) in (tuple, immutable_list):
+        return (tuple if type(arguments) is tuple else list)(map(_as_given, arguments))
+    return arguments
 
 
 def _fake_of(node: fx.Node) -> Any:

@@ -116,6 +116,10 @@ def _of_instances(state: CaptureState, written: str, left: Value, right: Value) 
         first, second = contents
         assert first is not None and second is not None
         return binary(state, symbol, first, second)
+    if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
+        if issubclass(right.python_type(), (tuple, dict)):
+            raise state.unsupported("text", f"a pattern filled in with {right.describe()}")
+        return fill_in(state, left.value, right)
     if symbol == "*" and isinstance(left, SequenceValue):
         index = special_call(state, right, "__index__", [])
         if index is not None:

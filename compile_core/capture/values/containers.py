@@ -21,6 +21,10 @@ from compile_core.capture.values.constants import (
 Item = Value | LazyValue
 
 
+# The text of a container is made of those of its items.
+_TEXTS = ("__repr__", "__str__")
+
+
 class ContainerValue(Value):
     """What the containers share.
 
@@ -44,7 +48,7 @@ class ContainerValue(Value):
             raise state.raise_exception(
                 AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}"
             )
-        if name in self.methods:
+        if name in self.methods or name in _TEXTS:
             return BuiltinMethod(self, name)
         return super().get_attribute(state, name)
 
@@ -58,6 +62,8 @@ class ContainerValue(Value):
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
         method = self.methods.get(name)
+        if method is None and name in _TEXTS and not args and not kwargs:
+            return state.representation_of(self)
         if method is None:
             return self.get_attribute(state, name).call(state, args, kwargs)
         try:
