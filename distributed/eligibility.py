@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.ddp_module import process_group
 from distributed.group_backend import backend_of
 from distributed.reducer.parked_reducer import has_hook_in_c
-from distributed.reducer.wrapped_parameters import reduced_parameters
+from distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")
@@ -23,8 +23,7 @@ _STEPS = ("forward", "_run_ddp_forward", "_pre_forward", "_post_forward", "_sync
 def reason_for_reducer(ddp: DistributedDataParallel) -> str:
     """Why the module's gradients must go through stock DDP's reducer, or "" if they need not."""
     checks = (
-        # Of a static graph stock DDP does not look for them either: those of the first backward stay unused.
-        (ddp.find_unused_parameters and not ddp.static_graph, "find_unused_parameters=True"),
+        (looks_for_unused(ddp), "find_unused_parameters=True"),
         (ddp.mixed_precision is not None, "DDP's own mixed precision is on"),
         (bool(ddp._delay_all_reduce_params), "some all-reduces are delayed"),
         (ddp._use_python_reducer, "torch's Python reducer is on"),

@@ -12,12 +12,12 @@ import torch
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.reducer.wrapped_parameters import as_wrapped
+from distributed.reducer.wrapped_parameters import as_wrapped, looks_for_unused
 
 
 def are_final(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer's buckets stay as they are."""
-    return ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
+    return ddp._has_rebuilt_buckets or looks_for_unused(ddp)
 
 
 def bucket_limits(ddp: DistributedDataParallel) -> list[int]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.gradients.accumulation_nodes import node_of, remove_with, tell_before
 from distributed.gradients.asked_gradients import notice_backwards
 from distributed.gradients.paths_of_backward import reached_results
-from distributed.reducer.wrapped_parameters import reduced_parameters
+from distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
 
 class UnreachedParameters:
@@ -55,5 +55,4 @@ def look_at_unreached(ddp: DistributedDataParallel) -> None:
     if unreached is None:
         unreached = _by_module[ddp] = UnreachedParameters(reduced_parameters(ddp))
     # One that looks for unused parameters leaves out those whose gradients turn out to be undefined.
-    leaves_out = ddp.find_unused_parameters and not ddp.static_graph
-    unreached.are_errors = ddp.require_backward_grad_sync and not leaves_out
+    unreached.are_errors = ddp.require_backward_grad_sync and not looks_for_unused(ddp)

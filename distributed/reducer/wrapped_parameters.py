@@ -71,3 +71,11 @@ def _of_reducer(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 def _toggle(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.requires_grad_(not parameter.requires_grad)
+
+
+def looks_for_unused(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer looks for unused parameters in every forward.
+
+    Of a static graph it does not, even if asked to: those of the first backward stay unused.
+    """
+    return ddp.find_unused_parameters and not ddp.static_graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from compile_core.capture.operations.special_methods import (
 )
 from compile_core.capture.values.base import CaptureState, NotConstant, Value
 from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import ListValue, SequenceValue
+from compile_core.capture.values.containers import Item, ListValue, SequenceValue
 from compile_core.capture.values.deques import DequeValue
 from compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
 from compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
@@ -117,8 +117,6 @@ def _of_instances(state: CaptureState, written: str, left: Value, right: Value) 
         assert first is not None and second is not None
         return binary(state, symbol, first, second)
     if symbol == "%" and isinstance(left, ConstantValue) and isinstance(left.value, str):
-        if issubclass(right.python_type(), (tuple, dict)):
-            raise state.unsupported("text", f"a pattern filled in with {right.describe()}")
         return fill_in(state, left.value, right)
     if symbol == "*" and isinstance(left, SequenceValue):
         index = special_call(state, right, "__index__", [])
@@ -214,10 +212,11 @@ def fill_in(state: CaptureState, pattern: str, arguments: Value) -> Value:
         return fold(state, operator.mod, [ConstantValue(pattern), ConstantValue(arguments.as_constant())], {})
     except NotConstant:
         pass
-    if isinstance(arguments, DictValue):
-        raise state.unsupported("text", "a pattern filled in with a dictionary")
-    is_tuple = isinstance(arguments, SequenceValue) and issubclass(arguments.cls, tuple)
-    items = arguments.all(state) if is_tuple and isinstance(arguments, SequenceValue) else [arguments]
+    items: Sequence[Item] = [arguments]
+    if isinstance(arguments, DictValue) or issubclass(arguments.python_type(), (tuple, dict)):
+        if not isinstance(arguments, SequenceValue):
+            raise state.unsupported("text", f"a pattern filled in with {arguments.describe()}")
+        items = arguments.all(state)
     stand_ins = tuple(StandIn(state, item) for item in items)
     return state.from_constant(pattern % stand_ins)
 

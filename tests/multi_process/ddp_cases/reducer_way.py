@@ -205,7 +205,7 @@ def results_that_only_a_graph_has_are_unused() -> None:
         for model in (stock, compiled):
             if clears:
                 model.zero_grad()
-            if not clears:
+            else:
                 with model.no_sync():
                     loss_of(model(data(step + 10), uses_pooled)).backward()
             loss_of(model(data(step), uses_pooled)).backward()
