@@ -120,6 +120,24 @@ def other_memory_for_parameters(compile):
     return found
 
 
+def storages_freed_and_made_again(compile):
+    """As FSDP does with the weights of a layer between its forward and its backward."""
+    model = Scaled()
+    f, x = compile(model), leaf(3, 4)
+    found = []
+    for _ in range(2):
+        loss, values, others = f(x).sum(), [p.detach().clone() for p in model.parameters()], []
+        for parameter in model.parameters():
+            parameter.untyped_storage().resize_(0)
+            others.append(torch.empty_like(parameter))
+        for parameter, value in reversed([*zip(model.parameters(), values, strict=True)]):
+            parameter.untyped_storage().resize_(value.nbytes)
+            parameter.data.copy_(value)
+        loss.backward()
+        found.append([x.grad, *(parameter.grad.clone() for parameter in model.parameters())])
+    return found
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -132,6 +150,7 @@ SCENARIOS = {
         statistics_of_a_norm,
         detached_from_the_count,
         other_memory_for_parameters,
+        storages_freed_and_made_again,
     )
 }
 

@@ -1,8 +1,13 @@
-"""Parameters that get other memory between a forward and its backward, as by ``parameter.data = ...``.
+"""Parameters that get other memory between a forward and its backward.
 
-In eager PyTorch an operator that saves a parameter finds the new memory in its backward. One that is given a view or a
-cast of it, as a linear layer is that transposes its weight, has saved that, with what it was in the forward. A program
-saves the parameter itself in both cases. Limit: a parameter that operators use in both ways counts as viewed.
+After ``parameter.data = ...`` an operator of eager PyTorch that has saved the parameter finds the new memory in its
+backward. One that is given a view or a cast of it, as a linear layer is that transposes its weight, has saved that, in
+the storage of the forward. A program saves the parameter itself in both cases. Limit: a parameter that operators use in
+both ways counts as viewed.
+
+A storage itself may have been freed and made again, as FSDP does with every layer: then it has another address, and
+what lay in it is found where it lay in the storage. So places are told by storage and offset, and an address tells only
+that nothing has happened.
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ from compile_core.ir.graphs import PartitionedGraph
 from compile_core.ir.pick import Pick, picker
 
 _address_of = torch.Tensor.data_ptr
+_offset_of: Any = torch.Tensor.storage_offset
 
-# Addresses, and of parameters what lies there.
-Memories = tuple[list[int], list[torch.UntypedStorage | None]]
+# Addresses, offsets, and of parameters the storages.
+Memories = tuple[list[int], list[int], list[torch.UntypedStorage | None]]
 
 
 @dataclass(frozen=True)
@@ -53,25 +59,24 @@ class ViewedInputs:
         """Where those lie in a forward. As long as this is kept, which may be longer than what is saved, so is the
         memory of parameters."""
         tensors = self.pick(saved)
-        memories = [
+        storages = [
             tensor.untyped_storage() if isinstance(tensor, torch.nn.Parameter) else None for tensor in tensors
         ]
-        return [*map(_address_of, tensors)], memories
+        return [*map(_address_of, tensors)], [*map(_offset_of, tensors)], storages
 
     def restore(self, saved: list[Any], memories: Memories) -> None:
         """Parameters that have other memory by now are replaced by tensors in the one that they had."""
         tensors = self.pick(saved)
         if [*map(_address_of, tensors)] == memories[0]:
             return
-        for k, tensor, address, memory, like in zip(
+        for k, tensor, address, offset, storage, like in zip(
             self.positions, tensors, *memories, self.like, strict=True
         ):
             # What hooks for saved tensors have kept somewhere else is what it was.
             is_itself = isinstance(tensor, torch.nn.Parameter)
-            if memory is not None and is_itself and tensor.data_ptr() != address:
-                offset = (address - memory.data_ptr()) // like.element_size()
-                empty = torch.empty(0, dtype=like.dtype, device=memory.device)
-                saved[k] = empty.set_(memory, offset, like.shape, like.stride())  # type: ignore[call-overload]
+            if storage is not None and is_itself and tensor.data_ptr() != address:
+                empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+                saved[k] = empty.set_(storage, offset, like.shape, like.stride())  # type: ignore[call-overload]
 
 
 def _views_or_casts(user: torch.fx.Node) -> bool:
