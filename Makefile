@@ -2,18 +2,24 @@
 PYTHON ?= python3
 DEMO_PROCESSES ?= 2
 TEST_WORKERS ?= 2
+PROGRAMS ?= 20000
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-gpu clean python-version
+.PHONY: demo test differential lint test-gpu clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
 
 test: $(VENV)/installed
 	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
+
+# Random programs and the samples of torch's operator database, compiled and not.
+differential: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.differential --count $(PROGRAMS) --workers $(TEST_WORKERS) --out out/differential
+	$(VENV_PYTHON) -m tests.differential --operators --workers $(TEST_WORKERS) --out out/operators
 
 lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m ruff check .

@@ -1,0 +1,60 @@
+"""Random programs, forward and backward, with the default backend against plain PyTorch, on any number of processes.
+
+    python -m tests.differential --count 20000 --workers 16 --out out/differential
+    python -m tests.differential --operators --workers 16 --out out/operators      samples of torch's operator database
+    python -m tests.differential --seed 7 --show                                   the program of one seed
+    python -m tests.differential.compare FILE...                                   programs that were written to files
+
+Programs that differ are made smaller and written under ``--out``; the summary and a table come last. Each worker is a
+process of its own: a crash or a program that takes longer than ``--timeout`` is a finding like any other. Where torch
+cannot import its operator database, ``--operators`` says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.differential.search import Search
+from tests.differential.write_program import write_program
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200, help="programs")
+    parser.add_argument("--first", "--seed", type=int, default=0, help="the first program's seed")
+    parser.add_argument("--operators", action="store_true", help="the operator database's samples")
+    parser.add_argument("--every", type=int, default=1, help="of the samples only every so many")
+    parser.add_argument("--match", default="", help="samples only of operators whose name has this")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for a program")
+    parser.add_argument("--out", type=Path, default=Path("out/differential"))
+    parser.add_argument("--most", type=int, default=30, help="programs that are made smaller and written")
+    parser.add_argument("--verify", action="store_true", help="check what every stage hands on")
+    parser.add_argument("--show", action="store_true", help="print the program of the seed")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(write_program(arguments.first))
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="differential") as folder:
+        search = Search(arguments.out, Path(folder), arguments.timeout, arguments.most, arguments.verify)
+        if arguments.operators:
+            requests = search.sample_requests(arguments.every, arguments.match)
+            if requests is None:
+                print("The operator database cannot be imported here:", search.reason)
+                return 0
+        else:
+            requests = [{"seed": n} for n in range(arguments.first, arguments.first + arguments.count)]
+        search.run(itertools.chain(requests), arguments.workers)
+    print(search.summary())
+    return int(bool(search.findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""One program, run in plain PyTorch and compiled: everything that can be seen of both is noted and compared.
+
+A program is a file with ``state()``, which makes equal arguments each time, ``program(log, *arguments)``, and what is
+to be done with it: ``OPTIONS`` of the compilation, how often it is called, which results get gradients, in which way.
+``python -m tests.differential.compare FILE...`` checks files.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compile_core
+
+_RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_RELATIVE |= {torch.complex128: 1e-9, torch.complex64: 2e-5}
+# Operators whose results are exact, so that ties and zeros stay what they are where a program is shaken.
+_EXACT = frozenset(
+    [
+        "abs",
+        "neg",
+        "relu",
+        "maximum",
+        "minimum",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "where",
+        "clamp",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "copy_",
+        "clone",
+        "_to_copy",
+        "fill_",
+        "zero_",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "sort",
+        "topk",
+        "kthvalue",
+        "cat",
+        "stack",
+        "index",
+        "gather",
+        "scatter",
+        "index_select",
+        "flip",
+        "roll",
+        "masked_fill",
+        "masked_fill_",
+        "masked_select",
+        "median",
+        "mode",
+        "argmax",
+        "argmin",
+        "empty",
+        "zeros_like",
+        "ones_like",
+        "repeat",
+        "constant_pad_nd",
+        "new_zeros",
+        "detach",
+        "lift_fresh",
+        "tril",
+        "triu",
+        "embedding",
+        "max_pool2d_with_indices",
+        "index_put",
+        "index_put_",
+        "empty_like",
+        "add",
+        "add_",
+        "mul",
+        "sub",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    ``kind`` is "same", "skipped", "lenient" (eager alone raises), "sensitive" (eager differs as much by rounding), or
+    what differs, and then a finding.
+    """
+
+    kind: str
+    detail: str = ""
+    operators: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind not in ("same", "skipped", "lenient", "sensitive")
+
+
+class _Counting(TorchDispatchMode):
+    """Notes the operators and the coarsest floats of a run; with ``shake`` it moves results by some last bits."""
+
+    def __init__(self, shake: int | None = None) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+        self._generator = None if shake is None else torch.Generator().manual_seed(shake)
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        name = function._schema.name.partition("::")[2]
+        self.operators.add(name)
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        for part in parts:
+            if isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex()):
+                self.dtypes.add(part.dtype)
+                is_new = not any(part is argument for argument in arguments) and not function.is_view
+                if self._generator is not None and is_new and name not in _EXACT:
+                    self._move(part)
+        return result
+
+    def _move(self, value: torch.Tensor) -> None:
+        noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
+        scale = _RELATIVE.get(value.dtype, 1e-9) / 1e3
+        torch.ops.aten.mul_.Tensor(value, (1 + noise * scale).to(value.dtype))
+
+
+# ---- running -------------------------------------------------------------------------------------------
+
+
+def load(source: str, name: str = "<program>") -> dict[str, Any]:
+    """The names that a program's text defines."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    namespace: dict[str, Any] = {"__name__": "program_of_the_test"}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def observe(
+    namespace: Mapping[str, Any], wrap: Callable[[Any], Any] = lambda function: function
+) -> dict[str, Any]:
+    """What can be seen of a run, by name, in an order of importance."""
+    seen: dict[str, Any] = {}
+    log: list[Any] = []
+    program = wrap(namespace["program"])
+    arguments, leaves = namespace["state"]()
+    torch.manual_seed(99)
+    for call in range(namespace["CALLS"]):
+        try:
+            result = program(log, *arguments)
+        except Exception as error:
+            seen[f"call {call} raises"] = error
+            _note(seen, "log", list(log))
+            return seen
+        known = [*_tensors(arguments), *leaves]
+        _note(seen, f"result {call}", result, known)
+        try:
+            _backward(namespace, _tensors(result), leaves, seen)
+        except Exception as error:
+            seen[f"backward {call} raises"] = error
+            return seen
+        for index, part in enumerate(_tensors(result)):
+            if part.retains_grad:
+                _note(seen, f"gradient of result {call} {index}", part.grad)
+    _note(seen, "argument", arguments)
+    for index, leaf in enumerate(leaves):
+        _note(seen, f"leaf {index}", leaf)
+        _note(seen, f"gradient {index}", leaf.grad)
+    for module in (argument for argument in arguments if isinstance(argument, torch.nn.Module)):
+        for name, parameter in module.named_parameters():
+            _note(seen, f"gradient of {name}", parameter.grad)
+    _note(seen, "log", list(log))
+    _note(seen, "random state", torch.get_rng_state())
+    return seen
+
+
+def _backward(
+    namespace: Mapping[str, Any],
+    results: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    seen: dict[str, Any],
+) -> None:
+    results = [r for r in results if r.requires_grad]
+    picks = {"all": slice(None), "first": slice(1), "last": slice(-1, None), "odd": slice(1, None, 2)}
+    results = results[picks[namespace["CHOSEN"]]] or results
+    if not results:
+        return
+    weights = [
+        (torch.arange(r.numel(), dtype=torch.float64).cos() + 1.5).reshape(r.shape).to(r.dtype)
+        for r in results
+    ]
+    way = namespace["BACKWARD"]
+    if way == "sum":
+        sum(r.sum().abs() if r.is_complex() else r.sum() for r in results).backward()
+    elif way == "grad":
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad(results, wanted, weights, allow_unused=True) if wanted else ()
+        for index, gradient in enumerate(found):
+            _note(seen, f"gradient asked for {index}", gradient)
+    else:
+        torch.autograd.backward(results, weights, retain_graph=way == "twice")
+        if way == "twice":
+            torch.autograd.backward(results, weights)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, those of modules too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return list(value.state_dict(keep_vars=True).values())
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def _note(seen: dict[str, Any], name: str, value: Any, known: list[torch.Tensor] | None = None) -> None:
+    """Adds what can be seen of a value; ``known`` are tensors that it may be, or share memory with."""
+    if isinstance(value, torch.Tensor):
+        _note_tensor(seen, name, value, known)
+    elif isinstance(value, torch.nn.Module):
+        state = {**value.state_dict(keep_vars=True), **dict(value.named_buffers())}
+        plain = {k: v for k, v in vars(value).items() if k in ("calls", "last", "training")}
+        _note(seen, f"{name} state", {**state, **plain})
+    elif isinstance(value, dict):
+        seen[f"{name} type"] = (type(value).__name__, list(map(str, value)))
+        for key, part in value.items():
+            _note(seen, f"{name}.{key}", part, known)
+    elif isinstance(value, (list, tuple)):
+        seen[f"{name} type"] = (type(value).__name__, len(value))
+        for index, part in enumerate(value):
+            _note(seen, f"{name}[{index}]", part, known)
+            if known is not None and isinstance(part, torch.Tensor):
+                known = [*known, part]
+    elif isinstance(value, (float, complex)):
+        seen[f"{name} value"] = torch.tensor(value)
+    else:
+        seen[f"{name} value"] = value if isinstance(value, (int, str, type(None))) else str(value)
+
+
+def _note_tensor(
+    seen: dict[str, Any], name: str, value: torch.Tensor, known: list[torch.Tensor] | None
+) -> None:
+    seen[f"{name} dtype"] = str(value.dtype)
+    seen[f"{name} shape"] = tuple(value.shape)
+    seen[f"{name} requires_grad"] = value.requires_grad
+    if value.layout is not torch.strided:
+        value = value.detach().to_dense()
+    elif not name.startswith("gradient"):
+        sides = zip(value.shape, value.stride(), strict=True)
+        seen[f"{name} strides"] = tuple(s for n, s in sides if n > 1) if value.numel() else ()
+    copy = value.detach().clone()
+    seen[f"{name} value"] = copy.resolve_conj().resolve_neg()
+    if known is not None:
+        seen[f"{name} leaf"] = value.is_leaf
+        seen[f"{name} is"] = next((i for i, other in enumerate(known) if other is value), None)
+        if value.layout is torch.strided and value.numel():
+            place = value.untyped_storage().data_ptr()
+            shares = [
+                i
+                for i, other in enumerate(known)
+                if other.layout is torch.strided
+                and place == other.untyped_storage().data_ptr()
+                and other.numel()
+            ]
+            seen[f"{name} shares memory with"] = (shares, value.storage_offset() if shares else None)
+
+
+# ---- comparing -----------------------------------------------------------------------------------------
+
+
+def check(source: str, name: str = "<program>") -> Verdict:
+    """Runs a program both ways."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counting = _Counting()
+        with counting:
+            observe(load(source, name))
+        operators = frozenset(counting.operators)
+        relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
+        eager = observe(load(source, name))
+        namespace = load(source, name)
+        compile_core.reset()
+        options = dict(namespace["OPTIONS"])
+        compiled = observe(namespace, lambda function: compile_core.compile(function, options=options))
+        verdict = _difference(eager, compiled, relative)
+        if verdict.is_finding:
+            if _difference(eager, observe(load(source, name)), relative).is_finding:
+                verdict = Verdict("skipped", "plain PyTorch differs from itself")
+            elif verdict.kind.endswith("value") and _is_sensitive(
+                source, name, eager, compiled, relative, verdict.detail.partition(":")[0]
+            ):
+                verdict = Verdict("sensitive", verdict.detail)
+    return Verdict(verdict.kind, verdict.detail, operators)
+
+
+def _raised(seen: Mapping[str, Any]) -> tuple[str, Exception] | None:
+    return next(((k, v) for k, v in seen.items() if k.endswith("raises")), None)
+
+
+def _difference(eager: Mapping[str, Any], compiled: Mapping[str, Any], relative: float) -> Verdict:
+    wanted, found = _raised(eager), _raised(compiled)
+    if wanted is not None and found is not None and wanted[0] != found[0]:
+        return Verdict(
+            "exception", f"eager {wanted[0]}: {_line(wanted[1])}; compiled {found[0]}: {_line(found[1])}"
+        )
+    if found is not None and wanted is None:
+        return Verdict(
+            f"raises {type(found[1]).__name__}", f"{found[0]}: {_line(found[1])} (eager does not raise)"
+        )
+    for name, value in eager.items():
+        if name.endswith("raises"):
+            if found is None:
+                return Verdict("lenient", f"{name}: {_line(value)}")
+            if type(value) is not type(found[1]) or name != found[0]:
+                raised = f"eager {type(value).__name__} {_line(value)}; {type(found[1]).__name__} {_line(found[1])}"
+                return Verdict("exception", f"{name}: {raised}")
+            return Verdict("same")
+        if name not in compiled:
+            return Verdict("lenient" if found is None else "exception", f"{name}: missing")
+        if not _equal(value, compiled[name], relative):
+            words = name.split()
+            return Verdict(
+                f"{words[0]} {words[-1]}", f"{name}: eager {_short(value)}, compiled {_short(compiled[name])}"
+            )
+    extra = [name for name in compiled if name not in eager]
+    return Verdict("more", f"{extra[0]}: only compiled") if extra else Verdict("same")
+
+
+def _equal(wanted: Any, found: Any, relative: float) -> bool:
+    if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return type(wanted) is type(found) and wanted == found
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(wanted, found)
+    if wanted.is_complex():
+        wanted, found = torch.view_as_real(wanted), torch.view_as_real(found)
+    wanted, found = wanted.double(), found.double()
+    return torch.allclose(found, wanted, rtol=relative, atol=relative * _size(wanted), equal_nan=True)
+
+
+def _size(value: torch.Tensor) -> float:
+    finite = value[value.isfinite()].abs()
+    return max(1.0, float(finite.max())) if finite.numel() else 1.0
+
+
+def _is_sensitive(
+    source: str, name: str, eager: Mapping[str, Any], compiled: Mapping[str, Any], relative: float, where: str
+) -> bool:
+    """Whether the value differs as much in plain PyTorch when its operators are off by a few last bits."""
+    for shake in range(6):
+        with _Counting(shake):
+            shaken = observe(load(source, name)).get(where)
+        if not isinstance(shaken, torch.Tensor) or shaken.shape != eager[where].shape:
+            return True
+        # Values that are rounded or compared jump; others move by as much as they are sensitive.
+        if not _equal(eager[where], shaken, relative / 30):
+            distance = (compiled[where].double() - eager[where].double()).nan_to_num().abs().max()
+            moved = (shaken.double() - eager[where].double()).nan_to_num().abs().max()
+            if distance <= 100 * moved or not torch.equal(eager[where].isfinite(), shaken.isfinite()):
+                return True
+    return False
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:300]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    text = str(value)
+    return text if len(text) < 300 else text[:300] + "..."
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    compile_core.config.log_level = 40
+    for path in sys.argv[1:]:
+        with open(path) as file:
+            print(path, check(file.read(), path))

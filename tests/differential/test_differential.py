@@ -1,0 +1,20 @@
+"""A few random programs on each run; ``python -m tests.differential`` runs as many as one likes."""
+
+import pytest
+
+from tests.differential.compare import check
+from tests.differential.reduce_program import reduce_program
+from tests.differential.write_program import write_program
+
+_FIRST, _GROUPS, _IN_GROUP = 100, 4, 10
+
+
+@pytest.mark.parametrize("group", range(_GROUPS))
+def test_a_random_program_is_the_same_compiled(group: int) -> None:
+    for seed in range(_FIRST + group * _IN_GROUP, _FIRST + (group + 1) * _IN_GROUP):
+        source = write_program(seed)
+        verdict = check(source)
+        if verdict.is_finding:
+            kind = verdict.kind
+            smaller = reduce_program(source, lambda text: check(text).kind == kind, 20.0)  # noqa: B023
+            pytest.fail(f"seed {seed}: {verdict.kind}: {verdict.detail}\n{smaller}")
