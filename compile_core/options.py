@@ -15,11 +15,12 @@ from typing import Any
 
 
 def default_cache_folder() -> Path:
-    """Where built kernels are kept: ``GRADSPLIT_CACHE``, else a folder of the user's cache."""
+    """Where built kernels are kept: ``GRADSPLIT_CACHE``, else a folder of the user's cache. Begins with ``~`` where the
+    user has no home."""
     chosen = os.environ.get("GRADSPLIT_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradsplit"
+    if not chosen:
+        chosen = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/gradsplit"
+    return Path(os.path.expanduser(chosen))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ by a manifest (sizes and hashes of its files), and moved into place by one renam
 nothing. A lock per entry makes the second of two processes that want the same thing wait and load instead of building
 it twice; the kernel releases the lock of a process that dies. Who builds several entries at once claims them before, so
 that processes that want some of the same ones divide them among themselves. An entry that does not match its manifest
-(a machine that lost power, a file that somebody wrote into) is built again. When the entries outgrow a limit, those
-that were not used for the longest time go first.
+(a machine that lost power, a file that somebody wrote into), belongs to another user or may be written to by one is
+built again. When the entries outgrow a limit, those that were not used for the longest time go first.
 
-Where nothing can be kept (a folder that may only be read, a full disk, a lock that never becomes free), results are
-built in a temporary folder, and a line is logged.
+Where nothing can be kept (a folder that may only be read, a full disk, a lock that never becomes free) or loaded,
+results are built in a temporary folder, and a line is logged. ``private_folders`` tells where none may be loaded at all.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from compile_core import config
+from compile_core.toolchain.private_folders import MODE, fault_of_owner, temporary_parent, usable_folder
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ _ABANDONED_AFTER_S = 24 * 3600.0
 # No build takes so long: whoever holds the lock is stopped, or the file system has lost the lock.
 _LOCK_TIMEOUT_S = 600.0
 _NEARLY_FULL_BYTES = 1 << 24
+_Loaded = TypeVar("_Loaded")
+
 # Looking for what to remove means a look at every entry, so it waits until this share of the limit was added.
 _EVICTION_SHARE = 64
 
@@ -52,16 +56,45 @@ def content_key(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Build results under one folder; the folder is made when it is first needed.
+    """Build results under one folder, which is made when it is first needed.
 
     Attributes:
-        folder: where; may be shared by processes, and by machines if keys tell them apart.
+        wanted: where; may be shared by processes, and by machines if keys tell them apart.
         limit_bytes: about beyond this size the entries longest unused are removed, but never one in use; None is
             ``config.disk_cache_bytes`` at the time.
     """
 
-    folder: Path
+    wanted: Path
     limit_bytes: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are: the wanted folder, unless nothing may be loaded from there."""
+        return usable_folder(self.wanted)
+
+    def load(self, key: str, fill: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
+        """What ``load`` makes of an entry's folder. Where it raises, the entry is built anew, and then elsewhere: it
+        may be of another machine, or the system may refuse to run what lies there.
+
+        Raises:
+            Exception: what ``fill`` raises, or ``load`` in the end.
+        """
+        for _ in range(2):
+            with self.entry(key, fill) as place:
+                try:
+                    return load(place)
+                except Exception as error:
+                    reason = error
+            self.discard(key)
+        _log_once(self.folder, _NOT_KEPT, reason)
+        with _temporary_folder() as place:
+            fill(place)
+            return load(place)
+
+    def discard(self, key: str) -> None:
+        """Removes an entry that turned out to be of no use, unless another process uses it."""
+        with suppress(OSError):
+            self._remove_unless_used(self._entries / key)
 
     @contextmanager
     def entry(self, key: str, fill: Callable[[Path], None]) -> Iterator[Path]:
@@ -83,8 +116,8 @@ class DiskCache:
                 # A compiler that finds the disk full says so in words of its own.
                 if not isinstance(error, OSError) and not _is_nearly_full(self.folder):
                     raise
-                _log_once(self.folder, error)
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsplit-")))
+                _log_once(self.folder, _NOT_KEPT, error)
+                place = stack.enter_context(_temporary_folder())
                 fill(place)
             yield place
 
@@ -145,15 +178,18 @@ class DiskCache:
         return self.folder / "locks"
 
     def _fill(self, key: str, place: Path, fill: Callable[[Path], None]) -> None:
-        self._entries.mkdir(parents=True, exist_ok=True)
+        self._entries.mkdir(MODE, parents=True, exist_ok=True)
         shutil.rmtree(place, ignore_errors=True)
         work = self.folder / f"building-{key}"
         shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-        work.mkdir()
+        work.mkdir(MODE)
         try:
             fill(work)
+            for path in work.iterdir():  # whatever the user's umask is
+                path.chmod(path.stat().st_mode & MODE)
             files = {path.name: _fingerprint(path) for path in sorted(work.iterdir())}
             (work / MANIFEST).write_text(json.dumps(files, indent=1))
+            (work / MANIFEST).chmod(0o644)
             work.rename(place)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -167,7 +203,7 @@ class DiskCache:
         Raises:
             OSError: there can be no lock in this folder, or it did not become free.
         """
-        self._locks.mkdir(parents=True, exist_ok=True)
+        self._locks.mkdir(MODE, parents=True, exist_ok=True)
         path = self._locks / key
         deadline = time.monotonic() + (_LOCK_TIMEOUT_S if timeout_s is None else timeout_s)
         while True:
@@ -228,7 +264,7 @@ class DiskCache:
 
 # Folder -> bytes that this process added to it since it last looked for what to remove.
 _added_bytes: dict[Path, int] = {}
-# Folders of which it was said that they keep nothing.
+# Folders of which it was said that they keep nothing, or what must not be loaded.
 _logged: set[Path] = set()
 
 
@@ -269,11 +305,23 @@ def _fingerprint(path: Path) -> list[int | str]:
 
 
 def _is_sound(place: Path) -> bool:
+    """Whether an entry is what this user, or root, has written there."""
     try:
         files = json.loads((place / MANIFEST).read_text())
+        paths = (place, place / MANIFEST, *(place / name for name in files))
+        fault = next(filter(None, map(fault_of_owner, paths)), "")
+        if fault:
+            _log_once(place.parent, "build results in %s are not loaded: %s", fault)
+            return False
         return bool(files) and all(_fingerprint(place / name) == expected for name, expected in files.items())
     except (OSError, ValueError, AttributeError):
         return False
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gradsplit-", dir=temporary_parent()) as folder:
+        yield Path(folder)
 
 
 def _touch(place: Path) -> None:
@@ -294,7 +342,10 @@ def _is_nearly_full(folder: Path) -> bool:
         return False
 
 
-def _log_once(folder: Path, reason: Exception) -> None:
+_NOT_KEPT = "build results are not kept for the next run in %s: %s"
+
+
+def _log_once(folder: Path, message: str, reason: Exception | str) -> None:
     if folder not in _logged:
         _logged.add(folder)
-        logger.warning("build results are not kept for the next run in %s: %s", folder, reason)
+        logger.warning(message, folder, reason)

@@ -73,8 +73,7 @@ def build_library(source: Path) -> ctypes.CDLL:
         kept = disk.folder / "failed" / f"{key}.cpp"
         run_compiler([*_FLAGS, source.name, "-o", built], folder, kept, text)
 
-    with disk.entry(key, build) as folder:
-        return ctypes.CDLL(str(folder / built))
+    return disk.load(key, build, lambda folder: ctypes.CDLL(str(folder / built)))
 
 
 def check_python() -> None:

@@ -59,6 +59,13 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+def open_to_all(tmp_path: Path) -> None:
+    """Another user may look for what lies there."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder == tmp_path or folder.name.startswith(("pytest-", "popen-")):
+            folder.chmod(folder.stat().st_mode & 0o777 | 0o055)
+
+
 def test_an_entry_is_filled_once(tmp_path: Path) -> None:
     calls: list[str] = []
     assert read(DiskCache(tmp_path), KEY, "first", calls) == "first"
@@ -228,9 +235,7 @@ def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     """
     for folder in (tmp_path, *tmp_path.rglob("*")):
         folder.chmod(0o555 if folder.is_dir() else 0o444)
-    for parent in tmp_path.parents:
-        if parent.name.startswith(("pytest-", "popen-")):
-            parent.chmod(0o755)
+    open_to_all(tmp_path)
     other = [content_key("other"), content_key("third")]
     process = start(script, tmp_path, KEY, *other)
     output = process.communicate(timeout=60)[0].splitlines()
@@ -242,7 +247,8 @@ def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_may_not_be_entered_is_done_without(tmp_path: Path) -> None:
     script = """
-        import os
+        import os, tempfile
+        tempfile.tempdir = sys.argv[3]
         if os.geteuid() == 0:
             os.setgid(65534); os.setuid(65534)
         def fill(folder):
@@ -256,7 +262,11 @@ def test_a_folder_that_may_not_be_entered_is_done_without(tmp_path: Path) -> Non
     closed = tmp_path / "closed"
     read(DiskCache(closed), KEY, "kept")
     closed.chmod(0o000)
-    process = start(script, closed, KEY)
+    open_to_all(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    process = start(script, closed, KEY, temporary)
     output = process.communicate(timeout=60)[0]
     closed.chmod(0o755)
     assert (process.returncode, output) == (0, "built\n")

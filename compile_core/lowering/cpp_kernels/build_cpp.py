@@ -21,13 +21,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
+from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
 from compile_core.lowering.cpp_kernels.cpp_machine import compiler_identity, kernel_flags, openmp_runtime
-from compile_core.toolchain.cpp_compiler import builtin_function, run_compiler
+from compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 from compile_core.toolchain.processors import usable_processors
 from compile_core.toolchain.torch_library import word_at
@@ -90,9 +91,12 @@ def _wait(text: str) -> BuiltKernel:
 
 
 def _find(text: str, disk: DiskCache) -> Kernels:
-    """Loads a kernel if the cache has it."""
-    with disk.find(_kernel_key(text)) as folder:
+    """Loads a kernel if the cache has it; one that does not load here is built again."""
+    key = _kernel_key(text)
+    with disk.find(key) as folder, suppress(OSError, ValueError):
         return {} if folder is None else _load(folder / _OBJECT, [text])
+    disk.discard(key)
+    return {}
 
 
 def _balanced(texts: Sequence[str]) -> list[list[str]]:
@@ -134,12 +138,19 @@ def _build_unit(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache
     parts = [_prelude(), *(f"// {labels[t]}\n{t.replace(KERNEL_SYMBOL, _symbol(t))}" for t in texts)]
     source = "\n\n".join(parts) + "\n"
     key = content_key("cpp unit", _context_key(), *texts)
-    with disk.entry(key, lambda folder: _compile(source, folder, disk.folder, key)) as folder:
+
+    def load(folder: Path) -> Kernels:
         built = folder / _OBJECT
+        kernels = _load(built, texts)
         for text in texts:
             with disk.entry(_kernel_key(text), lambda entry: _link_file(built, entry / _OBJECT)):
                 pass
-        return _load(built, texts)
+        return kernels
+
+    try:
+        return disk.load(key, lambda folder: _compile(source, folder, disk.folder, key), load)
+    except (OSError, ValueError) as error:
+        raise CompileError(f"What {compiler()} made cannot be loaded: {error}") from error
 
 
 def _load(built: Path, texts: Sequence[str]) -> Kernels:

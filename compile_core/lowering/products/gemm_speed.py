@@ -57,8 +57,11 @@ def gemm_speed(cache_folder: Path) -> GemmSpeed | None:
 @cache
 def _gemm_speed(cache_folder: Path, threads: int) -> GemmSpeed:
     key = content_key("gemm-speed", compiler_identity(), str(threads))
-    with DiskCache(cache_folder).entry(key, lambda folder: _write(folder / _FILE)) as folder:
-        return GemmSpeed(**json.loads((folder / _FILE).read_text()))
+    return DiskCache(cache_folder).load(
+        key,
+        lambda folder: _write(folder / _FILE),
+        lambda folder: GemmSpeed(**json.loads((folder / _FILE).read_text())),
+    )
 
 
 def _write(path: Path) -> None:

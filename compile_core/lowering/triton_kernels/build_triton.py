@@ -12,6 +12,7 @@ that is not so aligned (a slice of the caller's) goes to a second kernel, compil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, Kern
 from compile_core.lowering.triton_kernels import triton_compiler
 from compile_core.toolchain.compile_workers import CompileWorkers
 from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
+from compile_core.toolchain.private_folders import usable_folder
 from compile_core.toolchain.processors import usable_processors
 
 _MODULE = "kernel.py"
@@ -134,8 +136,7 @@ def compile_triton_for(
             error.add_note(answer["traceback"])
             raise error
 
-    with disk.entry(key, fill) as folder:
-        return triton_compiler.load_kernel(folder, source.pointers, MANIFEST)
+    return disk.load(key, fill, lambda folder: triton_compiler.load_kernel(folder, source.pointers, MANIFEST))
 
 
 def write_module(source: KernelSource, path: Path) -> str:
@@ -187,6 +188,7 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
     """What launches the kernel."""
     if aligned is None:
         return BuiltKernel(_nothing, 0)
+    keep_tritons_cache_private()
     device = _device_of(source)
     stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     index = device.index
@@ -222,6 +224,15 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
 
     threads, shared_bytes = 32 * aligned.metadata.num_warps, aligned.metadata.shared
     return BuiltKernel(launch, handle, CudaLaunch(device, (grid_x, grid_y, grid_z), threads, shared_bytes))
+
+
+@cache
+def keep_tritons_cache_private() -> None:
+    """Triton keeps its launchers in a cache of its own, and loads them whoever wrote them."""
+    wanted = Path(triton_compiler.triton.knobs.cache.dir)
+    folder = usable_folder(wanted)
+    if not wanted.exists() or not folder.samefile(wanted):
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
 def _handle_of(kernel: Any, device_index: int) -> int:
