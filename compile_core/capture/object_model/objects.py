@@ -9,6 +9,7 @@ from typing import Any
 from compile_core.capture.code_objects.python_versions import NO_DICTIONARY
 from compile_core.capture.object_model.class_entries import (
     changed_class_attribute,
+    class_lookup,
     find_class_entry,
     guard_entry,
     wrap_class_entry,
@@ -109,6 +110,11 @@ def is_defined_in_python(cls: type) -> bool:
     return not any(isinstance(entry, own) and entry.__objclass__ is cls for entry in cls.__dict__.values())
 
 
+def names_another_class(cls: type) -> bool:
+    """Whether ``__class__`` of the objects is what the program says, as proxies do."""
+    return class_lookup(cls, "__class__")[0] is not object
+
+
 class InstanceValue(Value):
     """An object of a plain class, or of a subclass of a built-in type, which then has a content.
 
@@ -176,7 +182,7 @@ class InstanceValue(Value):
     def plain_attribute(self, state: CaptureState, name: str) -> Value | None:
         """What ``object.__getattribute__`` finds, None where it raises AttributeError."""
         cls = self.cls
-        if name == "__class__":
+        if name == "__class__" and not names_another_class(cls):
             return state.wrap(cls, None)
         if name == "__dict__":
             return self.instance_dict(state)

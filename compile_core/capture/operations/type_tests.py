@@ -11,10 +11,10 @@ import torch
 from compile_core.capture.object_model.class_entries import find_class_entry
 from compile_core.capture.object_model.classes import ClassValue
 from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import bind_class_entry
+from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, names_another_class
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
+from compile_core.capture.values.constants import ConstantValue, is_none
 from compile_core.capture.values.containers import SequenceValue
 from compile_core.capture.values.references import ReferenceValue
 from compile_core.capture.values.tensors import TensorValue, type_name
@@ -43,7 +43,7 @@ def _plain_instance_check(state: CaptureState, args: list[Value], kwargs: dict[s
     cls, value = args
     if not isinstance(cls, ClassValue):
         raise TypeError("type.__instancecheck__ of something else than a class")
-    return ConstantValue(issubclass(value.python_type(), cls.real))
+    return ConstantValue(_is_plain_instance(state, value, cls.real))
 
 
 @call_rule(type.__subclasscheck__)
@@ -63,43 +63,64 @@ def is_instance(state: CaptureState, value: Value, classes: Value) -> bool:
         own = _own_test(state, wanted, "__instancecheck__", value)
         if own is not None:
             found = own
-        elif wanted is torch.nn.Parameter or wanted is torch.nn.parameter.Buffer:
-            found = issubclass(cls, wanted) and wanted is torch.nn.Parameter
-        elif (
-            isinstance(value, TensorValue)
-            and wanted.__module__ in ("torch", "torch.cuda")
-            and not (issubclass(torch.Tensor, wanted) or wanted in (torch.Size, torch.device, torch.dtype))
-        ):
-            # The classes that were the types of tensors before there were dtypes.
-            found = f"{wanted.__module__}.{wanted.__name__}" == type_name(value.fake)
         elif getattr(wanted, "_is_protocol", False):
             found = _follows_protocol(state, value, wanted)
         else:
-            found = _is_subclass(state, cls, wanted)
+            found = _is_plain_instance(state, value, wanted)
         if found:
             return True
     return False
 
 
+def _is_plain_instance(state: CaptureState, value: Value, wanted: type) -> bool:
+    """Python's own test: of the object's class, and of what it calls its class."""
+    cls = value.python_type()
+    if _is_subclass(state, cls, wanted):
+        return True
+    if not isinstance(value, InstanceValue) or not names_another_class(cls):
+        return False
+    shown = value.get_attribute(state, "__class__")
+    return isinstance(shown, ClassValue) and _is_subclass(state, shown.real, wanted)
+
+
 def _is_subclass(state: CaptureState, cls: type, wanted: type) -> bool:
-    """``issubclass``; a class that an ABC does not know may be registered later, unless both are a library's."""
+    """The order of resolution tells, and what an ABC says; a class that it does not know may be registered later,
+    unless both are a library's."""
+    if not isinstance(wanted, abc.ABCMeta):
+        return type.__subclasscheck__(wanted, cls)
     found = issubclass(cls, wanted)
     may_change = not (is_library_object(cls) and is_library_object(wanted))
-    if not found and may_change and isinstance(wanted, abc.ABCMeta):
+    if not found and may_change:
         state.guards.add([], "not issubclass({c0}, {c1})", [cls, wanted], f"{cls} is no {wanted}")
     return found
 
 
+# The metaclass of the classes that were the types of tensors before there were dtypes.
+_TYPED_TENSOR = type(torch.FloatTensor)
+
+
 def _own_test(state: CaptureState, wanted: type, name: str, value: Value) -> bool | None:
-    """What a metaclass of the program says; None where Python's own test (or an ABC's) is in place."""
-    owner, entry = find_class_entry(state, type(wanted), name)
-    if owner in (None, type, abc.ABCMeta) or is_library_object(owner):
+    """What a metaclass of the program or of a library says; None where Python's own test, an ABC's, or a protocol's
+    is in place."""
+    meta = type(wanted)
+    owner, entry = find_class_entry(state, meta, name)
+    if owner in (None, type, abc.ABCMeta):
         return None
     assert owner is not None
+    if owner.__module__ in ("typing", "typing_extensions") and issubclass(owner, abc.ABCMeta):
+        return None
+    widens = name == "__instancecheck__" and is_library_object(owner)
+    if widens and issubclass(value.python_type(), wanted):
+        return True  # a library's test never refuses what its class says
+    if owner is _TYPED_TENSOR:
+        if isinstance(value, TensorValue):
+            return f"{wanted.__module__}.{wanted.__name__}" == type_name(value.fake)
+        if not issubclass(value.python_type(), torch.Tensor):
+            return False
+    if not isinstance(entry, types.FunctionType):
+        raise state.unsupported("isinstance", f"no rule for the test of {meta.__qualname__}")
     cls = state.wrap(wanted, None)
-    return (
-        bind_class_entry(state, cls, type(wanted), owner, name, entry).call(state, [value], {}).truth(state)
-    )
+    return bind_class_entry(state, cls, meta, owner, name, entry).call(state, [value], {}).truth(state)
 
 
 def _follows_protocol(state: CaptureState, value: Value, protocol: type) -> bool:
@@ -108,7 +129,14 @@ def _follows_protocol(state: CaptureState, value: Value, protocol: type) -> bool
         message = "Instance and class checks can only be used with @runtime_checkable protocols"
         raise state.raise_exception(TypeError, message)
     members = _protocol_members(protocol)
-    return all(value.has_attribute(state, name) for name in sorted(members))
+    return all(_has_member(state, value, protocol, name) for name in sorted(members))
+
+
+def _has_member(state: CaptureState, value: Value, protocol: type, name: str) -> bool:
+    """A method that is there as None counts as missing, as in a class that is not hashable."""
+    if not value.has_attribute(state, name):
+        return False
+    return not (callable(getattr(protocol, name, None)) and is_none(value.get_attribute(state, name)))
 
 
 def _protocol_members(protocol: type) -> set[str]:

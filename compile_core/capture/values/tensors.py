@@ -11,7 +11,7 @@ from torch import fx
 
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
-from compile_core.ir.sources import AttributeSource, Source
+from compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 # Methods that answer from metadata alone, which the guards pin down.
 _METADATA_METHODS = frozenset(
@@ -161,10 +161,13 @@ class TensorValue(Value):
         static = getattr(torch.Tensor, name, None)
         if static is None:
             own = {} if self.real is None else self.real.__dict__
-            if name in own or name.startswith("__"):
+            if name.startswith("__"):
                 raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
-            if self.source is not None:
-                state.guards.absent(AttributeSource(self.source, "__dict__"), name)
+            place = None if self.source is None else AttributeSource(self.source, "__dict__")
+            if name in own and place is not None:
+                return state.wrap(own[name], ItemSource(place, name))
+            if place is not None:
+                state.guards.absent(place, name)
             raise state.raise_exception(AttributeError, f"'Tensor' object has no attribute {name!r}")
         if callable(static) and not isinstance(static, property):
             return BuiltinMethod(self, name)
