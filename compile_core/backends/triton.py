@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from compile_core.errors import Unsupported
 from compile_core.ir.kernels import KernelSource
 from compile_core.ir.loops import ExternCall, LoopProgram
 from compile_core.ir.print_loops import print_program
@@ -30,7 +31,13 @@ from compile_core.runtime.link_program import LinkedProgram, link_program
 
 
 def prepare(device_type: str) -> None:
-    """Starts what takes a while to start, before there is anything to compile."""
+    """Starts what takes a while to start, before there is anything to compile.
+
+    Raises:
+        Unsupported: there are no kernels for the device.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise Unsupported("device", f"there are kernels for cpu and cuda, not for {device_type}")
     if device_type == "cuda":
         start_workers()
 

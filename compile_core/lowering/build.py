@@ -58,18 +58,21 @@ def generate(step: GeneratedStep, buffers: Mapping[str, TensorSpec]) -> KernelSo
     """
     if isinstance(step, ProductNest):
         return generate_product(step, buffers)
-    if isinstance(step, NestBatch):
-        on_cpu = buffers[buffers_of(step.members[0])[0]].device.type == "cpu"
-        return (generate_cpp_batch if on_cpu else generate_triton_batch)(step, buffers)
-    if isinstance(step, BandNest):
-        rows, bases = rebased(step.rows, buffers)
-        source = generate_bands(replace(step, rows=rows), buffers)
-        return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
-    devices = {buffers[name].device for name in buffers_of(step)}
+    nests = (
+        step.members if isinstance(step, NestBatch) else [step.rows if isinstance(step, BandNest) else step]
+    )
+    devices = {buffers[name].device for nest in nests for name in buffers_of(nest)}
     kinds = {device.type for device in devices}
     if len(devices) == 1 and kinds <= {"cpu", "cuda"}:
-        nest, bases = rebased(step, buffers, all_aligned=kinds == {"cuda"})
-        source = generate_cpp(nest, buffers) if kinds == {"cpu"} else generate_triton(nest, buffers)
+        on_cpu = kinds == {"cpu"}
+        if isinstance(step, NestBatch):
+            return (generate_cpp_batch if on_cpu else generate_triton_batch)(step, buffers)
+        if isinstance(step, BandNest):
+            rows, bases = rebased(step.rows, buffers)
+            source = generate_bands(replace(step, rows=rows), buffers)
+        else:
+            nest, bases = rebased(step, buffers, all_aligned=not on_cpu)
+            source = generate_cpp(nest, buffers) if on_cpu else generate_triton(nest, buffers)
         return replace(source, bases=tuple(bases.get(name, 0) for name in source.buffers))
     named = ", ".join(sorted(map(str, devices)))
     raise Unsupported(

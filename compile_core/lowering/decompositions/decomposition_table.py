@@ -79,8 +79,6 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     Both kinds of device share one table: what differs between them (the dtype of saved statistics) the
     decompositions see from their arguments.
     """
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"there are decompositions for cpu and cuda, not for {device_type!r}")
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
     table.update(foreach_decompositions())
     table.update(_OWN)
@@ -218,26 +216,25 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 def _class_weights(
     self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Targets with ignored ones replaced by a valid class, and the weight of each sample (0 where
-    ignored).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which samples count, targets with a valid class in the place of ignored ones, and each sample's weight.
+
+    What an ignored row holds may be infinite or no number, so that a weight of 0 would not leave it out.
     """
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
     dtype = _compute_dtype(self.dtype)
-    weights = (
-        weight[safe].to(dtype) if weight is not None else torch.ones((), dtype=dtype, device=self.device)
-    )
-    return safe, torch.where(valid, weights, torch.zeros((), dtype=dtype, device=self.device))
+    weights = aten.index(weight, [safe]).to(dtype) if weight is not None else 1.0
+    return valid, safe, torch.where(valid, weights, torch.zeros((), dtype=dtype, device=self.device))
 
 
 def _nll_loss_forward(
     self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     class_dim = 0 if self.dim() < 2 else 1
-    safe, weights = _class_weights(self, target, weight, ignore_index)
+    valid, safe, weights = _class_weights(self, target, weight, ignore_index)
     picked = torch.gather(self, class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = -picked.to(_compute_dtype(self.dtype)) * weights
+    losses = torch.where(valid, -picked.to(_compute_dtype(self.dtype)) * weights, 0.0)
     total = torch.sum(weights)
     if reduction == _NONE and self.dim() > 1:
         return losses.to(self.dtype), torch.zeros((), dtype=self.dtype, device=self.device)
@@ -257,9 +254,9 @@ def _nll_loss_backward(
     total_weight: Tensor,
 ) -> Tensor:
     class_dim = 0 if self.dim() < 2 else 1
-    safe, weights = _class_weights(self, target, weight, ignore_index)
+    valid, safe, weights = _class_weights(self, target, weight, ignore_index)
     grad = grad_output / total_weight if reduction == _MEAN else grad_output
-    slope = -(grad * weights)
+    slope = torch.where(valid, -(grad * weights), 0.0)
     classes = torch.arange(self.shape[class_dim], device=self.device)
     classes = classes.view([-1] + [1] * (self.dim() - class_dim - 1))
     hit = safe.unsqueeze(class_dim) == classes

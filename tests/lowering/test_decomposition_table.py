@@ -1,0 +1,71 @@
+"""Operators that are taken apart equal torch's kernels, also where numbers are none or infinite."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import compile_core
+from compile_core.backends import aot_eager, triton
+from compile_core.backends.registry import RegionBackend
+from compile_core.compiled_function import CompiledFunction
+from compile_core.options import CompileOptions
+from compile_core.pipeline import compile_graph
+
+NAN, INF = float("nan"), float("inf")
+
+
+def decomposed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with operators taken apart, and torch's kernels for what is left."""
+    backend = RegionBackend("decomposed", aot_eager.compile_region, triton.decompositions)
+    return CompiledFunction(
+        function, functools.partial(compile_graph, backend=backend, options=CompileOptions()), fullgraph=True
+    )
+
+
+def values_and_gradients(function: Callable[..., Any], x: Tensor, *others: Any) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    results = function(leaf, *others)
+    results = results if isinstance(results, list) else [results]
+    slopes = [torch.arange(1.0, 1 + result.numel()).view(result.shape) for result in results]
+    return [*results, *torch.autograd.grad(results, leaf, slopes)]
+
+
+def losses(x: Tensor, target: Tensor, weights: Tensor) -> list[Tensor]:
+    return [
+        loss(x, target, weight, reduction=reduction)
+        for loss in (F.nll_loss, F.cross_entropy, functools.partial(F.cross_entropy, label_smoothing=0.1))
+        for reduction in ("mean", "sum", "none")
+        for weight in (None, weights)
+    ]
+
+
+@pytest.mark.parametrize("all_ignored", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (3, 4, 2), (2, 4, 3, 2)])
+def test_ignored_rows_of_losses_by_class(shape: tuple[int, ...], all_ignored: bool) -> None:
+    torch.manual_seed(len(shape))
+    class_dim = min(len(shape) - 1, 1)
+    target = torch.randint(0, 4, (*shape[:class_dim], *shape[class_dim + 1 :]))
+    ignored = (torch.arange(target.numel()) % 2 == 0).view(target.shape) | all_ignored
+    holes = torch.tensor([NAN, INF, 1.0, -INF]).view(4, *[1] * (len(shape) - class_dim - 1))
+    x = torch.where(ignored.unsqueeze(class_dim), holes, torch.randn(shape))
+    arguments = x, torch.where(ignored, -100, target), torch.tensor([0.5, 1.0, 2.0, 0.0])
+    expected = values_and_gradients(losses, *arguments)
+    torch.testing.assert_close(values_and_gradients(decomposed(losses), *arguments), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("classes", [4, 5000])
+def test_ignored_rows_in_kernels(classes: int) -> None:
+    x = torch.randn(3, classes)
+    x[0] = NAN
+    x[2, 1] = INF
+    arguments = x, torch.tensor([-100, 2, -100])
+    expected = values_and_gradients(F.cross_entropy, *arguments)
+    found = values_and_gradients(compile_core.compile(F.cross_entropy), *arguments)
+    torch.testing.assert_close(found, expected, equal_nan=True)
