@@ -2,9 +2,14 @@
 
 Blocking MPI calls spin on a processor that a training process needs. They are used at the start only, and at
 the very end when every rank is known to be there; in between there are calls that return at once.
+
+Messages are JSON and never pickles: who sends one to a rank cannot have it run anything.
 """
 
+import json
 import os
+from array import array
+from itertools import accumulate
 from typing import Any
 
 from launch.errors import LaunchError
@@ -24,23 +29,29 @@ class MpiWorld:
         self.size: int = self._ranks.Get_size()
 
     def gather_everywhere(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, in order of rank. Blocks until all ranks call it."""
-        return self._ranks.allgather(value)
+        """Return every rank's ``value`` as JSON knows it, in order of rank. Blocks until all ranks call it."""
+        sent = json.dumps(value).encode()
+        sizes = array("i", [0] * self.size)
+        self._ranks.Allgather(array("i", [len(sent)]), sizes)
+        received = bytearray(sum(sizes))
+        self._ranks.Allgatherv(sent, [received, list(sizes), self._mpi.BYTE])
+        ends = accumulate(sizes)
+        return [json.loads(received[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``. Blocks until rank 0 has called it."""
-        return self._ranks.bcast(value, root=0)
-
-    def announce(self, value: Any) -> None:
-        """Send ``value`` to every other rank, without waiting. At most once a rank."""
+    def announce(self) -> None:
+        """Send an empty message to every other rank, without waiting. At most once a rank."""
         others = (other for other in range(self.size) if other != self.rank)
-        self._sends = [self._ranks.isend(value, dest=other) for other in others]
+        self._sends = [self._ranks.Isend(b"", dest=other) for other in others]
 
-    def next_announcement(self) -> Any | None:
-        """Return an announcement that has arrived; None when there is none."""
-        if not self._ranks.iprobe(source=self._mpi.ANY_SOURCE):
-            return None
-        return self._ranks.recv(source=self._mpi.ANY_SOURCE)
+    def take_announcement(self) -> bool:
+        """Return whether another rank's announcement has arrived, each once."""
+        if not self._ranks.Iprobe(source=self._mpi.ANY_SOURCE):
+            return False
+        self._receive()
+        return True
+
+    def _receive(self) -> None:
+        self._ranks.Recv(bytearray(), source=self._mpi.ANY_SOURCE)
 
     def everyone_is_done(self) -> bool:
         """Say that this rank is done, and return whether every rank has said so. Called again until true."""
@@ -51,12 +62,11 @@ class MpiWorld:
     def close(self, announcements_pending: int) -> None:
         """Leave MPI in good order, once `everyone_is_done`.
 
-        ``announcements_pending``: how many announcements to this rank `next_announcement` has not returned
-        yet.
+        ``announcements_pending``: how many announcements to this rank `take_announcement` has not taken yet.
         """
         for _ in range(announcements_pending):
-            self._ranks.recv(source=self._mpi.ANY_SOURCE)
-        self._mpi.Request.waitall(self._sends)
+            self._receive()
+        self._mpi.Request.Waitall(self._sends)
         self._mpi.Finalize()
 
     def abort(self, exit_code: int) -> None:

@@ -1,7 +1,8 @@
 """The command line and environment with which each flavour of ``mpiexec`` starts ranks on this machine.
 
 What is asked for, in each flavour's words: as many ranks as wanted, however few processors there are, and no
-binding to processors (a training process has threads of its own: data loaders, autograd, gloo).
+binding to processors (a training process has threads of its own: data loaders, autograd, gloo). Ranks of one
+machine talk through shared memory, so that none of them listens on a network.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ def mpiexec_variables(installation: MpiInstallation, as_root: bool) -> dict[str,
     """
     variables = {"MPI4PY_LIBMPI": installation.library_names()}
     if installation.flavour is Flavour.OPEN_MPI:
-        # Not a fault on a machine without a fast network, and the supervisors send a few bytes.
-        variables["OMPI_MCA_btl_base_warn_component_unused"] = "0"
+        variables["OMPI_MCA_pml"] = "ob1"
+        variables["OMPI_MCA_btl"] = "^tcp,ofi,uct,openib,usnic"
         if as_root:
             for tool in ("OMPI", "PRTE"):
                 variables[f"{tool}_ALLOW_RUN_AS_ROOT"] = "1"

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +26,7 @@ from launch.mpi_variables import mpi_rank, without_mpi_variables
 from launch.mpi_world import MpiWorld, join_world
 from launch.parent_death import end_with_parent
 from launch.rank_placement import RankPlacement, check_placement, place_ranks
-from launch.rendezvous import choose_rendezvous
+from launch.rendezvous import Rendezvous, choose_rendezvous
 
 SPEC_VARIABLE = "GRADSPLIT_LAUNCH_SPEC"
 """Carries the spec (JSON) from the launcher that started ``mpiexec`` to its ranks."""
@@ -90,7 +90,8 @@ def run_rank(spec: LaunchSpec) -> int:
     try:
         placements = _place_and_check(spec, world)
         placement = placements[world.rank]
-        rendezvous = world.broadcast(choose_rendezvous(spec, placement) if world.rank == 0 else None)
+        chosen = astuple(choose_rendezvous(spec, placement)) if world.rank == 0 else None
+        rendezvous = Rendezvous(*world.gather_everywhere(chosen)[0])
         environment = process_environment(placement)
         process.release(environment | placement.torchrun_variables() | rendezvous.torchrun_variables())
         first = supervise(world, process)
@@ -158,8 +159,8 @@ def supervise(world: MpiWorld, process: HeldProcess) -> Failure | None:
                 process.send(signal.SIGKILL)  # To what it had started: nobody else ends that now.
                 if kill_time_s is None:
                     own = Failure(time.time(), world.rank, status)
-                    world.announce(own)
-        if world.next_announcement() is not None:
+                    world.announce()
+        if world.take_announcement():
             announcements_received += 1
             if process.status is None and kill_time_s is None:
                 process.send(signal.SIGTERM)
@@ -170,7 +171,8 @@ def supervise(world: MpiWorld, process: HeldProcess) -> Failure | None:
         elif kill_time_s is not None and time.monotonic() > kill_time_s:
             process.send(signal.SIGKILL)
         time.sleep(POLL_INTERVAL_S)
-    failures = [failure for failure in world.gather_everywhere(own) if failure is not None]
+    gathered = world.gather_everywhere(None if own is None else astuple(own))
+    failures = [Failure(*failure) for failure in gathered if failure is not None]
     from_others = len(failures) - (own is not None)
     world.close(announcements_pending=from_others - announcements_received)
     return min(failures, default=None)

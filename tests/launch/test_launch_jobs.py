@@ -114,6 +114,58 @@ def test_under_a_users_own_mpiexec(tmp_path):
         assert job.stderr.count("launch: ") == (0 if code == 0 else 1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+def test_ranks_of_one_machine_listen_on_no_network(tmp_path):
+    """Their supervisors, the parents of the processes, talk through shared memory."""
+    script = """
+import os
+from pathlib import Path
+opened = {os.readlink(link) for link in Path(f"/proc/{os.getppid()}/fd").iterdir()}
+for table in "tcp", "tcp6":
+    for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+        _, address, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in opened:
+            print("listens:", address)
+print("looked")
+"""
+    job = launch("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
+    assert (job.returncode, job.stdout.split()) == (0, ["looked"] * 2), job.stdout + job.stderr
+
+
+def test_what_ranks_tell_each_other_is_plain_data(tmp_path):
+    script = """
+from launch.mpi_world import join_world
+def refuse(*arguments):
+    raise AssertionError("a message was a pickle")
+world = join_world()
+from mpi4py import MPI
+MPI.pickle.__init__(refuse, refuse)
+values = [{"rank": 0, "text": "\u00e9" * 5000}, None, ["a", 1.5]]
+assert world.gather_everywhere(values[world.rank]) == values
+if world.rank == 1:
+    world.announce()
+else:
+    while not world.take_announcement():
+        pass
+assert not world.take_announcement()
+while not world.everyone_is_done():
+    pass
+world.close(announcements_pending=0)
+"""
+    variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
+    job = subprocess.run(
+        mpiexec_command(INSTALLATION, 3, [sys.executable, str(write(tmp_path, script))]),
+        check=False,
+        cwd=tmp_path,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert job.returncode == 0, job.stderr
+
+
 def test_torch_distributed_finds_its_peers(tmp_path):
     script = """
 import torch, torch.distributed as dist
