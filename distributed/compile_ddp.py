@@ -34,7 +34,7 @@ from distributed.eligibility import (
     shares_parameters,
 )
 from distributed.gradients.gradient_buckets import GradientBuckets
-from distributed.in_graph_way import InGraphWay, is_synchronised
+from distributed.in_graph_way import InGraphWay, is_synchronised, what_is_reduced
 from distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class CompiledDDP:
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
-        self.reducer_way = ReducerWay(ddp, request, self._options.agreement_timeout_s)
+        self.reducer_way = ReducerWay(ddp, request)
         self._logged: set[str] = set()
         Wrappings.begin()
         self._shares_parameters, self._asked_at = False, -1
@@ -176,12 +176,17 @@ class CompiledDDP:
         return "another DDP module has some of its parameters" if self._shares_parameters else ""
 
     def _agree_on_way(self) -> None:
-        """Fixes the way: in-graph only if every rank can."""
+        """Fixes the way: in-graph only if every rank can.
+
+        Raises:
+            CompileError: the ranks' gradients cannot be averaged; on every rank.
+        """
         ddp, reason = self.ddp, self._own_reason_for_reducer() or self._reason_shared()
-        agreement = agreement_of(process_group(ddp))
-        self._against_in_graph = agreement.settle(
-            "asks how gradients are to be reduced", self._options.agreement_timeout_s, reason=reason
+        facts = {} if reason else what_is_reduced(ddp, self._options, self._names)
+        verdict = agreement_of(process_group(ddp)).settle(
+            "asks how gradients are to be reduced", self._options.agreement_timeout_s, facts, reason
         )
+        self._against_in_graph = verdict.reason
         if not self._against_in_graph:
             return
         logger.warning("the DDP module keeps stock DDP's reducer (%s)", self._against_in_graph)

@@ -17,8 +17,8 @@ class DDPOptions:
     """Settings of a compiled ``DistributedDataParallel`` module.
 
     Attributes:
-        agreement_timeout_s: seconds that ranks wait for one another to agree on a graph or a plan before the job ends
-            with an error on all of them; by so much the slowest rank's compilation may be longer than the fastest's.
+        agreement_timeout_s: seconds that ranks wait at the first synchronised call of a module for one that does not
+            come to it, before the job ends with an error on all of them. One that compiles is waited for longer.
         gradient_compression: ``"bf16"`` or ``"fp16"``: float32 gradients are averaged over ranks in this type, and are
             float32 again in ``param.grad``, as with stock DDP's ``bf16_compress_hook``. ``None``: as they are. Stock
             DDP's reducer does not heed it: it has communication hooks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from compile_core.ir.captured import CapturedGraph
 from compile_core.ir.pick import picker
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement.agreed_graphs import AgreedGraphs
-from distributed.agreement.graph_fingerprint import graph_fingerprint
+from distributed.agreement.agreement import Agreement
 from distributed.planning.ddp_planner import DDPPlanner
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class GraphForms:
         captured: the graph.
         request: how it is compiled.
         planner: of the module.
-        agreed_graphs: with which the ranks agree on it.
+        agreement: of the module's ranks, which wait for one that compiles.
         inputs: of the first call, for which it is compiled at once.
     """
 
@@ -53,14 +52,13 @@ class GraphForms:
         captured: CapturedGraph,
         request: CompileRequest,
         planner: DDPPlanner,
-        agreed_graphs: AgreedGraphs,
+        agreement: Agreement,
         inputs: Sequence[Any],
     ) -> None:
         self._captured = captured
         self._request = request
         self._planner = planner
-        self._agreed_graphs = agreed_graphs
-        self._fingerprint = graph_fingerprint(captured)
+        self._agreement = agreement
         self._forms: list[_Form] = []
         positions = [k for k, given in enumerate(inputs) if isinstance(given, torch.nn.Parameter)]
         self._pick_parameters = picker(positions)
@@ -79,7 +77,8 @@ class GraphForms:
     def __call__(self, *inputs: Any) -> Sequence[torch.Tensor]:
         program = self._form_for(inputs)
         if isinstance(program, GraphOfManySizes) and not program.is_compiled_for(inputs):
-            self._compile_with_others(inputs, lambda: program.compiled_for(inputs))
+            with self._agreement.compiling("compiles another size of a graph"):
+                program.compiled_for(inputs)
         return program(*inputs)
 
     def _form_for(self, inputs: Sequence[Any]) -> Any:
@@ -92,16 +91,10 @@ class GraphForms:
                 "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
             )
             return self._captured.module
-        program = self._compile_with_others(inputs, lambda: self._compile(inputs))
+        with self._agreement.compiling(f"compiles a graph of {len(self._captured.module.graph.nodes)} nodes"):
+            program = self._compile(inputs)
         self._forms.append(_Form(parameters, hooked, program))
         return program
-
-    def _compile_with_others(self, inputs: Sequence[Any], compile: Callable[[], Any]) -> Any:
-        """Ranks go their own ways between the parameters, as where data decide what is done with a batch."""
-        reduced = set(map(id, self._planner.buckets.parameters.values()))
-        if not any(id(parameter) in reduced for parameter in self._pick_parameters(inputs)):
-            return self._agreed_graphs.compile_alone(self._fingerprint, compile)
-        return self._agreed_graphs.compile(self._fingerprint, compile)
 
     def _compile(self, inputs: Sequence[Any]) -> Any:
         with normal_tensors():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,24 +17,23 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import BucketPlan
 from compile_core.compiled_function import CompiledFunction
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement.agreed_graphs import AgreedGraphs
-from distributed.agreement.agreement import Statement, agreement_of, describe_error
+from distributed.agreement.agreement import agreement_of, describe_error
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_module import Names, process_group
 from distributed.ddp_options import DDPOptions
+from distributed.gradients.bucket_buffers import described
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.gradients.static_graph import StaticGraph, changed, shown
 from distributed.graph_forms import GraphForms
 from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
 from distributed.optimizer_steps.step_in_backward import StepInBackward
 from distributed.planning.ddp_planner import DDPPlanner
-from distributed.planning.settle_plan import PlanSettler, of_first_rank
+from distributed.planning.settle_plan import PlanSettler
 from distributed.reducer.parked_reducer import park_again, park_reducer
 from distributed.reducer.wrapped_parameters import reduced_parameters
 
@@ -45,6 +43,22 @@ _FIRST_CALL = "plans the gradient buckets of a module"
 def is_synchronised(ddp: DistributedDataParallel) -> bool:
     """Whether the gradients of a call made now will be reduced."""
     return torch.is_grad_enabled() and ddp.require_backward_grad_sync
+
+
+def what_is_reduced(ddp: DistributedDataParallel, options: DDPOptions, names: Names) -> dict[str, str]:
+    """What ranks must have in common for their gradients to be averaged, by what it is about."""
+    parameters = reduced_parameters(ddp, names).items()
+    ignored = ddp.parameters_to_ignore
+    buffers = [(name, buffer) for name, buffer in ddp.module.named_buffers() if name not in ignored]
+    return {
+        **{f"the parameter {name}": described(p, p.device.type) for name, p in parameters},
+        **{f"the buffer {name}": described(b, b.device.type) for name, b in buffers if ddp.broadcast_buffers},
+        "static_graph": str(ddp.static_graph),
+        "gradient_compression": str(options.gradient_compression),
+        "copy_engines": str(options.copy_engines),
+        "exact_16_bits": str(options.exact_16_bits),
+        "step_in_backward": type(options.step_in_backward).__name__,
+    }
 
 
 class InGraphWay:
@@ -64,7 +78,6 @@ class InGraphWay:
         self._options = options
         group = process_group(ddp)
         self._agreement = agreement_of(group)
-        self._agreed_graphs = AgreedGraphs(self._agreement, options.agreement_timeout_s)
         averaging = Averaging(
             group, ddp.device, options.gradient_compression, options.copy_engines, options.exact_16_bits
         )
@@ -117,8 +130,9 @@ class InGraphWay:
             args, kwargs = self._prepare(args, kwargs)
             ddp.require_forward_param_sync = False
             return self._local(*args, **kwargs)
-        if buckets.missing:
-            raise RuntimeError(_unused(buckets.missing, buckets.static_graph is not None))
+        if buckets.missing and buckets.static_graph is not None:
+            missing = f"{len(buckets.missing)} parameters that got one in the first: {shown(buckets.missing)}"
+            raise RuntimeError(changed(f"the last backward gave no gradient to {missing}"))
         if buckets.plan is not None and ddp.static_graph and buckets.static_graph is None:
             raise RuntimeError(
                 "_set_static_graph() was called after a step; call it before the first, on all ranks"
@@ -135,8 +149,9 @@ class InGraphWay:
         if buckets.plan is None:
             park_reducer(ddp)
             buckets.static_graph = StaticGraph() if ddp.static_graph else None
-            plan = self._agree_on(self._planner.first_plan())
-            buckets.adopt(plan)
+            # The first rank's: another's branches, hooks or graph breaks may have gradients come in another order.
+            verdict = self._agreement.settle(_FIRST_CALL, None, offer=self._planner.first_order())
+            buckets.adopt(self._planner.first_plan(verdict.offer))
         buckets.expect_backward(result)
         return result
 
@@ -149,16 +164,7 @@ class InGraphWay:
                 f"rank {dist.get_rank()} was ended by {describe_error(error)}"
             )
         elif self.buckets.plan is None:
-            self._agreement.give_up(_FIRST_CALL, self._options.agreement_timeout_s, describe_error(error))
-
-    def _agree_on(self, plan: BucketPlan) -> BucketPlan:
-        """The first rank's. On another, hooks or graph breaks of its own may have gradients come in another order, and
-        in other bits."""
-        parameters = sorted(str(replace(parameter, sent_dtype=None)) for parameter in plan.parameters)
-        lines = (*parameters, str(self.buckets.averaging), f"static_graph={self._ddp.static_graph}")
-        statement = Statement("reduces other gradients", lines)
-        self._agreement.settle(_FIRST_CALL, self._options.agreement_timeout_s, [statement])
-        return of_first_rank(plan, self.buckets)
+            self._agreement.give_up(_FIRST_CALL, describe_error(error))
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,18 +181,6 @@ class InGraphWay:
 
     def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
         self.buckets.refuse_changed()
-        forms = GraphForms(captured, self._request, self._planner, self._agreed_graphs, inputs)
+        forms = GraphForms(captured, self._request, self._planner, self._agreement, inputs)
         self._forms.append(forms)
         return forms
-
-
-def _unused(names: Sequence[str], is_static: bool) -> str:
-    if is_static:
-        return changed(
-            f"the last backward gave no gradient to {len(names)} parameters that got one in the first: {shown(names)}"
-        )
-    return (
-        f"the last backward gave no gradient to {len(names)} parameters of the module that were not used in producing "
-        f"the loss: {shown(names)}. Pass find_unused_parameters=True to DistributedDataParallel for unused parameters, "
-        f"freeze them, or make sure that all results of the module take part in the loss"
-    )

@@ -29,18 +29,14 @@ from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 class ReducerWay:
     """Runs calls of one ``DistributedDataParallel`` module, but for the hooks of the module itself.
 
-    Args:
-        timeout_s: how long the other ranks wait for one that compiles.
-
     Attributes:
         forward: the compiled form of the wrapped module.
         graphs: what it was compiled to, as far as gradients are computed.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest, timeout_s: float) -> None:
+    def __init__(self, ddp: DistributedDataParallel, request: CompileRequest) -> None:
         self._ddp = ddp
         self._request = request
-        self._timeout_s = timeout_s
         self.graphs: list[GraphInDDP] = []
         self.forward = self._make_forward()
 
@@ -75,15 +71,12 @@ class ReducerWay:
         """Ranks need not have the same graphs, but one that fails here is missed by the others in an all-reduce."""
         request = self._request
 
-        def compile_form() -> Callable[..., Sequence[torch.Tensor]]:
+        with self._agreement().compiling("compiles a graph for stock DDP's reducer"):
             graph = compile_in_ddp(captured, inputs, request)
             if graph is None:
                 return compile_graph(captured, inputs, backend=request.backend, options=request.options)
             self.graphs.append(graph)
             return graph
-
-        what = "compiles a graph for stock DDP's reducer"
-        return self._agreement().compile_alone(what, self._timeout_s, compile_form)
 
     def _agreement(self) -> Agreement:
         return agreement_of(process_group(self._ddp))

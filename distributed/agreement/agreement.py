@@ -1,15 +1,17 @@
-"""Ranks agree on what they compile before their first collective depends on it.
+"""Ranks agree on what their collectives depend on: which parameters a module reduces, on which way, by which plan.
 
-Every graph with a new structure (``GraphFingerprint``) opens a round: each rank of the process group says that it has
-begun, compiles, posts what it decided, and waits for the verdict of the first rank, which reads all decisions. Rounds
-are numbered, so that a rank that captured another graph meets the others in the same round, and the first line that
-differs can be named. A graph that differs only in sizes from one that was agreed on needs no round: any rank may
-compile it alone.
+What must be the same on all ranks is the order, size and dtype of collectives, nothing else. A module's buckets follow
+from its parameters, and each backward reduces all of them in the plan's order whatever ran before, so graphs are no
+matter: a rank compiles and runs what it needs, and the others wait for it in their first collective.
 
-None of this is a collective. A rank that does not come, or whose process dies while it compiles, is named after a time
-limit instead of hanging everyone, and no communicator's watchdog runs while a rank compiles. The limit begins when a
-rank has decided. For a rank that has no part in a round that another one opened, because it goes on with the graphs
-that it has, it begins when its ``FailureWatch`` sees the round.
+A module has two rounds of agreement, in its first synchronised call: before the forward the ranks compare what they
+would reduce; after it they take the first rank's plan, and wait for a rank that compiles for as long as that takes.
+Rounds are numbered, so that a rank which does something else meets the others in the same round and can be named.
+Where ranks differ, each raises the same error at the same point, and the program may go on with other modules.
+
+None of this is a collective. A rank that does not come is named after a time limit instead of hanging everyone, and no
+communicator's watchdog runs while a rank compiles. For a rank that has no part in a round that another one opened, the
+limit begins when its ``FailureWatch`` sees the round.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from hashlib import sha256
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -27,27 +30,23 @@ from torch.distributed.distributed_c10d import _world
 from compile_core.errors import CompileError
 from distributed.agreement.bulletin import Bulletin
 from distributed.agreement.failure_watch import FailureWatch
-from distributed.agreement.graph_fingerprint import digest_of, first_difference
 from distributed.agreement.session import meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
-
-Compiled = TypeVar("Compiled")
+_DIFFERENCES_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Statement:
-    """One thing that must be the same on all ranks.
+class Verdict:
+    """What came of a round.
 
     Attributes:
-        claim: what a rank did that has other lines, such as "captured another graph".
-        lines: what is compared.
-        places: for each line the user's line behind it, or "".
+        reason: the first rank's that has one, and its name; "" where all can.
+        offer: what the first rank of the group has offered.
     """
 
-    claim: str
-    lines: tuple[str, ...]
-    places: tuple[str, ...] = ()
+    reason: str
+    offer: Any
 
 
 class Agreement:
@@ -78,11 +77,9 @@ class Agreement:
         self._rank = rank
         self._ranks = tuple(ranks)
         self._next_round = 0
-        # The round that was opened without this rank, and the compilations of others that have not ended: seen when.
+        # The round that was opened without this rank: seen when.
         self._unanswered: tuple[int, float] | None = None
         self._is_compiling = False
-        self._alone_seen = 0
-        self._alone: dict[int, float] = {}
         if len(self._ranks) == 1:
             self._meet("is alone", 0)
         look_further = weakref.WeakMethod(self._look_for_others)
@@ -96,70 +93,63 @@ class Agreement:
         )
 
     def settle(
-        self, what: str, timeout_s: float, statements: Sequence[Statement] = (), reason: str = ""
-    ) -> str:
-        """A round about something that needs no compilation.
+        self,
+        what: str,
+        timeout_s: float | None,
+        facts: Mapping[str, str] | None = None,
+        reason: str = "",
+        offer: Any = None,
+    ) -> Verdict:
+        """A round.
 
         Args:
             what: what this rank does, for the messages of ranks that have no part in it.
-            timeout_s: how long ranks wait for each other.
-            statements: must be the same on all ranks, if no rank has a reason.
+            timeout_s: how long ranks wait for each other; ``None``: for as long as nothing is heard of a failure.
+            facts: must be the same on all ranks, by what they are about, if no rank has a reason.
             reason: why this rank cannot do what is settled, or "".
-
-        Returns:
-            The first rank's reason that has one, and its name; "" where all can.
+            offer: what all ranks take if this one is the first of the group; plain data.
 
         Raises:
-            CompileError: the job has failed; on every rank.
+            CompileError: the ranks differ, on every rank; or the job has failed.
         """
         number = self._begin(what, timeout_s)
-        return self._conclude(number, what, timeout_s, statements, reason)
+        bulletin, facts = self._bulletin, dict(facts or {})
+        digest = sha256(repr(sorted(facts.items())).encode()).hexdigest()[:32]
+        if not bulletin.has(f"facts/{digest}"):
+            bulletin.post(f"facts/{digest}", facts)
+        decision = {"what": what, "reason": reason, "facts": digest, "offer": offer}
+        bulletin.post(f"{number}/decided/{self._rank}", decision)
+        if bulletin.count(f"{number}/count", 1) == len(self._ranks):
+            bulletin.post(f"{number}/complete", True)
+        if self._rank == self._ranks[0]:
+            self._wait(f"{number}/complete", number, timeout_s)
+            bulletin.post(f"{number}/verdict", self._judge(number))
+        self._wait(f"{number}/verdict", number, timeout_s)
+        verdict = bulletin.read(f"{number}/verdict")
+        if verdict["error"]:
+            raise CompileError(verdict["error"])
+        return Verdict(verdict["reason"], verdict["offer"])
 
-    def give_up(self, what: str, timeout_s: float, error: str) -> None:
+    def give_up(self, what: str, error: str) -> None:
         """A round that this rank has no part in because of an error: the others are told, if they wait in it.
 
         Unlike a crash in compilation this does not end the job: an error that all ranks raise is theirs to handle.
         """
-        number = self._begin(what, timeout_s)
+        number = self._begin(what, None)
         self._bulletin.post(f"{number}/error", f"rank {self._rank} did not come to an agreement: {error}")
 
-    def compile_together(
-        self, what: str, timeout_s: float, compile: Callable[[], tuple[Compiled, Sequence[Statement]]]
-    ) -> Compiled:
-        """A round about a graph that is new in structure.
-
-        Args:
-            compile: makes the result, and what must be the same on all ranks.
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """While this rank compiles, which the others need not do; they wait for it in their collectives.
 
         Raises:
-            CompileError: the job has failed; on every rank.
-            BaseException: from ``compile``; the job has failed.
-        """
-        number = self._begin(what, timeout_s)
-        with self._compiling():
-            compiled, statements = compile()
-        self._conclude(number, what, timeout_s, statements, "")
-        return compiled
-
-    def compile_alone(self, what: str, timeout_s: float, compile: Callable[[], Compiled]) -> Compiled:
-        """Compiles what the other ranks need not have; they wait for this one in their collectives.
-
-        Raises:
-            BaseException: from ``compile``; the job has failed.
+            CompileError: the job has failed.
+            BaseException: what is raised inside; the job has failed.
         """
         self.watch.at_point()
-        if not self._bulletin.has_session:  # before any round, as to evaluate
-            return compile()
-        number = self._bulletin.count("alone", 1)
-        self._bulletin.post(f"alone/{number}", {"rank": self._rank, "what": what, "timeout_s": timeout_s})
-        try:
-            with self._compiling():
-                return compile()
-        finally:
-            self._bulletin.post(f"alone/{number}/done", True)
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
+        is_known = self._bulletin.has_session  # not before any round, as to evaluate
+        if is_known:
+            self._bulletin.post(f"compiling/{self._rank}", what)
         self._is_compiling = True
         try:
             yield
@@ -168,6 +158,8 @@ class Agreement:
             raise
         finally:
             self._is_compiling = False
+            if is_known and not self.watch.failure:
+                self._bulletin.post(f"compiling/{self._rank}", "")
 
     def _meet(self, what: str, timeout_s: float) -> None:
         def absent(ranks: Sequence[int]) -> str:
@@ -175,144 +167,96 @@ class Agreement:
 
         meet(self._bulletin, self._rank, self._ranks, _turns(timeout_s), absent)
 
-    def _begin(self, what: str, timeout_s: float) -> int:
+    def _begin(self, what: str, timeout_s: float | None) -> int:
         self.watch.at_point()
         if not self._bulletin.has_session:
+            assert timeout_s is not None
             self._meet(what, timeout_s)
         number = self._next_round
         self._next_round += 1
         opened = {"rank": self._rank, "what": what, "timeout_s": timeout_s}
         self._bulletin.post_first(f"{number}/opened", opened)
-        self._bulletin.post(f"{number}/begun/{self._rank}", True)
         return number
 
-    def _conclude(
-        self, number: int, what: str, timeout_s: float, statements: Sequence[Statement], reason: str
-    ) -> str:
-        bulletin = self._bulletin
-        digests = []
-        for statement in statements:
-            digest = digest_of(statement.lines)
-            digests.append((statement.claim, digest))
-            if not bulletin.has(f"text/{digest}"):
-                bulletin.post(f"text/{digest}", (statement.lines, statement.places))
-        decision = {"what": what, "reason": reason, "digests": digests}
-        bulletin.post(f"{number}/decided/{self._rank}", decision)
-        if bulletin.count(f"{number}/count", 1) == len(self._ranks):
-            bulletin.post(f"{number}/complete", True)
-        deadline = time.monotonic() + timeout_s
-        if self._rank == self._ranks[0]:
-            self._wait(f"{number}/complete", number, deadline, timeout_s)
-            bulletin.post(f"{number}/verdict", self._judge(number))
-        self._wait(f"{number}/verdict", number, deadline, timeout_s)
-        return bulletin.read(f"{number}/verdict")
-
-    def _wait(self, name: str, number: int, deadline: float, timeout_s: float) -> None:
-        for _ in _turns(deadline - time.monotonic()):
+    def _wait(self, name: str, number: int, timeout_s: float | None) -> None:
+        for _ in _turns(timeout_s):
             if self._bulletin.has(name):
                 return
             self.watch.look()
             error = self._bulletin.read_if_there(f"{number}/error")
             if error is not None:
-                self._end(error)
-        self._end(self._who_is_missing(number, timeout_s))
+                raise CompileError(error)
+        assert timeout_s is not None
+        self.watch.announce(self._who_is_missing(number, timeout_s))
+        raise CompileError(self.watch.failure)
 
-    def _judge(self, number: int) -> str:
-        """The reason that counts; ends the job where ranks decided differently."""
+    def _judge(self, number: int) -> dict[str, Any]:
+        """What all ranks are told."""
         decisions = {rank: self._bulletin.read(f"{number}/decided/{rank}") for rank in self._ranks}
         first = decisions[self._ranks[0]]
+        error = reason = ""
         for rank, decision in decisions.items():
-            if [claim for claim, _ in decision["digests"]] != [claim for claim, _ in first["digests"]]:
-                self._end(
-                    f"rank {rank} {decision['what']} when rank {self._ranks[0]} {first['what']}; the ranks must "
-                    f"run the same program"
+            if decision["what"] != first["what"]:
+                error = error or (
+                    f"rank {rank} {decision['what']} when rank {self._ranks[0]} {first['what']}; the ranks must call "
+                    f"the same modules in the same order"
                 )
-        for rank, decision in decisions.items():
-            if decision["reason"]:
-                return f"rank {rank}: {decision['reason']}"
-        for rank, decision in decisions.items():
-            for (_, ours), (claim, theirs) in zip(first["digests"], decision["digests"], strict=True):
-                if ours != theirs:
-                    self._end(
-                        f"rank {rank} {claim} than rank {self._ranks[0]}: {self._difference(ours, theirs)}"
-                    )
-        return ""
+            if decision["reason"] and not reason:
+                reason = f"rank {rank}: {decision['reason']}"
+        for rank, decision in decisions.items() if not reason and not error else ():
+            if decision["facts"] != first["facts"]:
+                error = self._difference(rank, first["facts"], decision["facts"])
+                break
+        return {"error": error, "reason": reason, "offer": first["offer"]}
 
-    def _difference(self, ours: str, theirs: str) -> str:
-        (our_lines, our_places), (their_lines, their_places) = (
-            self._bulletin.read(f"text/{digest}") for digest in (ours, theirs)
-        )
-        position = first_difference(our_lines, their_lines)
-        assert position is not None
-        other, mine = _at(their_lines, position), _at(our_lines, position)
-        shown = f"{other or '(nothing)'!r} where that one has {mine or '(nothing)'!r}"
-        places = [place for place in (_at(their_places, position), _at(our_places, position)) if place]
-        return "\n  ".join([f"{shown}; the ranks must run the same model", *dict.fromkeys(places)])
-
-    def _end(self, message: str) -> None:
-        self.watch.announce(message)
-        raise CompileError(self.watch.failure)
+    def _difference(self, rank: int, ours: str, theirs: str) -> str:
+        mine, other = (self._bulletin.read(f"facts/{digest}") for digest in (ours, theirs))
+        names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
+        shown = [
+            f"{name} is {other.get(name, 'not there')} on rank {rank} and {mine.get(name, 'not there')} on rank "
+            f"{self._ranks[0]}"
+            for name in names[:_DIFFERENCES_SHOWN]
+        ]
+        if len(names) > len(shown):
+            shown.append(f"and {len(names) - len(shown)} more")
+        return f"gradients of these ranks cannot be averaged: {'; '.join(shown)}"
 
     def _who_is_missing(self, number: int, timeout_s: float) -> str:
         missing = [rank for rank in self._ranks if not self._bulletin.has(f"{number}/decided/{rank}")]
-        begun = [rank for rank in missing if self._bulletin.has(f"{number}/begun/{rank}")]
         opened = self._bulletin.read(f"{number}/opened")
         what = f"rank {opened['rank']} {opened['what']}"
-        absent = [rank for rank in missing if rank not in begun]
-        if absent:
-            return _did_not_come(absent, timeout_s, what)
-        if begun:
-            return (
-                f"rank {_listed(begun)} did not end a compilation within {timeout_s:g} s while {what}. Its process "
-                f"may have been killed, or be slow to compile (then raise agreement_timeout_s)"
-            )
+        if missing:
+            return _did_not_come(missing, timeout_s, what)
         return (
             f"rank {self._ranks[0]} gave no verdict within {timeout_s:g} s while {what}. It may have failed"
         )
 
     def _look_for_others(self, connection_ended: bool) -> None:
-        """Whether others wait in vain for this rank, or this rank for them. While it compiles it waits for nobody, and
-        what they compile may take as long.
+        """Whether others wait in vain for this rank; while it compiles they do not. And whether a rank for which this
+        one waits has ended: who compiles has said so.
 
         Raises:
             CompileError: for too long, or until a connection ended.
         """
-        if self._is_compiling:
-            self._unanswered = None
-            self._alone = dict.fromkeys(self._alone, time.monotonic())
-            return
-        self._look_for_round(connection_ended)
-        self._look_for_lone_compilations(connection_ended)
-
-    def _look_for_round(self, connection_ended: bool) -> None:
         number, now_s = self._next_round, time.monotonic()
         opened = self._bulletin.read_if_there(f"{number}/opened")
-        if opened is None:
+        if connection_ended:
+            self._explain_end(opened)
+        if opened is None or opened["timeout_s"] is None or self._is_compiling:
             self._unanswered = None
-        elif connection_ended:
-            raise CompileError(_says_end(opened))
         elif self._unanswered is None or self._unanswered[0] != number:
             self._unanswered = number, now_s
         elif now_s - self._unanswered[1] > opened["timeout_s"] and number == self._next_round:
             raise CompileError(self._who_is_missing(number, opened["timeout_s"]))
 
-    def _look_for_lone_compilations(self, connection_ended: bool) -> None:
-        now_s = time.monotonic()
-        while self._bulletin.has(f"alone/{self._alone_seen + 1}"):
-            self._alone_seen += 1
-            self._alone[self._alone_seen] = now_s
-        for alone, seen_s in list(self._alone.items()):
-            compiling = self._bulletin.read(f"alone/{alone}")
-            if compiling["rank"] == self._rank or self._bulletin.has(f"alone/{alone}/done"):
-                del self._alone[alone]
-            elif connection_ended:
-                raise CompileError(_says_end(compiling))
-            elif now_s - seen_s > compiling["timeout_s"]:
-                raise CompileError(
-                    f"rank {compiling['rank']} {compiling['what']} and did not end within "
-                    f"{compiling['timeout_s']:g} s. Its process may have been killed, or be slow to compile (then "
-                    f"raise agreement_timeout_s)"
-                )
+    def _explain_end(self, opened: Mapping[str, Any] | None) -> None:
+        begun = [] if opened is None else [f"rank {opened['rank']} {opened['what']}"]
+        for rank in self._ranks:
+            what = self._bulletin.read_if_there(f"compiling/{rank}")
+            if what and rank != self._rank:
+                begun.append(f"rank {rank} {what}")
+        if begun:
+            raise CompileError(f"a connection ended while {begun[-1]}: its process may have been killed")
 
 
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
@@ -350,11 +294,11 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _turns(seconds: float) -> Iterator[None]:
+def _turns(seconds: float | None) -> Iterator[None]:
     """Times to look for something, until so long has passed."""
-    deadline, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S
+    began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while True:
-        is_last = time.monotonic() > deadline
+        is_last = seconds is not None and time.monotonic() > began_s + seconds
         yield
         if is_last:
             return
@@ -364,20 +308,6 @@ def _turns(seconds: float) -> Iterator[None]:
 
 def _did_not_come(ranks: Sequence[int], timeout_s: float, what: str) -> str:
     return (
-        f"rank {_listed(ranks)} did not come to an agreement within {timeout_s:g} s while {what}. It may have "
-        f"failed, or be late (then raise agreement_timeout_s), or not have called the compiled module, or have nothing "
-        f"to compile because it runs another graph"
+        f"rank {', '.join(map(str, ranks))} did not come to an agreement within {timeout_s:g} s while {what}. It may "
+        f"have failed, or be late (then raise agreement_timeout_s), or not have called the compiled module"
     )
-
-
-def _says_end(announced: Mapping[str, Any]) -> str:
-    what = f"rank {announced['rank']} {announced['what']}"
-    return f"a connection ended while {what}: its process may have been killed"
-
-
-def _at(lines: Sequence[str], position: int) -> str:
-    return lines[position] if position < len(lines) else ""
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

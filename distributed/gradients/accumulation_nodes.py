@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from compile_core.errors import CompileError
-
 # The parameter's own.
 _hooks = operator.attrgetter("_backward_hooks")
 _hooks_behind = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -82,19 +80,13 @@ class AccumulationNodes:
         )
 
 
-def refuse_new_hooks(names: Iterable[str]) -> None:
-    """
-    Args:
-        names: of parameters with hooks whose gradients are those of programs, which were chosen in the forward.
-
-    Raises:
-        CompileError: there are any.
-    """
-    if names := sorted(names):
-        raise CompileError(
-            f"hooks were registered on {', '.join(names)} between the forward and the backward of a "
-            f"compiled DistributedDataParallel module; register them before the forward"
-        )
+def hooks_came_late(what: str) -> str:
+    """The error of parameters that got hooks after the forward, where the engine has a part of their gradients and
+    compiled programs another: no hook would see the sum."""
+    return (
+        f"{what} got a hook between the forward and the backward of a compiled DistributedDataParallel module, and is "
+        f"used both in a compiled graph and outside of any: register the hook before the forward"
+    )
 
 
 def tell_before(node: Any, method: Callable[..., None], *arguments: Any) -> Any:

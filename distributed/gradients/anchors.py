@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
+from distributed.gradients.accumulation_nodes import AccumulationNodes
 from distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
 from distributed.gradients.running_backward import will_run
 
@@ -78,6 +78,5 @@ class Anchors:
         """A program that contributes to gradients which are to be returned has computed these."""
         asked = asked_now()
         assert asked is not None
-        refuse_new_hooks(self._nodes.hooked().intersection(values))
         for name, value in values.items():
             asked.add(self._parameters[name], value)

@@ -22,9 +22,10 @@ from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessI
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
+from compile_core.errors import CompileError
 from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from distributed.gradients.accumulation_nodes import put_first
-from distributed.gradients.paths_of_backward import paths_begin_at
+from distributed.gradients.accumulation_nodes import hooks_came_late, put_first
+from distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
 from distributed.gradients.rounds_of_backward import rounds_end_here
 from distributed.gradients.running_backward import backward_number
 from distributed.streams import current_stream
@@ -76,8 +77,14 @@ class AskedGradients:
         results = list(found)
         for position, parameter in self._parameters.items():
             value, other = self._values.get(parameter), results[position]
-            if value is not None:
-                results[position] = value if other is None else other + value
+            if value is None:
+                continue
+            hooks = parameter._backward_hooks or {}  # registered after the forward
+            if hooks and other is not None:
+                raise CompileError(hooks_came_late("A parameter"))
+            for hook in hooks.values():
+                value = result if (result := hook(value)) is not None else value
+            results[position] = value if other is None else other + value
         return tuple(results)
 
     def _await_other_streams(self) -> None:
@@ -129,6 +136,11 @@ def returns_values() -> bool:
     return asked is not None and asked.as_values
 
 
+def reduces_what_it_reaches() -> bool:
+    """Whether the backward that runs is for gradients of parameters at all, though it may come to none on this rank."""
+    return backward_is_whole() or asked_now() is not None
+
+
 def notice_for(listener: Asked) -> None:
     """From now on backwards are looked at that ask for parameters of this one, as long as it lives."""
     _listening.add(listener)
@@ -158,7 +170,7 @@ class _NoticingEngine(_ImperativeEngine):
         begin: Callable[..., Any] = super().run_backward
 
         def run(*arguments: Any) -> Any:
-            with rounds_end_here(), paths_begin_at(tensors):
+            with rounds_end_here(), paths_begin_at(tensors, is_whole=not inputs):
                 return begin(*arguments)
 
         asked = _asked(inputs, as_values=not accumulate_grad) if inputs else None

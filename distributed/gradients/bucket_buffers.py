@@ -1,13 +1,14 @@
-"""The memory of a bucket plan: one flat buffer a bucket, and the place of every gradient in it."""
+"""The memory of a bucket plan: a flat buffer for each bucket, with a place for every gradient and its mark."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from bucketing.bucket import Bucket, BucketPlan
+from bucketing.bucket import ALIGNMENT_BYTES, Bucket, BucketPlan
 from compile_core.errors import CompileError
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
@@ -19,7 +20,8 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[a
 
 
 class BucketBuffers:
-    """Buffers filled with zeros, so that the padding between gradients reduces to zero.
+    """Buffers filled with zeros, so that the padding between gradients reduces to zero, and behind all gradients a mark
+    for each (``MarksOfUse``).
 
     Attributes:
         plan: what they were made for.
@@ -47,6 +49,7 @@ class BucketBuffers:
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._strides = strides
         self._offsets: dict[str, int] = {}
+        self._ends: list[int] = []
         self.allocated: list[SharedBuffer] = []
         self.narrow_names = [
             frozenset(parameter.name for parameter in bucket.parameters if parameter.sent_dtype is not None)
@@ -55,16 +58,31 @@ class BucketBuffers:
         self.narrow_places: dict[str, torch.Tensor] = {}
         for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
-            self.allocated.append(allocate(bucket.numel, like.dtype, like.device, _narrow_part(bucket)))
+            # Marks are aligned, too.
+            aligned = ALIGNMENT_BYTES // like.itemsize
+            self._ends.append(-(-bucket.numel // aligned) * aligned)
+            numel = self._ends[-1] + len(bucket.parameters)
+            self.allocated.append(allocate(numel, like.dtype, like.device, _narrow_part(bucket)))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self.flat = [buffer.mine for buffer in self.allocated]
+        for index in range(len(self.flat)):
+            self.marks(index).fill_(math.inf)
         self.narrow_values = [*map(self._narrow_values_of, range(len(self.flat)))]
         self._find_places(self._offsets)
         self._owners = [parameters[name] for name in self.places]
         # As long as nobody else has any of them.
         self._holders = max(map(_holders_of, self.places.values()))
         self._views = [*map(_views_of, self.flat)]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what other ranks reach."""
+        return sum(buffer.mine.nbytes for buffer in self.allocated if buffer.is_shared)
+
+    def marks(self, bucket: int) -> torch.Tensor:
+        """Of a bucket, one for each of its parameters."""
+        return self.flat[bucket][self._ends[bucket] :]
 
     def _narrow_values_of(self, bucket: int) -> torch.Tensor | None:
         part = self.allocated[bucket].narrow
@@ -110,7 +128,9 @@ class BucketBuffers:
         }
         for index, names in enumerate(self.names):
             if views[index] > self._views[index] and not free.isdisjoint(names):
+                marks = self.marks(index)
                 self.flat[index] = torch.zeros_like(self.flat[index])
+                self.marks(index).copy_(marks)
                 self.narrow_values[index] = self._narrow_values_of(index)
                 self._find_places(names)
 
@@ -123,7 +143,8 @@ class BucketBuffers:
             place = self.places[name]
             if (now.dtype, now.device, now.shape) != (place.dtype, place.device, place.shape):
                 raise CompileError(
-                    f"{name} was {_described(place)} when its gradient was first reduced and is {_described(now)} now: "
+                    f"{name} was {described(place, place.device)} when its gradient was first reduced and is "
+                    f"{described(now, now.device)} now: "
                     f"change a module's parameters before you make the DistributedDataParallel module"
                 )
 
@@ -175,8 +196,9 @@ def _views_of(flat: torch.Tensor) -> int:
     return _use_count(flat.untyped_storage()._cdata)
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {tensor.device}"
+def described(tensor: torch.Tensor, device: object) -> str:
+    """What decides whether it can be averaged with another one."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {device}"
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:

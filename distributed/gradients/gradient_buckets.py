@@ -13,7 +13,9 @@ take: ranks that run other programs for the same module, one of them in plain Py
 
 What a gradient held before, from backwards under ``no_sync()`` or without ``zero_grad()``, is added before the bucket
 is reduced: the mean of the sums is what stock DDP computes. Afterwards ``param.grad`` is a view of its bucket, unless
-it was a tensor of the user's. As in stock DDP, a backward whose forward did not go through the module is left alone.
+it was a tensor of the user's. A parameter that this rank has no gradient for contributes zeros, and gets the mean if
+another rank has one (``MarksOfUse``); if none has, it keeps what it had. As in stock DDP, a backward whose forward did
+not go through the module is left alone.
 """
 
 from __future__ import annotations
@@ -28,26 +30,31 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from bucketing.bucket import BucketPlan
-from compile_core.errors import CompileError, InternalError
+from compile_core.errors import InternalError
 from compile_core.ir.tensor_spec import contiguous_strides
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.measure_costs import ReadyTimes
 from distributed.collectives.work import Work
-from distributed.gradients.accumulation_nodes import AccumulationNodes, refuse_new_hooks
+from distributed.gradients.accumulation_nodes import AccumulationNodes
 from distributed.gradients.anchors import Anchors
 from distributed.gradients.announced_programs import AnnouncedPrograms
-from distributed.gradients.asked_gradients import returns_values
+from distributed.gradients.asked_gradients import reduces_what_it_reaches, returns_values
 from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
+from distributed.gradients.earlier_gradients import EarlierGradients
+from distributed.gradients.late_hooks import LateHooks
+from distributed.gradients.marks_of_use import MarksOfUse
 from distributed.gradients.narrow_values import NarrowValues
 from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import note_round
 from distributed.gradients.running_backward import backward_number, will_run
-from distributed.gradients.static_graph import StaticGraph, changed
+from distributed.gradients.static_graph import StaticGraph
 from distributed.gradients.undefined_gradients import UndefinedGradients
 from distributed.gradients.watchers import GradientObserver, Watch
 from distributed.gradients.writing_streams import WritingStreams
 from distributed.optimizer_steps.step_in_backward import StepInBackward
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class GradientBuckets:
@@ -67,7 +74,7 @@ class GradientBuckets:
             for these, so they stay.
         device: where they are.
         expecting: a forward of the module ran whose backward has not ended yet.
-        missing: the parameters that got no gradient in the rounds since the last forward, and should have.
+        missing: the parameters that got no gradient on this rank in the rounds since the last forward.
         static_graph: what is known of all rounds, if the program says that they are alike.
         rounds: how many have ended.
         ready_times: measures rounds, in which everything is reduced last.
@@ -93,6 +100,8 @@ class GradientBuckets:
         self.group = group
         self.factor = averaging.factor
         self.expecting = False
+        # Whether results of the last forward tell of backwards; whether the round reduces even if no gradient comes.
+        self._tells = self._is_due = False
         self.missing: tuple[str, ...] = ()
         self.static_graph: StaticGraph | None = None
         self._awaited: set[str] = set()
@@ -112,16 +121,17 @@ class GradientBuckets:
         self.wanted_values, self.take_values = self._anchors.wanted_values, self._anchors.take_values
         self._buffers: BucketBuffers | None = None
         self._narrow: NarrowValues | None = None
+        self._marks: MarksOfUse | None = None
         self._announced = AnnouncedPrograms()
         self.expect = self._announced.add
         self._round: ReductionRound | None = None
         # Of the round, those with hooks, and those for which it is not.
         self._hooked: frozenset[str] = frozenset()
         self._unasked: frozenset[str] = frozenset()
-        # During a round, what ``param.grad`` was before it.
-        self._before: dict[str, torch.Tensor] = {}
-        # Of those that a program stores, the value of before.
-        self._set_aside: dict[str, torch.Tensor] = {}
+        self._late_hooks = LateHooks(self.parameters, self.factor)
+        # Those that this rank has no gradient for.
+        self._without: set[str] = set()
+        self._earlier = EarlierGradients(self.parameters)
         self._scratch: dict[str, torch.Tensor] = {}
         # Of the program that runs, and of the one that runs next.
         self._undefined = self._next_undefined = UndefinedGradients()
@@ -140,8 +150,7 @@ class GradientBuckets:
     @property
     def shared_bytes(self) -> int:
         """Of the buckets that other ranks reach, which torch's allocator does not count."""
-        allocated = () if self._buffers is None else self._buffers.allocated
-        return sum(buffer.mine.nbytes for buffer in allocated if buffer.is_shared)
+        return 0 if self._buffers is None else self._buffers.shared_bytes
 
     def place(self, name: str) -> torch.Tensor:
         """Where a parameter's gradient lies in its bucket, once there is a plan."""
@@ -169,7 +178,7 @@ class GradientBuckets:
             raise InternalError("bucket plans cannot change during a backward")
         before = self._buffers
         self._buffers = BucketBuffers(plan, self.parameters, self._all_strides, self.averaging.allocate)
-        self._narrow = NarrowValues(self._buffers)
+        self._narrow, self._marks = NarrowValues(self._buffers), MarksOfUse(self._buffers)
         if before is None:
             return
         for name, parameter in self.parameters.items():
@@ -190,9 +199,7 @@ class GradientBuckets:
         """
         if self._round is None:
             return
-        for name, before in self._before.items():
-            if name in self._set_aside or (self.parameters[name].grad is None and self._is_users(name)):
-                self.parameters[name].grad = self._set_aside.get(name, before)
+        self._earlier.restore()
         self._unfinished = [*self._works]
         self._next_undefined = UndefinedGradients()
         self._clear(expecting=self.expecting)
@@ -214,6 +221,7 @@ class GradientBuckets:
         self._awaited = set(self.parameters)
         results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         nodes = {value.grad_fn for value in results if value.grad_fn is not None}
+        self._tells = bool(nodes)
         for node in nodes:
             node.register_prehook(self._backward_reaches_result)
         if self._stepper is not None:
@@ -236,7 +244,9 @@ class GradientBuckets:
 
     def _are_first(self, *names: str) -> bool:
         """Whether what a program stores of these is the first of the round, which goes to their places."""
-        return self._storing and self._round is not None and self._round.stored.isdisjoint(names)
+        if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
+            return False
+        return self._late_hooks.names.isdisjoint(names)
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         if self._buffers is None or not self._are_first(*names):
@@ -264,9 +274,14 @@ class GradientBuckets:
         self._narrow.arrived({*names} - self._undefined.missing - zeros)
         for name, contribution in self._scratch.items():
             if not self._undefined.include(name):
-                self._refuse_late(name)
-                self._add(name, contribution)
+                self._round.refuse_late(name, self.static_graph is not None)
+                if name in self._late_hooks.names:
+                    self._late_hooks.add(name, contribution)
+                else:
+                    self._add(name, contribution)
         self._scratch.clear()
+        if not self._late_hooks.names.isdisjoint(names):
+            names = self._late_hooks.take(names, self._round)
         for name in zeros:
             # What a program computes from zeros need not be zero: it may divide by another.
             self._wide_place(name).zero_()
@@ -282,13 +297,14 @@ class GradientBuckets:
             self._stepper.region_ended(values)
 
     def _backward_reaches_result(self, *_: Any) -> None:
-        """Before the engine runs the node of a result of the module."""
-        self._backward_reaches()
+        """Before the engine runs the node of a result of the module: every such backward is a round, on all ranks."""
+        if self._round is None and self._buffers is not None and not returns_values():
+            self._open_round()
         if self._stepper is not None:
             self._stepper.module_reached()
 
     def _backward_reaches(self, *_: Any) -> None:
-        """As above, or before it accumulates a gradient."""
+        """Before the engine accumulates a gradient."""
         if self.expecting and self._round is None and self._buffers is not None and not returns_values():
             self._open_round()
 
@@ -300,7 +316,7 @@ class GradientBuckets:
         parameter = self.parameters[name]
         found = parameter.grad
         if found is not None:
-            self._refuse_late(name)
+            self._round.refuse_late(name, self.static_graph is not None)
             if name in self._hooked:
                 # Hooks see all that has been accumulated by then, and not how it is reduced.
                 parameter.grad = found.clone() if self._buffers.hold(name, found) else found
@@ -346,8 +362,9 @@ class GradientBuckets:
         # Those with hooks come through the engine, and their hooks see them accumulated.
         hooked = self._hooked = self.hooked()
         self._unasked = self._anchors.unasked()
-        refuse_new_hooks(hooked & by_programs)
         by_engine = {name for name, node in self._nodes.by_name.items() if will_run(node)}
+        self._late_hooks.begin(hooked & by_programs, by_engine)
+        by_programs -= hooked
         announced.update(by_engine)
         static, unused = self.static_graph, frozenset()
         if static is not None and static.is_known:
@@ -356,36 +373,16 @@ class GradientBuckets:
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is not None:
-                self._before[name] = gradient
-                if name in by_programs or not (name in by_engine or name in hooked):
-                    mine = self._buffers.hold(name, gradient)
-                    self._set_aside[name] = gradient.clone() if mine else gradient
-                    parameter.grad = None
-                elif self._buffers.hold(name, gradient):
+                is_left = name in by_programs or not (name in by_engine or name in hooked)
+                self._earlier.note(name, gradient, self._buffers, is_left)
+                if not (is_left or self._earlier.is_users(name)):
                     self._narrow.leave(name)  # the engine adds to it where it is
+        self._is_due = reduces_what_it_reaches() and any(map(_requires_grad, self.parameters.values()))
         if self._stepper is not None:
-            self._stepper.begin_round(name for name in by_programs - by_engine if not self._is_users(name))
+            alone = by_programs - by_engine
+            self._stepper.begin_round(name for name in alone if not self._earlier.is_users(name))
         if self.ready_times is not None:
             self.ready_times.round_began()
-
-    def _give(self, name: str) -> None:
-        """Sets the parameter's gradient."""
-        assert self._buffers is not None and self._round is not None
-        place, static = self._buffers.places[name], self.static_graph
-        is_stored = name in self._round.stored
-        if not is_stored and (name in self._unasked or (static is not None and name in static.used_by_none)):
-            if name in self._set_aside:
-                self.parameters[name].grad = self._set_aside[name]
-        elif self._is_users(name):
-            self.parameters[name].grad = self._before[name].copy_(place)
-        elif is_stored or name in self._before or static is not None:
-            self.parameters[name].grad = place
-
-    def _is_users(self, name: str) -> bool:
-        """Whether the gradient before this round is a tensor of the user's, which then stays the gradient."""
-        assert self._buffers is not None
-        before = self._before.get(name)
-        return before is not None and not self._buffers.hold(name, before)
 
     def _note(self, names: Sequence[str]) -> None:
         assert self._round is not None
@@ -403,14 +400,18 @@ class GradientBuckets:
                 self._start(bucket)
 
     def _start(self, bucket: int) -> None:
-        assert self._buffers is not None and self._round is not None and self._narrow is not None
+        assert self._buffers is not None and self._round is not None
+        assert self._narrow is not None and self._marks is not None
         self._watch.at_point()
         self._writers.wait()
         names = self._buffers.names[bucket]
         # As a rule all have come, to where nothing was before.
-        if self._set_aside or not self._round.stored.issuperset(names):
+        if self._earlier.aside or not self._round.stored.issuperset(names):
             for name in names:
                 self._complete(name)
+        without = self._without.intersection(names)
+        if without or not self._marks.are_there(names):
+            self._marks.write(bucket, without)
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
@@ -418,30 +419,34 @@ class GradientBuckets:
         work = self.averaging.start(flat, buffer, values)
         self._works.append(work)
         if self._stepper is not None:
-            for name in names:
-                if not self._is_users(name):
-                    self._give(name)
-            self._stepper.reducing(names, work)
+            ours = [name for name in names if not (self._earlier.is_users(name) or name in without)]
+            for name in ours:
+                self._earlier.give(name, self._buffers, ())
+            self._stepper.reducing(ours, work)
         if self.observer is not None:
-            self.observer.collective_started(bucket, self.averaging.wire_bytes(flat, buffer, values), work)
+            gradients = flat[: self._buffers.plan.buckets[bucket].numel]
+            size_bytes = self.averaging.wire_bytes(gradients, buffer, values)
+            self.observer.collective_started(bucket, size_bytes, work)
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""
         assert self._round is not None
-        is_stored, before = name in self._round.stored, self._before.get(name)
-        if is_stored and name in self._set_aside:
-            self._add(name, self._set_aside[name], self.factor)
+        is_stored, earlier, static = name in self._round.stored, self._earlier, self.static_graph
+        before = earlier.before.get(name)
+        if not is_stored and (before is None or name in self._unasked or (static and name in static.unused)):
+            self._without.add(name)
+        if is_stored and name in earlier.aside:
+            self._add(name, earlier.aside[name], self.factor)
         elif not is_stored and before is not None:
-            self._add(name, self._set_aside.get(name, before), self.factor)
+            self._add(name, earlier.aside.get(name, before), self.factor)
         elif not is_stored:
             self._wide_place(name).zero_()
 
     def _end_round(self) -> None:
         assert self._round is not None and self._buffers is not None
-        if not self._round.has_begun:
+        if not (self._round.has_begun or self._is_due):
             # No gradient of a parameter was asked for.
-            for name in self._set_aside:
-                self.parameters[name].grad = self._before[name]
+            self._earlier.put_back()
             self._clear(expecting=self.expecting)
             return
         self._watch.at_point()
@@ -454,7 +459,7 @@ class GradientBuckets:
                 counts = {
                     name: self._round.contributions(name) if name in stored else 0 for name in self.parameters
                 }
-                static.learn(counts, self.device, lambda tensor: self._wait(self.group.allreduce([tensor])))
+                static.learn(counts)
             for bucket in self._round.take_rest():
                 self._start(bucket)
             if self.ready_times is not None:
@@ -463,18 +468,22 @@ class GradientBuckets:
                 self._wait(work)
             self._awaited -= stored if static is None else stored | static.unused
             self.missing = tuple(filter(self._awaited.__contains__, self.parameters))
-            if self._before or static is not None:
+            assert self._marks is not None
+            used_by_none = self._marks.used_by_none(self._without) if self._without else ()
+            if self._earlier.before or self._without:
                 for name in self.parameters:
-                    self._give(name)
+                    self._earlier.give(name, self._buffers, used_by_none)
             else:
                 for name in stored:
                     self.parameters[name].grad = self._buffers.places[name]
             if self._stepper is not None:
                 of_buckets = zip(self._buffers.flat, map(len, self._buffers.names), strict=True)
-                of_users = ((self._before[name], 1) for name in self._before if self._is_users(name))
+                before = self._earlier.before.items()
+                of_users = ((gradient, 1) for name, gradient in before if self._earlier.is_users(name))
                 self._stepper.end_round((*of_buckets, *of_users))
-        # As stock DDP, a forward may be followed by several backwards, each for some of the parameters.
-        self._clear(expecting=bool(self.missing))
+        # As stock DDP, a forward may be followed by several backwards, each for some of the parameters. Where results
+        # tell of these, other backwards are none of ours: ranks may be missing different ones.
+        self._clear(expecting=bool(self.missing) and not self._tells)
         self.rounds += 1
 
     def _clear(self, expecting: bool = False) -> None:
@@ -482,19 +491,9 @@ class GradientBuckets:
         self.expecting = expecting
         self._works.clear()
         self._writers.clear()
-        self._before.clear()
-        self._set_aside.clear()
+        self._earlier.clear()
         self._scratch.clear()
+        self._late_hooks.clear()
+        self._without.clear()
         if self._narrow is not None:
             self._narrow.clear()
-
-    def _refuse_late(self, name: str) -> None:
-        assert self._round is not None
-        if not self._round.is_started(name):
-            return
-        if self.static_graph is not None:
-            raise RuntimeError(changed(f"{name} got more than in the first backward"))
-        raise CompileError(
-            f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
-            f"with use_reentrant=True; pass use_reentrant=False, or static_graph=True to DistributedDataParallel"
-        )

@@ -18,22 +18,28 @@ from compile_core.autograd.bound_graphs.compiled_call import edges_behind
 from distributed.gradients.running_backward import backward_number, will_run
 
 Roots = Sequence[torch.Tensor | GradientEdge]
-# Of the backwards that run, by their start.
+# Of the backwards that run, by their start; and whether each is for all leaves.
 _roots: dict[object, Roots] = {}
+_whole: dict[object, bool] = {}
 # What was found, by the engine's number of the backward.
 _reached: dict[int, dict[Any, set[int]]] = {}
 
 
 @contextmanager
-def paths_begin_at(roots: Roots) -> Iterator[None]:
-    """A backward runs from here."""
+def paths_begin_at(roots: Roots, is_whole: bool = True) -> Iterator[None]:
+    """A backward runs from here, for all leaves or for what it is asked for."""
     start = object()
-    _roots[start] = roots
+    _roots[start], _whole[start] = roots, is_whole
     try:
         yield
     finally:
-        del _roots[start]
+        del _roots[start], _whole[start]
         _reached.clear()
+
+
+def backward_is_whole() -> bool:
+    """Whether the backward that runs is for all leaves."""
+    return all(_whole.values())
 
 
 def reached_results(node: Any) -> set[int]:

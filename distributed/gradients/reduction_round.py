@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from compile_core.errors import CompileError
+from distributed.gradients.static_graph import changed
+
 
 class ReductionRound:
     """Counts contributions to gradients.
@@ -42,6 +45,20 @@ class ReductionRound:
         """Whether the gradient's bucket is being reduced, so that nothing may be stored in it any more."""
         return self._bucket_of[name] < self._started
 
+    def refuse_late(self, name: str, is_static: bool) -> None:
+        """
+        Raises:
+            RuntimeError, CompileError: something has come to a gradient that is being reduced.
+        """
+        if not self.is_started(name):
+            return
+        if is_static:
+            raise RuntimeError(changed(f"{name} got more than in the first backward"))
+        raise CompileError(
+            f"a gradient came to {name!r} after its bucket was reduced: the parameter is used in two checkpoints "
+            f"with use_reentrant=True; pass use_reentrant=False, or static_graph=True to DistributedDataParallel"
+        )
+
     def arrived(self, names: Iterable[str]) -> None:
         """One contribution to each of these has come."""
         names = tuple(names)
@@ -56,6 +73,10 @@ class ReductionRound:
             missing[name] = still = missing[name] - 1
             if still == 0:
                 left[bucket_of[name]] -= 1
+
+    def left(self, name: str) -> int:
+        """How many are still to come to this gradient."""
+        return self._missing[name]
 
     def contributions(self, name: str) -> int:
         """How many have come to this gradient, those included of which it is known that nothing will."""

@@ -8,9 +8,7 @@ stay without a gradient, and those that another rank uses get the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class StaticGraph:
@@ -19,13 +17,11 @@ class StaticGraph:
     Attributes:
         is_known: the first backward has been.
         contributions: by name, how many each parameter gets on this rank.
-        used_by_none: the parameters that get none on any rank, whose gradients stay as they are.
     """
 
     def __init__(self) -> None:
         self.is_known = False
         self.contributions: Mapping[str, int] = {}
-        self.used_by_none: frozenset[str] = frozenset()
 
     @property
     def unused(self) -> frozenset[str]:
@@ -37,22 +33,9 @@ class StaticGraph:
         first backward, and then those that were."""
         return names & self.unused if self.is_known else names
 
-    def learn(
-        self, contributions: Mapping[str, int], device: torch.device, add_up: Callable[[torch.Tensor], None]
-    ) -> None:
-        """The first backward has come to its end.
-
-        Args:
-            contributions: what each parameter got, with the names in the same order on all ranks.
-            device: where collectives find tensors.
-            add_up: adds up a tensor over ranks, in place.
-        """
-        uses = torch.tensor(list(contributions.values()), dtype=torch.int64, device=device)
-        add_up(uses)
+    def learn(self, contributions: Mapping[str, int]) -> None:
+        """The first backward has come to its end, with these contributions."""
         self.contributions = contributions
-        self.used_by_none = frozenset(
-            name for name, count in zip(contributions, uses.tolist(), strict=True) if count == 0
-        )
         self.is_known = True
 
     def expected(self, announced: Mapping[str, int]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -102,12 +103,23 @@ class DDPPlanner:
             self._sent_dtypes[name] = str(dtype)
         return self._sent_dtypes.get(name) == str(dtype)
 
-    def first_plan(self) -> BucketPlan:
-        """Stock DDP's buckets, for the order in which gradients become ready as far as the graphs tell."""
+    def first_order(self) -> dict[str, Any]:
+        """What the first plan is made of, as plain data for all ranks: the order in which gradients become ready as far
+        as the graphs tell, those that are sent in 16 bits, and the limits of buckets."""
         # The engine runs the backwards of the last graphs first.
         known = [name for ready in reversed(self._ready) for name in ready]
         unknown = [name for name in reversed(self.buckets.parameters) if name not in set(known)]
-        return self._pack(list(dict.fromkeys([*known, *unknown])))
+        return {
+            "ready": list(dict.fromkeys([*known, *unknown])),
+            "sent": self._sent_dtypes,
+            "limits": bucket_limits(self._ddp),
+        }
+
+    def first_plan(self, order: Mapping[str, Any]) -> BucketPlan:
+        """Stock DDP's buckets, for what the first rank says in ``first_order``."""
+        self._sent_dtypes = dict(order["sent"])
+        described = describe(self.buckets.parameters, self._sent_dtypes)
+        return reducer_plan([described[name] for name in order["ready"]], order["limits"])
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
         """Where gradients to be reduced stand among the backward's results; identity tells parameters."""
@@ -120,8 +132,3 @@ class DDPPlanner:
             if name is not None and gradient is not None and name not in self.hooked:
                 found[name] = k
         return found
-
-    def _pack(self, ready: Sequence[str]) -> BucketPlan:
-        """Stock DDP's buckets for gradients that come in this order."""
-        described = describe(self.buckets.parameters, self._sent_dtypes)
-        return reducer_plan([described[name] for name in ready], bucket_limits(self._ddp))

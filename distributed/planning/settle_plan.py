@@ -70,8 +70,8 @@ def with_slack(parameters_in_ready_order: Sequence[Parameter], costs: CostModel)
 def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, MergePlan]:
     plan, device = buckets.plan, buckets.device
     assert plan is not None
-    # All ranks name them in one order.
-    names = list(buckets.parameters)
+    # All ranks name them in one order, whatever order their modules have.
+    names = sorted(buckets.parameters)
     # Those that are sent in 16 bits have one dtype.
     sent = (torch_dtype(parameter.sent_dtype) for parameter in plan.parameters if parameter.sent_dtype)
     sent_dtype = next(sent, None)

@@ -57,10 +57,11 @@ def process_dies_while_it_compiles(model: CompiledDDP, net: Net, faults: Faults)
 
 
 def slow_compilation(model: CompiledDDP, net: Net, faults: Faults) -> None:
+    """In the first step, for longer than a collective may take."""
     if RANK == 0:
         faults.happens = lambda: time.sleep(SLOW_S / 2)  # forward and backward
-    net.swapped = True
     step(model)
+    faults.happens = lambda: None
 
 
 def one_backward_fewer(model: CompiledDDP, net: Net, faults: Faults) -> None:
@@ -93,8 +94,9 @@ def main(case: str, *how: str) -> None:
         agreement_timeout_s=60 if is_slow else AGREEMENT_TIMEOUT_S, copy_engines="copies" in how
     )
     model = CompiledDDP(ddp, request, options)
-    step(model)
-    if is_slow:
+    if not is_slow:
+        step(model)
+    else:
         _set_pg_timeout(timedelta(seconds=IMPATIENT_S), dist.group.WORLD)
     start_s, outcome = time.monotonic(), "went on"
     try:

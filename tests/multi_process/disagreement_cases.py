@@ -96,45 +96,11 @@ def interrupt() -> None:
 
 
 @case
-def another_graph() -> None:
-    ddp = make_ddp()
-    ddp.module.swapped = RANK == 1
-    step(compiled(ddp))
-
-
-@case
-def another_dtype() -> None:
-    ddp = make_ddp()
-    dtype = torch.float64 if RANK == 1 else torch.float32
-    step(compiled(ddp.to(dtype)), dtype=dtype)
-
-
-@case
-def other_dynamic_dims() -> None:
-    step(compiled(make_ddp(), dynamic=RANK == 1))
-
-
-@case
-def another_promise_about_the_graph() -> None:
-    step(compiled(make_ddp(static_graph=RANK == 1)))
-
-
-@case
 def does_not_come() -> None:
     if RANK == 0:
         step(compiled(make_ddp()))
     else:
         make_ddp()
-
-
-@case
-def another_branch_later() -> None:
-    """Rank 0 has nothing to compile: it is in an all-reduce when rank 1 gives up."""
-    ddp = make_ddp()
-    model = compiled(ddp)
-    step(model)
-    ddp.module.swapped = RANK == 1
-    step(model)
 
 
 @case

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from compile_core.errors import CompileError
 from distributed.agreement import failure_watch
-from distributed.agreement.agreement import Agreement, Statement
+from distributed.agreement.agreement import Agreement
 from distributed.agreement.bulletin import Bulletin
 
-GRAPH = Statement("captured another graph", ("input x", "%1 = relu(x)"), ("", "line 3: x.relu()"))
-OTHER = Statement("captured another graph", ("input x", "%1 = tanh(x)"), ("", "line 4: x.tanh()"))
+FACTS = {"the parameter w": "float32[8]", "the parameter b": "float32[2]", "static_graph": "False"}
+OTHER = {"the parameter w": "float64[8]", "the parameter c": "float32[2]", "static_graph": "False"}
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +76,21 @@ class Ranks:
         return outcomes
 
 
-def compiling(
-    *statements: Statement, seconds: float = 0, error: BaseException | None = None, timeout_s: float = 5
+def settling(
+    facts: dict[str, str] = FACTS, timeout_s: float | None = 5, **given: Any
 ) -> Callable[[Agreement], Any]:
-    def compile() -> tuple[str, tuple[Statement, ...]]:
-        time.sleep(seconds)
-        if error is not None:
-            raise error
-        return "compiled", statements
+    return lambda agreement: agreement.settle("asks for the way", timeout_s, facts, **given).reason
 
-    return lambda agreement: agreement.compile_together("compiles a graph of 2 operators", timeout_s, compile)
+
+def compiling(seconds: float = 0, error: BaseException | None = None) -> Callable[[Agreement], Any]:
+    def compile(agreement: Agreement) -> str:
+        with agreement.compiling("compiles a graph of 2 nodes"):
+            time.sleep(seconds)
+            if error is not None:
+                raise error
+        return "compiled"
+
+    return compile
 
 
 def training(seconds: float) -> Callable[[Agreement], None]:
@@ -107,69 +112,65 @@ def check_all_told(outcomes: list[Any], *expected: str) -> None:
             assert text in str(outcome), f"rank {rank}: {outcome}"
 
 
-def test_equal_statements_are_agreed_on_round_by_round() -> None:
+def test_equal_facts_are_agreed_on_round_by_round() -> None:
     ranks = Ranks(3)
     for _ in range(2):
-        assert ranks.run(*[compiling(GRAPH)] * 3) == ["compiled"] * 3
+        assert ranks.run(*[settling()] * 3) == [""] * 3
 
 
-def test_a_slow_rank_is_waited_for() -> None:
-    assert Ranks().run(compiling(GRAPH), compiling(GRAPH, seconds=0.2)) == ["compiled"] * 2
-    assert Ranks().run(compiling(GRAPH, seconds=0.2), compiling(GRAPH)) == ["compiled"] * 2
+def test_a_rank_that_compiles_is_waited_for() -> None:
+    def late(agreement: Agreement) -> str:
+        compiling(seconds=0.5)(agreement)
+        return settling(timeout_s=None)(agreement)
+
+    assert Ranks().run(settling(timeout_s=None), late) == ["", ""]
+    assert Ranks().run(late, settling(timeout_s=None)) == ["", ""]
+    assert Ranks().run(training(0.7), compiling(seconds=0.5)) == [None, "compiled"]
 
 
-def test_another_graph_is_an_error_with_the_first_line_that_differs() -> None:
-    outcomes = Ranks(3).run(compiling(GRAPH), compiling(GRAPH), compiling(OTHER))
+def test_what_differs_is_an_error_on_every_rank_and_later_rounds_go_on() -> None:
+    ranks = Ranks(3)
     check_all_told(
-        outcomes,
-        "rank 2 captured another graph than rank 0: '%1 = tanh(x)' where that one has '%1 = relu(x)'",
-        "line 3: x.relu()",
-        "line 4: x.tanh()",
+        ranks.run(settling(), settling(), settling(OTHER)),
+        "cannot be averaged: the parameter w is float64[8] on rank 2 and float32[8] on rank 0; "
+        "the parameter b is not there on rank 2 and float32[2] on rank 0; "
+        "the parameter c is float32[2] on rank 2 and not there on rank 0",
     )
+    assert ranks.run(*[settling()] * 3) == [""] * 3
 
 
 def test_a_round_of_another_kind_is_an_error_that_says_what_each_rank_does() -> None:
-    """As where one rank has a graph more, or calls the modules in another order."""
-    for other in (
-        lambda agreement: agreement.settle("plans buckets", 5, [Statement("planned other buckets", ("a",))]),
-        lambda agreement: agreement.settle("asks for the way", 5, reason="it has hooks"),
-    ):
-        outcomes = Ranks().run(compiling(GRAPH), other)
-        check_all_told(
-            outcomes, "rank 1 ", " when rank 0 compiles a graph of 2 operators; the ranks must run"
-        )
+    """As where one rank calls the modules in another order."""
+    outcomes = Ranks().run(settling(), lambda agreement: agreement.settle("plans buckets", 5))
+    check_all_told(outcomes, "rank 1 plans buckets when rank 0 asks for the way; the ranks must call")
 
 
-def test_a_reason_of_one_rank_counts_for_all() -> None:
-    ranks = Ranks()
+def test_a_reason_of_one_rank_counts_for_all_and_so_does_what_the_first_offers() -> None:
+    assert Ranks().run(settling(), settling(OTHER, reason="a hook")) == ["rank 1: a hook"] * 2
 
-    def settle(agreement: Agreement) -> str:
-        return agreement.settle(
-            "the way of a module", 5, reason="a hook" if agreement is ranks.all[1] else ""
-        )
+    def offer(agreement: Agreement) -> Any:
+        return agreement.settle("plans buckets", None, offer=[agreement._rank]).offer
 
-    assert ranks.run(settle, settle) == ["rank 1: a hook"] * 2
+    assert Ranks(3).run(*[offer] * 3) == [[0]] * 3
 
 
-def test_a_rank_that_gives_up_ends_those_who_wait_for_it() -> None:
+def test_a_rank_that_gives_up_is_an_error_to_those_who_wait_for_it_and_later_rounds_go_on() -> None:
     def give_up(agreement: Agreement) -> None:
-        agreement.give_up("the first call", 5, "ValueError: no data")
-
-    def settle(agreement: Agreement) -> str:
-        return agreement.settle("the first call", 5, [GRAPH])
+        agreement.give_up("the first call", "ValueError: no data")
 
     ranks = Ranks()
     # An error on all ranks is theirs to handle.
     assert ranks.run(give_up, give_up) == [None, None]
-    assert ranks.run(settle, settle) == ["", ""]
-    outcomes = ranks.run(settle, give_up)
+    assert ranks.run(settling(), settling()) == ["", ""]
+    outcomes = ranks.run(settling(timeout_s=None), give_up)
     check_all_told(outcomes[:1], "rank 1 did not come to an agreement: ValueError: no data")
+    assert ranks.run(settling(), settling()) == ["", ""]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), KeyboardInterrupt(), SystemExit(3)])
 def test_a_crash_in_compilation_ends_the_others_at_once(error: BaseException) -> None:
     start_s = time.monotonic()
-    outcomes = Ranks(3).run(compiling(GRAPH), compiling(error=error), training(10))
+    outcomes = Ranks(3).run(settling(), compiling(error=error), training(10))
     assert outcomes[1] is error
     shown = f"compilation failed on rank 1: {type(error).__name__}"
     check_all_told([outcomes[0], outcomes[2]], shown)
@@ -177,57 +178,15 @@ def test_a_crash_in_compilation_ends_the_others_at_once(error: BaseException) ->
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    outcomes = Ranks(3).run(compiling(GRAPH, timeout_s=0.3), compiling(GRAPH, timeout_s=0.3), lambda _: None)
-    check_all_told(outcomes[:2], "rank 2 did not come to an agreement within 0.3 s", "a graph of 2 operators")
+    outcomes = Ranks(3).run(settling(timeout_s=0.3), settling(timeout_s=0.3), lambda _: None)
+    check_all_told(
+        outcomes[:2], "rank 2 did not come to an agreement within 0.3 s while rank", "asks for the way"
+    )
 
 
 def test_a_rank_that_goes_on_training_ends_too() -> None:
-    outcomes = Ranks().run(training(10), compiling(GRAPH, timeout_s=0.3))
-    check_all_told(outcomes, "rank 0 did not come to an agreement", "rank 1 compiles a graph of 2 operators")
-
-
-def test_a_rank_that_dies_while_it_compiles_is_named() -> None:
-    def die(agreement: Agreement) -> None:
-        agreement._begin("a graph", 0.3)
-
-    outcomes = Ranks().run(compiling(GRAPH, timeout_s=0.3), die)
-    check_all_told(outcomes[:1], "rank 1 did not end a compilation within 0.3 s")
-    # Also where the others have no part in it.
-    check_all_told(Ranks().run(training(10), die)[:1], "rank 0 did not come to an agreement within 0.3 s")
-
-
-def test_a_rank_may_compile_alone_what_was_agreed_on() -> None:
-    ranks = Ranks()
-    alone = ranks.run(
-        training(0.3), lambda agreement: agreement.compile_alone("compiles a size", 0.5, lambda: "compiled")
-    )
-    assert alone == [None, "compiled"]
-    assert ranks.run(compiling(GRAPH), compiling(GRAPH)) == ["compiled"] * 2
-
-
-def test_a_rank_that_fails_or_dies_compiling_alone_is_named() -> None:
-    def fail() -> None:
-        raise MemoryError("no room")
-
-    outcomes = Ranks().run(
-        training(10), lambda agreement: agreement.compile_alone("compiles a size", 5, fail)
-    )
-    check_all_told(outcomes[:1], "compilation failed on rank 1: MemoryError: no room")
-
-    def die(agreement: Agreement) -> None:
-        agreement._bulletin.count("alone", 1)
-        agreement._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 0.3})
-
-    check_all_told(Ranks().run(training(10), die)[:1], "rank 1 compiles a size and did not end within 0.3 s")
-
-
-def test_ranks_that_compile_do_not_mind_others_that_take_as_long() -> None:
-    def alone(agreement: Agreement) -> str:
-        compiled = agreement.compile_alone("compiles a size", 0.2, lambda: time.sleep(0.8) or "compiled")
-        agreement.watch.at_point()
-        return compiled
-
-    assert Ranks().run(alone, alone) == ["compiled"] * 2
+    outcomes = Ranks().run(training(10), settling(timeout_s=0.3))
+    check_all_told(outcomes, "rank 0 did not come to an agreement", "rank 1 asks for the way")
 
 
 def test_entries_of_a_process_group_before_are_no_news() -> None:
@@ -235,10 +194,8 @@ def test_entries_of_a_process_group_before_are_no_news() -> None:
     store = HashStore()
     for first_late_s in (0, 0.2):  # then the others find the invitation of the time before
         ranks = Ranks(store=store, first_late_s=first_late_s)
-        assert ranks.run(compiling(GRAPH), compiling(GRAPH)) == ["compiled"] * 2
-        check_all_told(
-            ranks.run(compiling(GRAPH), compiling(OTHER)), "rank 1 captured another graph than rank 0"
-        )
+        assert ranks.run(settling(), settling()) == ["", ""]
+        check_all_told(ranks.run(settling(), settling(OTHER)), "the parameter w is float64[8] on rank 1")
 
 
 def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
@@ -252,8 +209,8 @@ def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
 
 def test_a_failure_stays() -> None:
     ranks = Ranks()
-    ranks.run(compiling(GRAPH), compiling(OTHER))
-    check_all_told(ranks.run(compiling(GRAPH), compiling(GRAPH)), "captured another graph")
+    ranks.run(settling(), compiling(error=RuntimeError("a fault")))
+    check_all_told(ranks.run(settling(), settling()), "compilation failed on rank 1: RuntimeError: a fault")
 
 
 def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCaptureFixture) -> None:
@@ -390,7 +347,7 @@ def test_waiting_for_a_bucket_looks_for_failures() -> None:
 def test_a_connection_that_ends_is_explained_by_what_a_rank_had_begun() -> None:
     ranks = Ranks()
     mine, other = ranks.all
-    other._bulletin.post("alone/1", {"rank": 1, "what": "compiles a size", "timeout_s": 60})
+    other._bulletin.post("compiling/1", "compiles a size")
     mine.watch.wait(SlowWork(3))
     with pytest.raises(CompileError, match="a connection ended while rank 1 compiles a size"):
         mine.watch.wait(SlowWork(3, "connection closed"))

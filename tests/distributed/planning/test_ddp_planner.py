@@ -34,7 +34,7 @@ def planned(batch: int) -> tuple[list[str], str]:
     planner = DDPPlanner(ddp, buckets)
     graph = recorded_graph(layers, **SHAPES, places=(batch,))
     schedule, _ = planner.plan_backward(graph, [*parameters.values(), torch.empty(batch)])
-    return list(schedule.destinations), str(planner.first_plan())
+    return list(schedule.destinations), str(planner.first_plan(planner.first_order()))
 
 
 def test_the_first_plan_is_the_same_for_all_sizes() -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -157,8 +156,6 @@ def gradients_that_do_not_come_are_missing_in_replays() -> None:
             hidden, scores = compiled(data(step))
             (hidden.sum() if step == 3 else hidden.sum() + loss_of(scores)).backward()
         assert compiled.module.head.weight.grad is None
-        with pytest.raises(RuntimeError, match=r"head\.weight"):
-            compiled(data(4))
 
 
 class Broken(Net):

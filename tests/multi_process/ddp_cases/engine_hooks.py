@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-import compile_core
 from distributed import inspect_ddp
 from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (
@@ -74,11 +72,18 @@ def hooks_for_several_gradients() -> None:
 
 @case()
 def hooks_of_nodes_registered_behind_the_forward() -> None:
-    stock, compiled = pair(backend="aot_eager")
-    check_steps(stock, compiled, steps=1)
-    loss = loss_of(compiled(data(5)))
-    handle = get_gradient_edge(compiled.module.second.weight).node.register_hook(lambda *_: None)
-    with pytest.raises(compile_core.CompileError, match=r"second\.weight"):
+    seen: list[torch.Tensor] = []
+
+    def run(model: Any, step: int) -> None:
+        loss = loss_of(model(data(step)))
+        node = get_gradient_edge(model.module.second.weight).node
+        handles = [node.register_hook(lambda *_: seen.append(model.module.second.weight.grad.clone()))]
+        handles.append(node.register_prehook(lambda arriving: (arriving[0] * 1.5,)))
         loss.backward()
-    handle.remove()
-    check_steps(stock, compiled, steps=1)
+        for handle in handles:
+            handle.remove()
+
+    stock, compiled = pair(backend="aot_eager")
+    check_steps(stock, compiled, run)
+    assert len(seen) == 6
+    check_in_graph(compiled)

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import compile_core
 from compile_core import CompileError
 from distributed import inspect_ddp
+from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -338,13 +339,29 @@ def stock_ddp_with_optimizers() -> nn.Module:
 
 @case()
 def hooks_of_parameters_registered_behind_the_forward() -> None:
-    """A compiled backward would go round them, so it says so; before the next forward they are welcome."""
-    stock, compiled = pair(backend="aot_eager")
-    check_steps(stock, compiled)
-    loss = loss_of(compiled(data(5)))
-    for model in (stock, compiled):
-        model.module.second.weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(compile_core.CompileError, match=r"second\.weight"):
+    """They see the whole gradient of the rank, before it is reduced: also of a weight that two graphs use, and where
+    ``autograd.grad`` asks for it; hooks of one rank are no matter to the others."""
+
+    def halve(tensor: torch.Tensor) -> None:
+        assert tensor.grad is not None
+        tensor.grad.mul_(0.5)
+
+    def run(model: Any, step: int) -> None:
+        loss, weight = loss_of(model(data(step))), model.module.second.weight
+        handles = [weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 2)]
+        if dist.get_rank() == 1 or step == 2:
+            handles.append(weight.register_post_accumulate_grad_hook(halve))
+        if step == 1:
+            (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+            loss = loss + found.norm()
         loss.backward()
-    check_steps(stock, compiled)
-    check_in_graph(compiled)
+        if step == 2:
+            with model.no_sync():
+                loss_of(model(data(step))).backward()
+        for handle in handles:
+            handle.remove()
+
+    for make in (Net, Broken, lambda: Broken(tied=True)):
+        stock, compiled = pair(make, backend="aot_eager")
+        check_steps(stock, compiled, run, steps=4, synchronised=False)
+        check_in_graph(compiled)

@@ -57,14 +57,14 @@ def a_result_that_the_loss_does_not_use() -> None:
 
 @case()
 def a_result_whose_parameters_the_loss_does_not_use() -> None:
-    """The backward ends without their gradients; stock DDP says so at the next forward, and so do we, also where the
-    gradients come through the engine. To stock DDP's reducer they would be zeros: the backward is the error."""
-    hooked = compile_core.compile(stock_ddp(Heads), backend="aot_eager")
-    hooked.module.head.weight.register_hook(lambda gradient: gradient)
-    for model in (*pair(Heads, backend="aot_eager"), hooked):
-        loss_of(model(data(0))[0]).backward()
-        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
-            model(data(1))
+    """The backward ends without their gradients, which stay as they are, as where stock DDP looks for unused ones; also
+    where gradients come through the engine. To the reducer they would be zeros: the backward is the error."""
+    for is_hooked in (False, True):
+        stock, compiled = stock_ddp(Heads, find_unused_parameters=True), pair(Heads, backend="aot_eager")[1]
+        if is_hooked:
+            compiled.module.head.weight.register_hook(lambda gradient: gradient)
+        check_steps(stock, compiled, lambda model, step: loss_of(model(data(step))[0]).backward())
+        check_in_graph(compiled)
     wrapped = DistributedDataParallel(compile_core.compile(Heads().to(DEVICE), backend="aot_eager"))
     for model in (compile_ddp(stock_ddp(Heads), DDPOptions(overlap="reducer"), backend="aot_eager"), wrapped):
         with model.no_sync():
