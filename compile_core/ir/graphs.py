@@ -7,7 +7,7 @@ when the graph is partitioned or scheduled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,12 +42,15 @@ class ResultAlias:
         position: among the primals, or among the outputs.
         view: sizes, strides and offset relative to that tensor's own offset, or ``None`` for the tensor itself.
         detached: the program cut it off from autograd.
+        fake: the result of the trace, a view whose operations are done again where several elements of that tensor lie
+            in one place: sizes and strides do not tell then which of them are whose.
     """
 
     of_input: bool
     position: int
     view: tuple[tuple[int | OpenSize, ...], tuple[int | OpenSize, ...], int | OpenSize] | None
     detached: bool
+    fake: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class GraphSignature:
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
+        presence: the backward takes a flag behind the tangents for each of these: whether a gradient arrives for any of
+            these tangents, which are given by their positions.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -90,6 +95,7 @@ class GraphSignature:
     gradient_tangents: tuple[tuple[int, ...], ...]
     open_sizes: int = 0
     left_undefined: tuple[int, ...] = ()
+    presence: tuple[tuple[int, ...], ...] = ()
 
 
 def replaced_inputs(signature: GraphSignature) -> dict[int, int]:
@@ -120,7 +126,8 @@ class JointGraph:
         module: placeholders are the primals, tensors and numbers, then the tangents. The output node is a flat tuple:
             the graph's outputs, then one gradient (or ``None``) for each of ``signature.gradient_inputs``.
         primals: names of the primal placeholders.
-        tangents: names of the tangent placeholders; empty for an inference graph.
+        tangents: names of the tangent placeholders, and then of the flags for ``signature.presence``; empty for an
+            inference graph.
         num_outputs: how many of the outputs belong to the forward.
     """
 

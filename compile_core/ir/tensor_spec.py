@@ -69,6 +69,17 @@ class TensorSpec:
         return True
 
     @property
+    def may_overlap(self) -> bool:
+        """Whether two elements may lie in one place, as those of an expanded tensor do."""
+        sizes = [tuple(map(value_at_compilation, pair)) for pair in zip(self.stride, self.shape, strict=True)]
+        reach = 0
+        for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
+            if stride <= reach:
+                return all(size != 0 for _, size in sizes)
+            reach += stride * (size - 1)
+        return False
+
+    @property
     def layout(self) -> list[int]:
         """Strides that say something: not those of dims of one element, and none of an empty tensor."""
         if self.numel == 0:

@@ -7,6 +7,7 @@ import torch
 
 from compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import captured, check, compile_program
+from tests.autograd.scenarios import check_scenario, for_each
 
 BACKENDS = ["aot_eager", "triton"]
 
@@ -161,3 +162,33 @@ def test_gradient_of_what_got_none_is_none():
         assert [gradient is None for gradient in gradients] == [False, True, True]
         gradients = torch.autograd.grad(third.sum(), inputs, allow_unused=True)
         assert [gradient is None for gradient in gradients] == [False, True, False]
+
+
+EXPANDED = {
+    "reshaped": lambda a: a.reshape(-1, 4),
+    "beginning": lambda a: a[:1],
+    "with_another": lambda a: (a.reshape(-1, 4), a.sin()),
+    "turned": lambda a: a.t()[1:3],
+    "expanded_again": lambda a: a.unsqueeze(1).expand(2, 3, 4),
+    "windows": lambda a: a.unfold(1, 2, 1),
+    "detached": lambda a: (a.detach()[0], a[1]),
+}
+
+
+@pytest.mark.parametrize("overlap", [(0, 1), (1, 1)])
+@for_each(EXPANDED, "program")
+def test_views_of_inputs_whose_elements_share_memory(program, overlap):
+    """Each element has a gradient of its own, although it lies where others lie."""
+
+    def scenario(compile):
+        # What is compiled sees a tensor whose strides overlap.
+        a = torch.arange(8.0).as_strided((2, 4), overlap).requires_grad_()
+        results = compile(program)(a)
+        results = results if isinstance(results, tuple) else (results,)
+        for result in results:
+            if result.requires_grad:
+                weights = torch.arange(1.0, result.numel() + 1).reshape(result.shape)
+                (result * weights).sum().backward()
+        return results, [result.stride() for result in results], a.grad
+
+    check_scenario(scenario, "aot_eager")

@@ -136,5 +136,7 @@ def _make_alias(
         source = source.detach()
     if alias.view is None:
         return source
+    if alias.fake is not None:
+        return alias.fake._view_func_unsafe(source)  # type: ignore[attr-defined]
     size, stride, (offset,) = (resolve_sizes(part, sizes) for part in (*alias.view[:2], alias.view[2:]))
     return source.as_strided(size, stride, source.storage_offset() + offset)

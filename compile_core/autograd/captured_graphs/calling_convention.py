@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
+from compile_core.autograd.captured_graphs.overlapping_writes import RefuseOverlappingWrites
 from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from compile_core.errors import Unsupported
 from compile_core.ir.fake_results import run_on_fakes
@@ -89,7 +90,7 @@ def find_calling_convention(
         before = {
             k: (_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for k, tensor in tensors.items()
         }
-        with failures_explained():
+        with failures_explained(), RefuseOverlappingWrites():
             outputs = module.forward(*inputs)
         rebound: list[int] = []
         for position, (metadata, _, history) in before.items():
@@ -199,9 +200,11 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
     if output is source:
         return ResultAlias(kind == "input", position, None, detached)
     offset: Any = output.storage_offset() - source.storage_offset()
-    return ResultAlias(
-        kind == "input", position, (tuple(output.shape), tuple(output.stride()), offset), detached
-    )
+    view = (tuple(output.shape), tuple(output.stride()), offset)
+    is_ambiguous = output.requires_grad and TensorSpec.of(source).may_overlap
+    if is_ambiguous and (output._has_symbolic_sizes_strides or source._has_symbolic_sizes_strides):
+        raise Unsupported("view-of-expanded", "a result is a view of an expanded input of open sizes")
+    return ResultAlias(kind == "input", position, view, detached, output if is_ambiguous else None)
 
 
 def _has_history_of(output: torch.Tensor, source: torch.Tensor) -> bool:
