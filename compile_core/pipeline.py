@@ -22,6 +22,7 @@ from compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from compile_core.autograd.partitioning.partition import partition
+from compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
 from compile_core.autograd.rewrites.pad_products import pad_products
 from compile_core.autograd.rewrites.random_to_counters import random_to_counters
@@ -174,7 +175,7 @@ def compile_stages(
     with timed("known_masks"):
         program = simplify_masks(module, keep_random_numbers=not with_counters)
     with timed("trace_joint"):
-        joint = trace_joint(program, examples, decompositions)
+        joint = keep_absent_apart(trace_joint(program, examples, decompositions))
     if with_counters:
         joint = random_to_counters(joint)
     if backend.aligns_products and options.shape_padding:

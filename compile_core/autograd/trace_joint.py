@@ -51,12 +51,12 @@ from compile_core.autograd.tracing.recurrent_layers import layered_networks
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 from compile_core.ir.fake_results import kernels_of_sizes
+from compile_core.ir.gradient_sources import gradient_sources
 from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.ir.torch_switches import without_autocast
 
-# torch exports these without declaring them.
-debug_has_internal_overlap: Any = torch._debug_has_internal_overlap  # type: ignore[attr-defined]
+# torch exports it without declaring it.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 
@@ -204,15 +204,10 @@ def _find_dependencies(
     module: torch.fx.GraphModule, tangents: Sequence[str], num_outputs: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each gradient, which tangents it depends on."""
-    reached: dict[torch.fx.Node, frozenset[int]] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder" and node.name in tangents:
-            reached[node] = frozenset([tangents.index(node.name)])
-        elif node.op != "output":
-            reached[node] = frozenset().union(*(reached[source] for source in node.all_input_nodes))
+    sources = gradient_sources(module.graph, tangents)
     (output,) = module.graph.find_nodes(op="output")
     gradients = output.args[0][num_outputs:]
-    return tuple(() if node is None else tuple(sorted(reached[node])) for node in gradients)
+    return tuple(() if node is None else tuple(sorted(sources[node])) for node in gradients)
 
 
 def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -242,7 +237,7 @@ def _check_overlap(examples: Sequence[Any], mutated: Sequence[int]) -> None:
                 "overlapping-inputs",
                 f"input {position} is changed in place and shares its memory with another input",
             )
-        if debug_has_internal_overlap(examples[position]) == 1:
+        if TensorSpec.of(examples[position]).may_overlap:
             raise Unsupported(
                 "overlapping-elements", f"input {position}, whose elements share memory, is changed in place"
             )

@@ -29,8 +29,9 @@ def verify_joint(joint: JointGraph) -> None:
     sizes = graph_results(joint.module)[joint.num_outputs - joint.signature.open_sizes : joint.num_outputs]
     if not all(node is not None and is_number(node) for node in sizes):
         _broken("joint graph", "the open sizes are the last of its outputs")
-    if len(joint.tangents) != len(joint.signature.tangents):
-        _broken("joint graph", f"{len(joint.tangents)} tangents for {len(joint.signature.tangents)} results")
+    expected = len(joint.signature.tangents) + len(joint.signature.presence)
+    if len(joint.tangents) != expected:
+        _broken("joint graph", f"{len(joint.tangents)} tangents and flags, not {expected}")
     _verify_seeds(joint.module)
 
 

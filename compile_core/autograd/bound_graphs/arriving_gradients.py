@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.regions import graph_inputs
 from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+
+
+@dataclass(frozen=True)
+class ArrivalFlags:
+    """What a backward is told of the gradients that did not arrive; see ``GraphSignature.presence``.
+
+    Attributes:
+        sources: for each flag, the tangents of which any has arrived.
+        some: the flags if so.
+        none: the flags if not.
+    """
+
+    sources: tuple[frozenset[int], ...]
+    some: tuple[torch.Tensor, ...]
+    none: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(graph: PartitionedGraph) -> ArrivalFlags:
+        assert graph.backward is not None
+        presence = graph.signature.presence
+        inputs = graph_inputs(graph.backward)
+        devices = [flag.meta["val"].device for flag in inputs[len(inputs) - len(presence) :]]
+        some, none = (
+            tuple(torch.tensor(value, device=device) for device in devices) for value in (True, False)
+        )
+        return ArrivalFlags(tuple(map(frozenset, presence)), some, none)
+
+    def without(self, absent: Collection[int]) -> Sequence[torch.Tensor]:
+        """The flags where these tangents are missing."""
+        if not absent:
+            return self.some
+        flags = zip(self.sources, self.some, self.none, strict=True)
+        return [none if sources.issubset(absent) else some for sources, some, none in flags]
 
 
 def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:

@@ -6,17 +6,22 @@ costs little more than what is done here, so whatever is the same for all calls 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
+from compile_core.autograd.bound_graphs.absent_hooks import HooksOfResult, spare_leaves
 from compile_core.autograd.bound_graphs.arriving_gradients import (
+    ArrivalFlags,
     are_batched,
     as_specified,
     batched_as_specified,
 )
+from compile_core.autograd.bound_graphs.changeable_values import ChangeableValues
 from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward, undifferentiable
 from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from compile_core.autograd.bound_graphs.returned_draws import Program
@@ -43,6 +48,8 @@ class DifferentiableProgram:
         changed: positions of the primals that the program changes.
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
         taken: the gradients that someone else takes, instead of autograd.
+        flags: what the backward is told of gradients that do not arrive.
+        changeable: what is saved that may be changed where its gradient does not arrive.
     """
 
     forward: Program
@@ -61,6 +68,8 @@ class DifferentiableProgram:
     changed: frozenset[int]
     restored: Callable[[list[Any]], list[Any]]
     taken: TakenGradients | None
+    flags: ArrivalFlags
+    changeable: ChangeableValues | None
 
     @staticmethod
     def of(
@@ -73,6 +82,8 @@ class DifferentiableProgram:
     ) -> DifferentiableProgram:
         assert graph.backward is not None
         signature = graph.signature
+        # What is to be differentiated again needs all that was saved.
+        may_be_absent = len(signature.tangents) > 1 and differentiable_backward is None
         primals = [node.name for node in graph.forward.graph.find_nodes(op="placeholder")]
         numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
         computed = [name for name in graph.saved if name not in primals]
@@ -103,6 +114,8 @@ class DifferentiableProgram:
             changed=frozenset(mutation.input for mutation in signature.mutated),
             restored=getattr(backward, "restored", list),
             taken=taken,
+            flags=ArrivalFlags.of(graph),
+            changeable=ChangeableValues.of(graph) if may_be_absent else None,
         )
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -112,6 +125,18 @@ class DifferentiableProgram:
         if self.taken is not None:
             return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
         return _apply(self, *primals)
+
+    @functools.cached_property
+    def _edges_of_few(self) -> list[tuple[int, frozenset[int]]]:
+        """The edges of the node whose gradients depend on some results only, and on which."""
+        every = frozenset(self.signature.tangents)
+        return [(edge, of) for edge, of in enumerate(self.results_of_edges()) if of and of != every]
+
+    def edges_without(self, absent: set[int]) -> list[int]:
+        """The edges to which no gradient comes where none arrived at these results."""
+        if len(absent) == len(self.signature.tangents):
+            return [edge for edge, of in enumerate(self.results_of_edges()) if of]
+        return [edge for edge, of in self._edges_of_few if of <= absent]
 
     def results_of_edges(self) -> list[frozenset[int] | None]:
         """For each edge of the node, which are those of its tensors, the results that its gradient depends on; ``None``
@@ -141,6 +166,7 @@ class DifferentiableProgram:
         specs = self.signature.tangent_specs
         if sizes:
             specs = [resolve_spec(spec, sizes) for spec in specs]
+        flags = self.flags.without({k for k, gradient in enumerate(arriving) if gradient is None})
         is_batched = are_batched(arriving)
         if is_batched or wanted:
             # Only torch's own kernels can take what is batched, and the program would store.
@@ -148,8 +174,11 @@ class DifferentiableProgram:
             if self.taken is not None and wanted:
                 module = self.taken.only_wanted(module, wanted)
             tangents = map(batched_as_specified if is_batched else as_specified, arriving, specs)
-            return call_program(lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents])
+            return call_program(
+                lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents, *flags]
+            )
         saved += map(as_specified, arriving, specs)
+        saved += flags
         return call_program(self.backward, saved)
 
 
@@ -179,6 +208,8 @@ class CompiledCall(torch.autograd.Function):
                 for k, primal in enumerate(primals)
                 if isinstance(primal, torch.Tensor)
             )
+        if program.changeable is not None:
+            ctx.versions = program.changeable.versions(saved)
         ctx.save_for_backward(*saved)
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -197,6 +228,8 @@ class CompiledCall(torch.autograd.Function):
         wanted = frozenset() if taken is None else taken.communicator.wanted_values(taken.names)
         if absent and taken is not None and not wanted:
             taken.leave_out(ctx, {signature.tangents[k] for k in absent})
+        if absent and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
+            spare_leaves(ctx, program.edges_without({signature.tangents[k] for k in absent}))
         if len(absent) == len(arriving):
             if taken is not None and not wanted:
                 taken.communicator.begin()
@@ -206,7 +239,7 @@ class CompiledCall(torch.autograd.Function):
             found = _gradients_with_history(ctx, program, arriving, wanted)
         else:
             # A backward that needs nothing can be run as often as one likes.
-            saved = [*ctx.saved_tensors[: program.saved_tensors]] if program.saved_tensors else []
+            saved = [*_saved_tensors(ctx, absent)[: program.saved_tensors]] if program.saved_tensors else []
             if program.viewed is not None:
                 program.viewed.restore(saved, ctx.memories)
             saved += ctx.numbers
@@ -222,6 +255,21 @@ class CompiledCall(torch.autograd.Function):
         if taken is not None and wanted:
             taken.give_values(found, wanted)
         return program.pick_gradients((*found, None))
+
+
+def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
+    """What was saved. That it has been changed is an error only where a gradient that arrives depends on it."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        changeable = ctx.program.changeable
+        is_of_change = "modified" in str(error) and "inplace" in str(error)
+        if not absent or changeable is None or not is_of_change:
+            raise
+        found = changeable.unpack(ctx._raw_saved_tensors, ctx.versions, absent)
+        if found is None:
+            raise
+        return found
 
 
 def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
@@ -240,7 +288,7 @@ def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
 def _gradients_with_history(
     ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None], wanted: frozenset[str]
 ) -> Sequence[torch.Tensor | None]:
-    kept = ctx.saved_tensors
+    kept = _saved_tensors(ctx, {k for k, gradient in enumerate(arriving) if gradient is None})
     if program.differentiable_backward is not None:
         tensors = iter(kept[program.saved_tensors :])
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]
@@ -274,6 +322,15 @@ def standalone_outputs(outputs: Sequence[Any], open_sizes: int) -> tuple[Any, ..
     )
     return (*standalone, *outputs[len(tensors) :]) if open_sizes else standalone
 
+
+def _register_hook_dict(node: Any, result: Any) -> None:
+    """What ``Tensor.register_hook`` calls when a result gets its first hook."""
+    result._backward_hooks = HooksOfResult.of(result)
+    BackwardCFunction._register_hook_dict(node, result)
+
+
+# The class of the nodes, which torch makes of the function's.
+CompiledCall._backward_cls._register_hook_dict = _register_hook_dict  # type: ignore[attr-defined]
 
 # ``Function.apply`` without the look at each argument that only functions under torch.func need.
 _apply: Any = super(torch.autograd.Function, CompiledCall).apply  # type: ignore[attr-defined]

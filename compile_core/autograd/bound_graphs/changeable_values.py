@@ -1,0 +1,72 @@
+"""Saved values that a program may change after all, since no gradient arrives that depends on them.
+
+To autograd a compiled graph is one node, which unpacks all that it has saved, whichever of its gradients arrive. In
+plain PyTorch each operator unpacks its own, and only when a gradient comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_core.ir.gradient_sources import inputs_that_matter
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.numbers import is_number
+from compile_core.ir.regions import graph_inputs, graph_results
+
+
+@dataclass(frozen=True)
+class ChangeableValues:
+    """What is saved of a graph with several results.
+
+    Attributes:
+        results: positions among what is saved of the graph's own outputs, whose change autograd notices only when a
+            node unpacks everything at once.
+    """
+
+    graph: PartitionedGraph
+    results: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: PartitionedGraph) -> ChangeableValues:
+        results = graph_results(graph.forward)[: graph.num_outputs]
+        names = {node.name for node in results if node is not None and not is_number(node)}
+        return ChangeableValues(graph, tuple(k for k, name in enumerate(graph.saved) if name in names))
+
+    def versions(self, saved: Sequence[Any]) -> list[int]:
+        return [_version(saved[k]) for k in self.results]
+
+    def unpack(
+        self, saved: Sequence[Any], versions: Sequence[int], absent: set[int]
+    ) -> list[torch.Tensor] | None:
+        """Torch's ``SavedTensor``s as tensors; those that matter to no gradient in whatever state they are.
+
+        ``None`` if one that matters has been changed.
+
+        Args:
+            absent: the tangents that do not arrive.
+        """
+        if not all(hasattr(each, "unpack") for each in saved):
+            return None
+        backward = self.graph.backward
+        assert backward is not None
+        inputs = [node.name for node in graph_inputs(backward)]
+        tangents = inputs[len(self.graph.saved) :][: len(self.graph.signature.tangents)]
+        matter = inputs_that_matter(backward.graph, tangents, absent)
+        version_of = dict(zip(self.results, versions, strict=True))
+        found = []
+        for k, (name, each) in enumerate(zip(self.graph.saved, saved, strict=False)):
+            is_needed = name in matter
+            tensor = each.unpack() if is_needed and k not in version_of else each.data
+            if is_needed and k in version_of and _version(tensor) != version_of[k]:
+                return None
+            found.append(tensor)
+        return found
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    # There is none of what a CUDA graph keeps to itself.
+    return -1 if tensor is None else tensor._version

@@ -1,0 +1,116 @@
+"""Keeps what a backward computes of gradients that do not arrive apart from what it computes of those that do.
+
+A gradient that does not arrive at a result, since the loss does not depend on it, is undefined: plain PyTorch never
+comes to the functions before it. The backward of a whole graph is one program, which gets zeros there, and computes
+infinity times zero where a derivative is infinite. So where two values meet that depend on different gradients,
+usually to be added, either is replaced by zeros if none of its gradients has arrived. Flags tell the program, which
+are further inputs. So nothing is compiled for each set of gradients that may arrive, and what is chosen is part of the
+kernels that add.
+
+Limit: to a function that has several results itself plain PyTorch gives zeros for some of their gradients, and
+computes infinity times zero; here it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from compile_core.autograd.operators.kinds import is_view, packet
+from compile_core.ir.gradient_sources import Sources, gradient_sources
+from compile_core.ir.graphs import JointGraph
+
+aten = torch.ops.aten
+
+# Of zeros they make zeros, if they read nothing else.
+_LINEAR = {aten.neg, aten.sum, aten.clone, aten._to_copy, aten.cat, aten.stack}
+
+
+def keep_absent_apart(joint: JointGraph) -> JointGraph:
+    """The joint graph, with flags behind its tangents if it needs some; changes its module."""
+    if len(joint.tangents) < 2:
+        return joint
+    separation = _Separation(joint)
+    for node in [*joint.module.graph.nodes]:
+        separation.visit(node)
+    joint.module.recompile()
+    return replace(
+        joint,
+        tangents=(*joint.tangents, *(flag.name for flag in separation.flags.values())),
+        signature=replace(
+            joint.signature, presence=tuple(tuple(sorted(sources)) for sources, _ in separation.flags)
+        ),
+    )
+
+
+class _Separation:
+    """A walk over a joint graph.
+
+    Attributes:
+        sources: of each value, the gradients that it depends on.
+        zeros: values that are zeros if none of these arrives.
+        kept: values with zeros in their place then.
+        flags: by gradients and device, the placeholder that tells whether any of them has arrived.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.graph = joint.module.graph
+        self.sources = gradient_sources(self.graph, joint.tangents)
+        self.zeros = {node for node in self.sources if node.name in joint.tangents}
+        self.kept: dict[Node, Node] = {}
+        self.flags: dict[tuple[Sources, torch.device], Node] = {}
+        self.last_input = self.graph.find_nodes(op="placeholder")[-1]
+
+    def visit(self, node: Node) -> None:
+        sources = self.sources[node]
+        if not sources or node.op != "call_function":
+            return
+        for value in node.all_input_nodes:
+            # A number is a size, which does not depend on what arrives.
+            is_tensor = isinstance(value.meta["val"], torch.Tensor)
+            if is_tensor and self.sources[value] not in (frozenset(), sources) and value not in self.zeros:
+                node.replace_input_with(value, self._zeros_if_absent(value))
+        is_sum = packet(node) in (aten.add, aten.sub) and all(isinstance(term, Node) for term in node.args)
+        is_linear = is_sum or is_view(node) or packet(node) in _LINEAR
+        if is_linear and self.zeros.issuperset(node.all_input_nodes):
+            self.zeros.add(node)
+
+    def _zeros_if_absent(self, value: Node) -> Node:
+        if value in self.kept:
+            return self.kept[value]
+        example = value.meta["val"]
+        source: Any = value.args[0] if value.args else None
+        if is_view(value) and isinstance(source.meta["val"], torch.Tensor):
+            # A view stays one, or what is computed from it might get other strides.
+            source = self._zeros_if_absent(source)
+            with self.graph.inserting_before(value.next), example.fake_mode:
+                kept = self._call(value, value.target, source, *value.args[1:], **value.kwargs)
+        else:
+            flag = self._flag(self.sources[value], example)
+            like: Any = {"dtype": example.dtype, "device": example.device, "pin_memory": False}
+            with self.graph.inserting_before(value.next), example.fake_mode:
+                zero = self._call(value, aten.full.default, [], 0, **like)
+                kept = self._call(value, aten.where.self, flag, value, zero)
+        self.kept[value] = kept
+        self.zeros.add(kept)
+        return kept
+
+    def _flag(self, sources: Sources, example: Any) -> Node:
+        key = (sources, example.device)
+        if key not in self.flags:
+            with self.graph.inserting_after(self.last_input):
+                flag = self.graph.placeholder(f"any_arrived_{len(self.flags)}")
+            with example.fake_mode:
+                flag.meta["val"] = torch.empty((), dtype=torch.bool, device=example.device)
+            self.flags[key] = self.last_input = flag
+        return self.flags[key]
+
+    def _call(self, like: Node, operator: Any, *arguments: Any, **keywords: Any) -> Node:
+        node = self.graph.call_function(operator, arguments, keywords)
+        fakes: Any = map_arg(arguments, lambda argument: argument.meta["val"])
+        node.meta = {**like.meta, "val": operator(*fakes, **keywords)}
+        return node

@@ -1,0 +1,34 @@
+"""Which of the gradients that arrive a value of a backward depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from compile_core.ir.ancestors import ancestors
+
+# Positions among the gradients that arrive.
+Sources = frozenset[int]
+
+
+def gradient_sources(graph: Graph, tangents: Sequence[str]) -> dict[Node, Sources]:
+    """For each value, the tangents that it depends on; these are given by the names of their placeholders."""
+    positions = {name: position for position, name in enumerate(tangents)}
+    found: dict[Node, Sources] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found[node] = frozenset([positions[node.name]] if node.name in positions else [])
+        else:
+            found[node] = frozenset().union(*(found[read] for read in node.all_input_nodes))
+    return found
+
+
+def inputs_that_matter(graph: Graph, tangents: Sequence[str], absent: Collection[int]) -> set[str]:
+    """The placeholders that any gradient is computed from which depends on more than the absent tangents."""
+    sources = gradient_sources(graph, tangents)
+    nothing = {node for node, of in sources.items() if of and of.issubset(absent)}
+    (output,) = graph.find_nodes(op="output")
+    results: Any = [node for node in output.args[0] if node is not None and node not in nothing]
+    return {node.name for node in ancestors(results, nothing) if node.op == "placeholder"}

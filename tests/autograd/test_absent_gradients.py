@@ -1,0 +1,184 @@
+"""Results to which no gradient comes: infinite derivatives of theirs meet nothing that has one."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+
+from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome
+
+
+def roots_and_logarithms(a, b):
+    h = a * 3
+    return (h * 2).sum(), h**0.5, h.log() * b, b.sqrt()
+
+
+def one_from_another(a, b):
+    h = (a @ b).sqrt()
+    g = h / a
+    return g, h, g.t() @ h.sum(0)
+
+
+def joined(a, b):
+    h = torch.cat([a, b])
+    first, second = h.sqrt().chunk(2)
+    return torch.stack([first, second.log()]), second, (first * 0.0) / second
+
+
+def repeated(a, b):
+    s = a.sum(0, keepdim=True)
+    return s.expand(3, 3) / b, s.expand(3, 3).sqrt().cumsum(0), s.unsqueeze(-1).expand(1, 3, 2).log().sum(-1)
+
+
+def of_other_types(a, b):
+    h = a.to(torch.float32) * 2
+    return h.sqrt().double(), h.to(torch.complex64) / b, a.log()
+
+
+def changed_in_place(a, b):
+    h = a * 2
+    h[0].mul_(b[1])
+    k = h.sqrt()
+    return h, k, b * 2
+
+
+PROGRAMS = (
+    roots_and_logarithms, one_from_another, joined, repeated, of_other_types, changed_in_place,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_any_of_the_results(program, backend):
+    """Each subset of the results gets gradients; infinite derivatives are everywhere."""
+
+    def scenario(compile):
+        f, found = compile(program), []
+        count = len(program(torch.ones(3, 3), torch.ones(3, 3)))
+        for chosen in chain.from_iterable(combinations(range(count), n) for n in range(1, count + 1)):
+            a, b = (torch.eye(3, dtype=torch.float64)[k:].repeat(3, 1)[:3].requires_grad_() for k in (0, 1))
+            results = f(a, b)
+            sum(results[k].abs().sum() for k in chosen).backward()
+            found.append([chosen, a.grad, b.grad])
+        return found
+
+    check_scenario(scenario, backend)
+
+
+def dead_after_a_break(compile):
+    def program(a):
+        d = a**0.5  # noqa: F841
+        y = a * 2
+        print(end="")
+        return y
+
+    return gradient_at_zero(compile(program))
+
+
+def deleted_before_a_break(compile):
+    def program(a):
+        d, e = a**0.5, a.log()  # noqa: F841
+        y = a * 2
+        del d
+        print(end="")
+        return y
+
+    return gradient_at_zero(compile(program))
+
+
+def left_by_a_branch(compile):
+    def program(a):
+        d = a**0.5
+        y = a * 2
+        if y.sum() > 100:
+            return d
+        return y
+
+    return gradient_at_zero(compile(program))
+
+
+def changed_behind_a_break(compile):
+    def program(a):
+        middle, e, w = a.median(), a.exp(), (a * 2).exp()
+        print(end="")
+        middle.pow_(2)
+        e.zero_()
+        return w
+
+    return gradient_at_zero(compile(program))
+
+
+def gradient_at_zero(f):
+    a = torch.zeros(3, requires_grad=True)
+    f(a).sum().backward()
+    return a.grad
+
+
+BREAKS = {
+    scenario.__name__: scenario
+    for scenario in (dead_after_a_break, deleted_before_a_break, left_by_a_branch, changed_behind_a_break)
+}
+
+
+@pytest.mark.filterwarnings("ignore:Local variable")
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@for_each(BREAKS)
+def test_values_behind_breaks(scenario, backend):
+    check_scenario(scenario, backend, breaks=True)
+
+
+def changed_results(compile):
+    """That what is saved has been changed is an error where a gradient that comes depends on it."""
+    f = compile(lambda x, y: (torch.linalg.inv(x), torch.linalg.inv(y)))
+
+    def attempt(changed, wanted):
+        x, y = leaf(3, 3), leaf(3, 3)
+        results = f(x, y)
+        with torch.no_grad():
+            results[changed].add_(1)
+        kind = outcome(results[wanted].sum().backward)
+        return x.grad, y.grad, kind and kind[0]
+
+    return [attempt(changed, wanted) for changed in range(2) for wanted in range(2)]
+
+
+class Seen:
+    def __init__(self):
+        self.calls = {}
+
+    def watch(self, name, tensor):
+        log = self.calls[name] = []
+        tensor.register_hook(lambda gradient: log.append(gradient.clone()))
+        tensor.register_hook(lambda gradient: gradient * 2)
+        tensor.register_hook(lambda gradient: log.append("removed")).remove()
+
+    def watch_several(self, tensors):
+        every, any = self.calls["every"], self.calls["any"] = [], []
+        register_multi_grad_hook(tensors, lambda gradients: every.append([*gradients]))
+        register_multi_grad_hook(tensors[:1], any.append, mode="any")
+
+
+def hooks(compile):
+    """They are called where a gradient comes only, but for the one that counts how many tensors get one."""
+    f, before, found = compile(lambda x, y: (x.sin(), y.cos(), x * y)), compile(lambda x: x * 2), []
+    for chosen in ((0,), (1,), (0, 1), (2,)):
+        x, y, seen = leaf(3), leaf(3), Seen()
+        inner = before(y)
+        results = f(x, inner)
+        for name, tensor in zip("xyi012", (x, y, inner, *results), strict=True):
+            seen.watch(name, tensor)
+        if chosen != (2,):
+            seen.watch_several(results[:2])
+        results[1].retain_grad()
+        sum(results[k].sum() for k in chosen).backward()
+        found.append((seen.calls, x.grad, y.grad, results[1].grad))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("scenario", [changed_results, hooks])
+def test_what_is_seen_of_absent_gradients(scenario, backend):
+    check_scenario(scenario, backend)
