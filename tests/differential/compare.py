@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -164,6 +165,8 @@ def observe(
     for call in range(namespace["CALLS"]):
         try:
             result = program(log, *arguments)
+            for part in _tensors(result):
+                part.grad_fn  # noqa: B018  a view whose base has changed since may be an error to whoever asks
         except Exception as error:
             seen[f"call {call} raises"] = error
             _note(seen, "log", list(log))
@@ -289,25 +292,30 @@ def check(source: str, name: str = "<program>") -> Verdict:
     """Runs a program both ways."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        counting = _Counting()
-        with counting:
-            observe(load(source, name))
-        operators = frozenset(counting.operators)
-        relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
-        eager = observe(load(source, name))
-        namespace = load(source, name)
-        compile_core.reset()
-        options = dict(namespace["OPTIONS"])
-        compiled = observe(namespace, lambda function: compile_core.compile(function, options=options))
-        verdict = _difference(eager, compiled, relative)
-        if verdict.is_finding:
-            if _difference(eager, observe(load(source, name)), relative).is_finding:
-                verdict = Verdict("skipped", "plain PyTorch differs from itself")
-            elif verdict.kind.endswith("value") and _is_sensitive(
-                source, name, eager, compiled, relative, verdict.detail.partition(":")[0]
-            ):
-                verdict = Verdict("sensitive", verdict.detail)
-    return Verdict(verdict.kind, verdict.detail, operators)
+        try:
+            return _check(source, name)
+        except Exception:  # the comparison itself failed
+            return Verdict("not compared", traceback.format_exc()[-600:])
+
+
+def _check(source: str, name: str) -> Verdict:
+    counting = _Counting()
+    with counting:
+        observe(load(source, name))
+    relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
+    eager = observe(load(source, name))
+    namespace = load(source, name)
+    compile_core.reset()
+    options = dict(namespace["OPTIONS"])
+    compiled = observe(namespace, lambda function: compile_core.compile(function, options=options))
+    verdict = _difference(eager, compiled, relative)
+    if verdict.is_finding:
+        where = verdict.detail.partition(":")[0]
+        if _difference(eager, observe(load(source, name)), relative).is_finding:
+            verdict = Verdict("skipped", "plain PyTorch differs from itself")
+        elif verdict.kind.endswith("value") and _is_sensitive(source, name, eager, compiled, relative, where):
+            verdict = Verdict("sensitive", verdict.detail)
+    return Verdict(verdict.kind, verdict.detail, frozenset(counting.operators))
 
 
 def _raised(seen: Mapping[str, Any]) -> tuple[str, Exception] | None:

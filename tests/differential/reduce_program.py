@@ -44,8 +44,14 @@ def _smaller(source: str) -> Iterator[str]:
                     if not isinstance(statement, (ast.If, ast.With, ast.For, ast.Try)):
                         continue
                     body[index : index + 1] = statement.body
-                elif isinstance(statement, (ast.Return, ast.Import)) or (
-                    isinstance(statement, ast.Assign) and isinstance(owner, ast.Module)
+                elif (
+                    isinstance(statement, (ast.Return, ast.Import))
+                    or getattr(statement, "name", "")
+                    in (
+                        "state",
+                        "program",
+                    )
+                    or (isinstance(statement, ast.Assign) and isinstance(owner, ast.Module))
                 ):
                     continue
                 else:

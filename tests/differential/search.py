@@ -168,6 +168,8 @@ class Search:
             small = self._reduce(answer, worker) if with_reduction else answer["source"]
             with self._lock:
                 self.findings.append((label, answer, small))
+                with (self._out / "findings.txt").open("a") as file:
+                    file.write(f"{label} | {kind} | {answer['detail'][:400]!r}\n")
                 if with_reduction:
                     (self._out / f"{label}.py").write_text(
                         f"# {kind}\n"
