@@ -20,6 +20,8 @@ from tests.differential.reduce_program import reduce_program
 # Loaded kernels are never unloaded, so a process is replaced after as many programs.
 _PROGRAMS_OF_WORKER = 400
 _REDUCE_SECONDS = 90.0
+# Making all samples of the operator database takes a slow machine a minute.
+_COUNT_SECONDS = 600.0
 
 
 class Worker:
@@ -111,7 +113,7 @@ class Search:
 
     def sample_requests(self, every: int, match: str) -> list[dict[str, Any]] | None:
         """One request for each sample; None where the database cannot be imported, for ``reason``."""
-        worker = self._worker(0)
+        worker = Worker(self._folder, 0, _COUNT_SECONDS, self._verify)
         answer = worker.ask({"count": match})
         worker.stop()
         if "samples" not in answer:
