@@ -17,6 +17,7 @@ from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.ir.captured import CapturedGraph
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
+from compile_core.options import compilation_is_off
 from compile_core.pipeline import compile_graph
 from compile_core.planners import (
     ClaimedModules,
@@ -52,7 +53,8 @@ def compile(
         mode: a name of ``list_mode_options()``; a backend of the user's gets it as a keyword argument, if it is given
             and is not "default".
         options: settings by name, see ``list_options()``; a backend of the user's gets them likewise.
-        disable: return ``model`` as it is.
+        disable: return ``model`` as it is; so does a process with ``GRADSPLIT_DISABLE=1`` or
+            ``TORCH_COMPILE_DISABLE=1``. Under ``torch.compiler.set_stance("force_eager")`` calls run as plain Python.
 
     Returns:
         For a function, a function that equals it. For a module, a module with the same parameters, attributes and
@@ -74,7 +76,7 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
         return type(model)(_compile_callable(model.__func__, request, disable))
     if not callable(model):
         raise TypeError(f"compile takes a function or a torch.nn.Module, not {type(model).__name__}")
-    if disable:
+    if disable or compilation_is_off():
         return model
     if isinstance(model, type):
         return _compile_calls_of_instances(model, request)

@@ -53,6 +53,7 @@ from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
 from compile_core.ir.kept_random_state import kept_random_state
 from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from compile_core.ir.torchs_stance import stance
 from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import timed
 
@@ -148,6 +149,8 @@ class CompiledFunction:
 
     @apart_from_torch_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if stance() == "force_eager" and not (self._is_continuation or self._cells_argument):
+            return self.original(*args, **kwargs)
         if self._called_forward is not None and self._called_forward.has_changed():
             self.reset()
             self._take(find_target(self.original))
@@ -222,6 +225,8 @@ class CompiledFunction:
         """No entry fits: capture, compile and run."""
         if must_run_plain() or self._runs_plain:
             return self._call_plain(*arguments)
+        if stance() == "fail_on_recompile":
+            raise CompileError(f"{self.name} would be compiled, and the stance is fail_on_recompile")
         expected = ""
         with self._lock, kept_random_state():
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,6 +22,16 @@ def default_cache_folder() -> Path:
     if not chosen:
         chosen = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/gradsplit"
     return Path(os.path.expanduser(chosen))
+
+
+def compilation_is_off() -> bool:
+    """Whether ``compile`` leaves all as it is in this process: ``GRADSPLIT_DISABLE``, or torch's own switch."""
+    return any(os.environ.get(name, "0") == "1" for name in ("GRADSPLIT_DISABLE", "TORCH_COMPILE_DISABLE"))
+
+
+def chosen_cpp_compiler() -> list[str]:
+    """The command in ``CXX``, in words, arguments among them; empty where none is chosen."""
+    return shlex.split(os.environ.get("CXX", ""))
 
 
 @dataclass(frozen=True)

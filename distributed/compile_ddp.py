@@ -21,6 +21,8 @@ from compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.errors import CompileError
 from compile_core.hooked_modules import HookedCalls, has_hooks
+from compile_core.ir.torchs_stance import stance
+from compile_core.options import compilation_is_off
 from compile_core.pipeline import CompiledGraph
 from compile_core.planners import CompileRequest, forms_of, remember_call
 from distributed.agreement.agreement import agreement_of
@@ -116,6 +118,10 @@ class CompiledDDP:
         return reason or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if stance() == "force_eager":
+            if self._options.step_in_backward is not None:
+                raise CompileError(_no_step("the stance is force_eager"))
+            return self.ddp(*args, **kwargs)
         if has_hooks(self.ddp):
             return self._hooked(self.ddp, *args, **kwargs)
         return self._run(*args, **kwargs)
@@ -231,6 +237,10 @@ def compile_ddp(
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"compile_ddp takes a DistributedDataParallel module, not {type(ddp).__name__}")
     request = CompileRequest.of(fullgraph, dynamic, backend, mode, options)
+    if compilation_is_off():
+        if ddp_options is not None and ddp_options.step_in_backward is not None:
+            raise ValueError(_no_step("compilation is switched off in this process"))
+        return ddp
     runner = CompiledDDP(ddp, request, ddp_options or DDPOptions())
     remember_call(ddp, request, runner)
     return wrap_module(ddp, runner)

@@ -8,6 +8,7 @@ than through ``ctypes``.
 from __future__ import annotations
 
 import ctypes
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -17,21 +18,30 @@ from pathlib import Path
 from typing import Any
 
 from compile_core.errors import CompileError
+from compile_core.options import chosen_cpp_compiler
+from compile_core.toolchain.private_folders import MODE
 
 _ERROR_LINES = 12
 
 
 @cache
-def compiler() -> str:
-    """The C++ compiler's path.
+def compiler() -> tuple[str, ...]:
+    """The command that compiles C++, in words.
 
     Raises:
         CompileError: there is none.
     """
+    chosen = chosen_cpp_compiler()
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise CompileError(
+                f"CXX is {shlex.join(chosen)!r}, and there is no program {chosen[0]!r} on PATH."
+            )
+        return tuple(chosen)
     for name in ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path is not None:
-            return path
+            return (path,)
     raise CompileError(
         "Compiling for CPU needs a C++ compiler, and none of g++, c++, clang++ is on PATH. Install g++, or "
         'choose backend="aot_eager".'
@@ -44,11 +54,11 @@ def run_compiler(arguments: Sequence[str], folder: Path, kept_source: Path, sour
     Raises:
         CompileError: the step failed; ``source`` is then kept at ``kept_source`` for whoever looks into it.
     """
-    step = [compiler(), *arguments]
+    step = [*compiler(), *arguments]
     result = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         with suppress(OSError):
-            kept_source.parent.mkdir(parents=True, exist_ok=True)
+            kept_source.parent.mkdir(MODE, parents=True, exist_ok=True)
             kept_source.write_text(source)
         first = "\n".join(f"  {line}" for line in result.stderr.splitlines()[:_ERROR_LINES])
         raise CompileError(

@@ -225,12 +225,41 @@ def test_no_compiler_is_explained(
     monkeypatch.setenv("PATH", str(tmp_path))
     cpp_compiler.compiler.cache_clear()
     build_cpp._context_key.cache_clear()
-    cpp_machine.compiler_identity.cache_clear()
+    cpp_machine.compiler_version.cache_clear()
     try:
         with pytest.raises(CompileError, match="none of g\\+\\+, c\\+\\+, clang\\+\\+ is on PATH"):
             build([generate_cpp(*residual_add((2, 5)))], tmp_path)
     finally:
         cpp_compiler.compiler.cache_clear()
+
+
+def test_what_is_kept_needs_no_compiler_and_cxx_chooses_one(
+    tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = generate_cpp(*residual_add((2, 7)))
+    used = tmp_path / "used"
+    (tmp_path / "wrapper").write_text(f'#!/bin/sh\necho "$2" >> {used}; shift; exec "$@"\n')
+    (tmp_path / "wrapper").chmod(0o755)
+
+    def start_anew() -> None:
+        for found in (cpp_compiler.compiler, cpp_machine.compiler_version, build_cpp._context_key):
+            found.cache_clear()
+        monkeypatch.setattr(build_cpp, "_loaded", {})
+
+    try:
+        monkeypatch.setenv("CXX", f"{tmp_path}/wrapper -- {cpp_compiler.compiler()[0]} -DCHOSEN")
+        start_anew()
+        build([source], tmp_path / "cache")
+        assert used.read_text().split()
+        monkeypatch.setenv("PATH", str(tmp_path))
+        (tmp_path / "wrapper").unlink()
+        start_anew()
+        assert build([source], tmp_path / "cache")
+        with pytest.raises(CompileError, match="there is no program"):
+            build([generate_cpp(*residual_add((2, 9)))], tmp_path / "cache")
+    finally:
+        monkeypatch.undo()
+        start_anew()
 
 
 def test_objects_use_the_openmp_runtime_of_torch(tmp_path: Path, nothing_loaded: None) -> None:

@@ -15,6 +15,7 @@ from torch.utils._device import DeviceContext
 from compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.run_only import is_run_only
 from compile_core.ir.torch_switches import preserved_dispatch_keys, without_saved_tensor_hooks
+from compile_core.ir.torchs_stance import stance
 
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -105,9 +106,9 @@ def normal_tensors() -> Iterator[None]:
 
 
 def must_run_plain() -> bool:
-    """Whether nothing may be captured: under ``run_only``, or where a mode is active under which torch calls mean
-    something else (tracing, fake tensors, vmap, gradients in forward mode)."""
-    if is_run_only():
+    """Whether nothing may be captured: under ``run_only`` or torch's stance of that meaning, or where a mode is active
+    under which torch calls mean something else (tracing, fake tensors, vmap, gradients in forward mode)."""
+    if is_run_only() or stance() == "eager_on_recompile":
         return True
     modes = _function_modes() and default_device() is None
     transformed = _functorch_stack() is not None or _is_forward_mode()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,12 @@ from pathlib import Path
 
 from compile_core.errors import CompileError
 from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
-from compile_core.lowering.cpp_kernels.cpp_machine import compiler_identity, kernel_flags, openmp_runtime
+from compile_core.lowering.cpp_kernels.cpp_machine import (
+    compiler_version,
+    kernel_flags,
+    machine_identity,
+    openmp_runtime,
+)
 from compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 from compile_core.toolchain.processors import usable_processors
@@ -92,7 +98,7 @@ def _wait(text: str) -> BuiltKernel:
 
 def _find(text: str, disk: DiskCache) -> Kernels:
     """Loads a kernel if the cache has it; one that does not load here is built again."""
-    key = _kernel_key(text)
+    key = _kernel_key(text, disk)
     with disk.find(key) as folder, suppress(OSError, ValueError):
         return {} if folder is None else _load(folder / _OBJECT, [text])
     disk.discard(key)
@@ -115,14 +121,16 @@ def _build_or_await(texts: Sequence[str], labels: Mapping[str, str], disk: DiskC
     """Builds what no other process is building, and loads the others' results: equal ranks build each kernel once."""
     kernels: Kernels = {}
     with ExitStack() as claims:
-        claimed = {text: claims.enter_context(disk.claim(_kernel_key(text))) for text in texts}
+        claimed = {text: claims.enter_context(disk.claim(_kernel_key(text, disk))) for text in texts}
         for text in texts:  # some may have been built since they were looked for
             if claimed[text]:
                 kernels |= _find(text, disk)
         ours = [text for text in texts if claimed[text] and text not in kernels]
         if ours:
             kernels |= _build_unit(ours, labels, disk)
-    given_up = [text for text in texts if not claimed[text] and not disk.wait_for_claim(_kernel_key(text))]
+    given_up = [
+        text for text in texts if not claimed[text] and not disk.wait_for_claim(_kernel_key(text, disk))
+    ]
     for text in texts:
         if not claimed[text]:
             kernels |= _find(text, disk)
@@ -137,20 +145,20 @@ def _build_unit(texts: Sequence[str], labels: Mapping[str, str], disk: DiskCache
     # The label is for people who look at a profile; it is not part of the kernel's identity.
     parts = [_prelude(), *(f"// {labels[t]}\n{t.replace(KERNEL_SYMBOL, _symbol(t))}" for t in texts)]
     source = "\n\n".join(parts) + "\n"
-    key = content_key("cpp unit", _context_key(), *texts)
+    key = content_key("cpp unit", _context_key(disk.wanted), *texts)
 
     def load(folder: Path) -> Kernels:
         built = folder / _OBJECT
         kernels = _load(built, texts)
         for text in texts:
-            with disk.entry(_kernel_key(text), lambda entry: _link_file(built, entry / _OBJECT)):
+            with disk.entry(_kernel_key(text, disk), lambda entry: _link_file(built, entry / _OBJECT)):
                 pass
         return kernels
 
     try:
         return disk.load(key, lambda folder: _compile(source, folder, disk.folder, key), load)
     except (OSError, ValueError) as error:
-        raise CompileError(f"What {compiler()} made cannot be loaded: {error}") from error
+        raise CompileError(f"What {shlex.join(compiler())} made cannot be loaded: {error}") from error
 
 
 def _load(built: Path, texts: Sequence[str]) -> Kernels:
@@ -184,14 +192,20 @@ def _symbol(text: str) -> str:
     return f"gs_{content_key(text)[:16]}"
 
 
-def _kernel_key(text: str) -> str:
-    return content_key("cpp kernel", _context_key(), text)
+def _kernel_key(text: str, disk: DiskCache) -> str:
+    return content_key("cpp kernel", _context_key(disk.wanted), text)
 
 
 @cache
-def _context_key() -> str:
+def _context_key(cache_folder: Path) -> str:
     """What every object depends on besides the kernels in it."""
-    return content_key(_prelude(), compiler_identity(), " ".join(kernel_flags()), sys.version)
+    return content_key(
+        _prelude(),
+        compiler_version(cache_folder),
+        machine_identity(),
+        " ".join(kernel_flags()),
+        sys.version,
+    )
 
 
 @cache

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import torch
 
+from compile_core.errors import CompileError
+from compile_core.options import chosen_cpp_compiler
 from compile_core.toolchain.cpp_compiler import compiler
+from compile_core.toolchain.disk_cache import DiskCache, content_key
 
+_VERSION = "version.txt"
 _FLAGS = (
     # Not 17, whose lambdas are constexpr: g++ 12 crashes when it folds one with an OpenMP loop inside.
     "-std=gnu++14",
@@ -31,10 +35,42 @@ _FLAGS = (
 
 
 @cache
-def compiler_identity() -> str:
-    """Compiler and machine, as far as an object compiled for this very machine depends on them."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    return "\n".join((version, platform.machine(), _cpu_features(), str(openmp_runtime()), torch.__version__))
+def compiler_version(cache_folder: Path) -> str:
+    """What the C++ compiler says that it is; where there is none, what the last one said that compiled into this
+    folder, since kernels that are kept need none.
+
+    Raises:
+        CompileError: there is none, and there was none.
+    """
+    disk = DiskCache(cache_folder)
+    key = content_key("compiler", machine_identity(), *chosen_cpp_compiler())
+
+    def last() -> str | None:
+        with disk.find(key) as place:
+            return None if place is None else (place / _VERSION).read_text()
+
+    try:
+        command = [*compiler(), "--version"]
+    except CompileError:
+        if (known := last()) is None:
+            raise
+        return known
+    version = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    def write(place: Path) -> None:
+        (place / _VERSION).write_text(version)
+
+    if last() != version:
+        disk.discard(key)
+        with disk.entry(key, write):
+            pass
+    return version
+
+
+@cache
+def machine_identity() -> str:
+    """The machine, as far as an object compiled for this very machine depends on it."""
+    return "\n".join((platform.machine(), _cpu_features(), str(openmp_runtime()), torch.__version__))
 
 
 def _cpu_features() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compile_core.lowering.cpp_kernels.cpp_machine import compiler_identity
+from compile_core.lowering.cpp_kernels.cpp_machine import machine_identity
 from compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384
@@ -56,7 +56,7 @@ def gemm_speed(cache_folder: Path) -> GemmSpeed | None:
 
 @cache
 def _gemm_speed(cache_folder: Path, threads: int) -> GemmSpeed:
-    key = content_key("gemm-speed", compiler_identity(), str(threads))
+    key = content_key("gemm-speed", machine_identity(), str(threads))
     return DiskCache(cache_folder).load(
         key,
         lambda folder: _write(folder / _FILE),

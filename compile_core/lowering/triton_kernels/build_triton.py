@@ -28,7 +28,7 @@ from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, Kern
 from compile_core.lowering.triton_kernels import triton_compiler
 from compile_core.toolchain.compile_workers import CompileWorkers
 from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
-from compile_core.toolchain.private_folders import usable_folder
+from compile_core.toolchain.private_folders import MODE, usable_folder
 from compile_core.toolchain.processors import usable_processors
 
 _MODULE = "kernel.py"
@@ -128,7 +128,7 @@ def compile_triton_for(
         if answer["error"] is not None:
             kept = disk.folder / "failed" / f"{key}.py"
             with suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.parent.mkdir(MODE, parents=True, exist_ok=True)
                 write_module(source, kept)
             error = CompileError(
                 f"Triton failed on the kernel {source.name}: {answer['error']}\nThe source is in {kept}."
