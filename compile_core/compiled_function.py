@@ -125,8 +125,7 @@ class CompiledFunction:
         self._hooked: HookedCalls | None = None
         self._history = SizeHistory(dynamic)
         self._lock = threading.RLock()
-        self._runs_plain = False
-        self._wrongly_expected = 0
+        self._runs_plain, self._wrongly_expected = False, 0
         is_module = isinstance(fn, torch.nn.Module) and target is None
         self._called_forward = CalledForward(fn) if is_module else None  # type: ignore[arg-type]
         self._name = name
@@ -200,8 +199,7 @@ class CompiledFunction:
         with self._lock:
             self._table.clear()
             self.break_reasons = []
-            self._runs_plain = False
-            self._wrongly_expected = 0
+            self._runs_plain, self._wrongly_expected = False, 0
             self._history = SizeHistory(self.dynamic)
             self._continuations.clear()
             self._callees.clear()
@@ -225,8 +223,6 @@ class CompiledFunction:
         """No entry fits: capture, compile and run."""
         if must_run_plain() or self._runs_plain:
             return self._call_plain(*arguments)
-        if stance() == "fail_on_recompile":
-            raise CompileError(f"{self.name} would be compiled, and the stance is fail_on_recompile")
         expected = ""
         with self._lock, kept_random_state():
             try:

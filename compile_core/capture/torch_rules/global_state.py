@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 from compile_core.capture.run_only import is_run_only
+from compile_core.errors import CompileError
 from compile_core.ir.torch_switches import preserved_dispatch_keys, without_saved_tensor_hooks
 from compile_core.ir.torchs_stance import stance
 
@@ -107,7 +108,13 @@ def normal_tensors() -> Iterator[None]:
 
 def must_run_plain() -> bool:
     """Whether nothing may be captured: under ``run_only`` or torch's stance of that meaning, or where a mode is active
-    under which torch calls mean something else (tracing, fake tensors, vmap, gradients in forward mode)."""
+    under which torch calls mean something else (tracing, fake tensors, vmap, gradients in forward mode).
+
+    Raises:
+        CompileError: torch's stance asks for it.
+    """
+    if stance() == "fail_on_recompile":
+        raise CompileError("a call would be compiled, and the stance is fail_on_recompile")
     if is_run_only() or stance() == "eager_on_recompile":
         return True
     modes = _function_modes() and default_device() is None
