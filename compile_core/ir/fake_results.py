@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+
 aten = torch.ops.aten
 
 
@@ -80,9 +82,26 @@ def _row_major_if_complex(args: tuple[Any, ...], result: Tensor) -> Tensor:
     return _in_format(result, torch.contiguous_format) if args[0].is_complex() else result
 
 
+def _channels_last_or_row_major(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    return _in_format(result, suggest_memory_format(args[0]))
+
+
 def _normalised(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Channels-last where the input is that; row-major where it lies in any other way."""
-    return _in_format(results[0], suggest_memory_format(args[0])), *results[1:]
+    return _channels_last_or_row_major(args, results[0]), *results[1:]
+
+
+def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
+    return in_memory_order(result, TensorSpec.of(torch.eq(args[0], args[1])))
+
+
+def _margin_loss(args: tuple[Any, ...], loss: Tensor) -> Tensor:
+    """The loss of a sample alone has no dims."""
+    return loss.reshape(()) if args[1].dim() == 0 else loss
+
+
+def _multilabel_margin_loss(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results[0].reshape(()) if args[1].dim() <= 1 else results[0], *results[1:]
 
 
 def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -99,6 +118,28 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.pow.Scalar: _row_major,
     aten.angle.default: _row_major_if_complex,
     aten.log_sigmoid_forward.default: _all_row_major,
+    aten.isin.Tensor_Tensor: _row_major,
+    aten.isin.Tensor_Scalar: _row_major,
+    aten.nll_loss2d_forward.default: _all_row_major,
+    aten.multi_margin_loss.default: _margin_loss,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten.heaviside.default: _elementwise,
+    aten.logaddexp.default: _elementwise,
+    aten.logaddexp2.default: _elementwise,
+    aten.logical_and.default: _elementwise,
+    aten.logical_or.default: _elementwise,
+    aten.logical_xor.default: _elementwise,
+    aten.special_xlog1py.default: _elementwise,
+    aten.xlogy.Tensor: _elementwise,
+    aten.copysign.Tensor: _elementwise,
+    aten.floor_divide.default: _elementwise,
+    aten.div.Tensor_mode: _elementwise,
+    aten.channel_shuffle.default: _channels_last_or_row_major,
+    aten.max_unpool2d.default: _channels_last_or_row_major,
+    aten.reflection_pad3d.default: _channels_last_or_row_major,
+    aten.replication_pad3d.default: _channels_last_or_row_major,
+    aten._batch_norm_with_update.default: _normalised,
+    aten._batch_norm_with_update_functional.default: _normalised,
     aten.native_batch_norm.default: _normalised,
     aten._native_batch_norm_legit.default: _normalised,
     aten._native_batch_norm_legit.no_stats: _normalised,

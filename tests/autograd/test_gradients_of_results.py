@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
+import compile_core
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer, leaf, outcome, two_results
 
 
@@ -247,3 +248,19 @@ SCENARIOS = {
 @for_each(SCENARIOS)
 def test_gradients_of_results(scenario, backend):
     check_scenario(scenario, backend)
+
+
+def test_a_history_that_no_gradient_leads_to() -> None:
+    """The operator before has no derivative, and is not to be asked for one."""
+
+    def program(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        unique = torch.unique(a)  # ends a graph
+        dead = unique.exp()
+        del dead
+        return unique.detach() + 1, a.sin()
+
+    a = torch.tensor([1.0, 2.0, 2.0], requires_grad=True)
+    found, result = compile_core.compile(program, backend="aot_eager")(a)
+    assert torch.equal(found, torch.tensor([2.0, 3.0]))
+    (gradient,) = torch.autograd.grad(result.sum(), a)
+    torch.testing.assert_close(gradient, a.detach().cos())

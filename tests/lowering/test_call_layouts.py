@@ -63,12 +63,25 @@ def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def of_two(x: torch.Tensor) -> list[torch.Tensor]:
+    """Operators whose forms in Python walk over their arguments in another order than the kernels."""
+    operators = [
+        torch.logaddexp, torch.logical_and, torch.xlogy, torch.special.xlog1py, torch.copysign,
+        lambda a, b: torch.floor_divide(a.detach(), b.detach()), lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    ]  # fmt: skip
+    x = x.exp()
+    y, first = x.contiguous(), x[(0,) * x.dim()].detach()
+    results = [call(*pair) for call in operators for pair in ((x, y), (y, x), (x, first), (first, x))]
+    return [*results, torch.heaviside(x.detach(), y.detach()), torch.isin(x, y[0]), torch.isin(x, 1.0)]
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     "program",
     [
+        of_two,
         lambda x: 2**x,
-        lambda x: 2 ** x.exp(),
+        lambda x: 2 ** x.sin(),
         F.logsigmoid,
         lambda x: torch.complex(x, x).angle(),
         lambda x: F.batch_norm(x, None, None, None, None, training=True),
@@ -84,6 +97,43 @@ def test_results_lie_as_those_of_the_kernels(x: torch.Tensor, program: Any, requ
     x = x.clone().requires_grad_(requires_grad)
     found, expected = compile_core.compile(program, fullgraph=True)(x), program(x)
     torch.testing.assert_close(found, expected, check_stride=True)
+
+
+def of_images(x: torch.Tensor) -> list[torch.Tensor]:
+    target = torch.zeros(2, 5, 5, dtype=torch.long)
+    pooled, places = F.max_pool2d(x[..., :4, :4], 2, return_indices=True)
+    padded = [F.pad(x, (1, 1) * 3, mode=mode) for mode in ("reflect", "replicate")]
+    return [F.channel_shuffle(x, 2), F.max_unpool2d(pooled, places, 2), *padded] + [
+        F.nll_loss(x, target, reduction=reduction) for reduction in ("none", "sum")
+    ]
+
+
+def test_results_of_kernels_that_know_channels_last() -> None:
+    x = torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last)
+    found, expected = compile_core.compile(of_images, backend="aot_eager", fullgraph=True)(x), of_images(x)
+    torch.testing.assert_close(found, expected, check_stride=True)
+
+
+def margin_losses(x: torch.Tensor) -> list[torch.Tensor]:
+    one, several = torch.tensor(1), torch.tensor([1, -1, 0, 0])
+    return [
+        loss
+        for reduction in ("none", "mean")
+        for loss in (
+            F.multi_margin_loss(x[0], one, reduction=reduction),
+            F.multi_margin_loss(x[:1], one[None], reduction=reduction),
+            F.multilabel_margin_loss(x[0], several, reduction=reduction),
+            F.multilabel_margin_loss(x[:1], several[None], reduction=reduction),
+        )
+    ]
+
+
+def test_losses_of_one_sample() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    both = [run(x) for run in (margin_losses, compile_core.compile(margin_losses, fullgraph=True))]
+    torch.testing.assert_close(both[1], both[0], check_stride=True)
+    expected, found = (torch.autograd.grad([loss.sum() for loss in losses], x) for losses in both)
+    torch.testing.assert_close(found, expected)
 
 
 def test_states_that_only_torch_reads_are_left_as_they_are() -> None:

@@ -69,3 +69,20 @@ def test_ignored_rows_in_kernels(classes: int) -> None:
     expected = values_and_gradients(F.cross_entropy, *arguments)
     found = values_and_gradients(compile_core.compile(F.cross_entropy), *arguments)
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.logit(x, 0.1),
+        torch.logit,
+        lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)),
+        lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum", beta=2.0),
+    ],
+)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 0.0, 0.5, 1.0, 3.0])
+def test_gradients_of_one_element(value: float, function: Callable[..., Any]) -> None:
+    """Of more, kernels of the CPU treat some by formulas of their own."""
+    x = torch.tensor([value])
+    expected = values_and_gradients(function, x)
+    torch.testing.assert_close(values_and_gradients(decomposed(function), x), expected, equal_nan=True)

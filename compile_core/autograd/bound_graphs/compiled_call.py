@@ -30,6 +30,7 @@ from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from compile_core.ir.numbers import is_number
 from compile_core.ir.pick import Pick, picker
+from compile_core.ir.regions import graph_results
 from compile_core.ir.torch_switches import without_autocast
 
 
@@ -46,6 +47,7 @@ class DifferentiableProgram:
         pick_gradients: finds what the node returns, among the gradients that were computed and a ``None``.
         tensor_inputs: positions of the primals that are no numbers.
         changed: positions of the primals that the program changes.
+        unread: positions of those that no gradient leads to.
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
         taken: the gradients that someone else takes, instead of autograd.
         flags: what the backward is told of gradients that do not arrive.
@@ -66,6 +68,7 @@ class DifferentiableProgram:
     pick_gradients: Pick
     tensor_inputs: tuple[int, ...]
     changed: frozenset[int]
+    unread: frozenset[int]
     restored: Callable[[list[Any]], list[Any]]
     taken: TakenGradients | None
     flags: ArrivalFlags
@@ -84,6 +87,9 @@ class DifferentiableProgram:
         signature = graph.signature
         # What is to be differentiated again needs all that was saved.
         may_be_absent = len(signature.tangents) > 1 and differentiable_backward is None
+        changed = frozenset(mutation.input for mutation in signature.mutated)
+        undefined = {signature.gradient_inputs[k] for k in signature.left_undefined}
+        found = zip(signature.gradient_inputs, graph_results(graph.backward), strict=True)
         primals = [node.name for node in graph.forward.graph.find_nodes(op="placeholder")]
         numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
         computed = [name for name in graph.saved if name not in primals]
@@ -111,7 +117,8 @@ class DifferentiableProgram:
             ),
             pick_gradients=picker(returned),
             tensor_inputs=tuple(k for k, name in enumerate(primals) if name not in numbers),
-            changed=frozenset(mutation.input for mutation in signature.mutated),
+            changed=changed,
+            unread=frozenset(k for k, gradient in found if gradient is None) - undefined - changed,
             restored=getattr(backward, "restored", list),
             taken=taken,
             flags=ArrivalFlags.of(graph),
@@ -120,6 +127,12 @@ class DifferentiableProgram:
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
         """The graph's outputs, in autograd's graph."""
+        if self.unread:
+            # Autograd's engine would go on to their history with nothing, and not every operator has a derivative.
+            primals = tuple(
+                primal.detach() if k in self.unread and primal.grad_fn is not None else primal
+                for k, primal in enumerate(primals)
+            )
         if torch._C._are_functorch_transforms_active():
             return CompiledCall.apply(self, *primals)
         if self.taken is not None:

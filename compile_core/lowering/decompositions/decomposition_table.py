@@ -43,12 +43,12 @@ _FROM_TORCH = (
     aten.softplus_backward, aten.tanh_backward, aten.sigmoid_backward, aten.log_sigmoid_forward,
     aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.glu, aten.glu_backward, aten.threshold,
     aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink, aten._prelu_kernel,
-    aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit, aten.logit_backward,
+    aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit,
     # softmax
     aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
     aten.logsumexp,
     # losses
-    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
+    aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.huber_loss,
     aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
     # normalisation
@@ -263,6 +263,23 @@ def _nll_loss_backward(
     return torch.where(hit, slope.unsqueeze(class_dim), 0.0).to(self.dtype)
 
 
+# The two below choose as the kernels do, what is no number last; the registry's forms make 0 of its gradient.
+def _smooth_l1_loss_backward(
+    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int, beta: float
+) -> Tensor:
+    x = (self - target).to(_compute_dtype(self.dtype))
+    slope = grad_output * (1.0 / max(x.numel(), 1)) if reduction == _MEAN else grad_output
+    inner = torch.where(x >= beta, slope, slope * x / beta)
+    return torch.where(x <= -beta, -slope, inner).to(self.dtype)
+
+
+def _logit_backward(grad_output: Tensor, self: Tensor, eps: float | None = None) -> Tensor:
+    x = self.to(_compute_dtype(self.dtype))
+    low, outside = (0.0, torch.nan) if eps is None else (eps, 0.0)
+    is_outside = (x < low) | (x > 1 - low)
+    return torch.where(is_outside, outside, grad_output / (x * (1 - x))).to(self.dtype)
+
+
 def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
 
@@ -280,6 +297,8 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.logit_backward.default: _logit_backward,
     aten.stack.default: _stack,
     aten._neg_view.default: aten.neg.default,  # loops read memory as it is, without the view's bit
     aten.embedding_dense_backward.default: embedding_dense_backward,
