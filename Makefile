@@ -30,6 +30,12 @@ lint: $(VENV)/installed-lint
 test-gpu: python-version
 	$(PYTHON) -m pytest -m gpu
 
+# All kinds of rank differences on four ranks, and random pairs of forwards on two.
+test-ranks: $(VENV)/installed
+	mkdir -p out/rank_differences
+	$(VENV_PYTHON) -m launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
+	$(VENV_PYTHON) -m launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
+
 python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 

@@ -180,7 +180,6 @@ class InGraphWay:
         return moved[0][0], moved[1][0]
 
     def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
-        self.buckets.refuse_changed()
         forms = GraphForms(captured, self._request, self._planner, self._agreement, inputs)
         self._forms.append(forms)
         return forms

@@ -46,7 +46,7 @@ from distributed.gradients.marks_of_use import MarksOfUse
 from distributed.gradients.narrow_values import NarrowValues
 from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
-from distributed.gradients.rounds_of_backward import note_round
+from distributed.gradients.rounds_of_backward import is_next, note_round
 from distributed.gradients.running_backward import backward_number, will_run
 from distributed.gradients.static_graph import StaticGraph
 from distributed.gradients.undefined_gradients import UndefinedGradients
@@ -148,6 +148,10 @@ class GradientBuckets:
         return None if self._buffers is None else self._buffers.plan
 
     @property
+    def has_to_start(self) -> bool:
+        return self._round is not None and self._round.has_to_start
+
+    @property
     def shared_bytes(self) -> int:
         """Of the buckets that other ranks reach, which torch's allocator does not count."""
         return 0 if self._buffers is None else self._buffers.shared_bytes
@@ -244,9 +248,8 @@ class GradientBuckets:
 
     def _are_first(self, *names: str) -> bool:
         """Whether what a program stores of these is the first of the round, which goes to their places."""
-        if not self._storing or self._round is None or not self._round.stored.isdisjoint(names):
-            return False
-        return self._late_hooks.names.isdisjoint(names)
+        is_first = self._storing and self._round is not None and self._round.stored.isdisjoint(names)
+        return is_first and self._late_hooks.names.isdisjoint(names)
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         if self._buffers is None or not self._are_first(*names):
@@ -395,7 +398,7 @@ class GradientBuckets:
         if self.ready_times is not None:
             self.ready_times.gradients_arrived(names)
             return
-        if self.static_graph is None or self.static_graph.is_known:
+        if (self.static_graph is None or self.static_graph.is_known) and is_next(self):
             for bucket in self._round.take_complete():
                 self._start(bucket)
 
@@ -432,7 +435,7 @@ class GradientBuckets:
         """Adds what the gradient was before this round, where that is not part of it yet."""
         assert self._round is not None
         is_stored, earlier, static = name in self._round.stored, self._earlier, self.static_graph
-        before = earlier.before.get(name)
+        before = self._earlier.before.get(name)
         if not is_stored and (before is None or name in self._unasked or (static and name in static.unused)):
             self._without.add(name)
         if is_stored and name in earlier.aside:
@@ -456,10 +459,7 @@ class GradientBuckets:
         with torch.no_grad():
             static, stored = self.static_graph, self._round.stored
             if static is not None and not static.is_known:
-                counts = {
-                    name: self._round.contributions(name) if name in stored else 0 for name in self.parameters
-                }
-                static.learn(counts)
+                static.learn(self._round.contributions())
             for bucket in self._round.take_rest():
                 self._start(bucket)
             if self.ready_times is not None:
@@ -468,9 +468,9 @@ class GradientBuckets:
                 self._wait(work)
             self._awaited -= stored if static is None else stored | static.unused
             self.missing = tuple(filter(self._awaited.__contains__, self.parameters))
-            assert self._marks is not None
-            used_by_none = self._marks.used_by_none(self._without) if self._without else ()
             if self._earlier.before or self._without:
+                assert self._marks is not None
+                used_by_none = self._marks.used_by_none(self._without)
                 for name in self.parameters:
                     self._earlier.give(name, self._buffers, used_by_none)
             else:

@@ -41,6 +41,11 @@ class ReductionRound:
         self._started = 0
         self.has_begun = False
 
+    @property
+    def has_to_start(self) -> bool:
+        """Whether a bucket is not started yet."""
+        return self._started < len(self._left)
+
     def is_started(self, name: str) -> bool:
         """Whether the gradient's bucket is being reduced, so that nothing may be stored in it any more."""
         return self._bucket_of[name] < self._started
@@ -78,9 +83,10 @@ class ReductionRound:
         """How many are still to come to this gradient."""
         return self._missing[name]
 
-    def contributions(self, name: str) -> int:
-        """How many have come to this gradient, those included of which it is known that nothing will."""
-        return self._announced[name] - self._missing[name]
+    def contributions(self) -> dict[str, int]:
+        """How many have come to each gradient, where any has; those included of which it is known that nothing will."""
+        announced = self._announced.items()
+        return {name: n - self._missing[name] if name in self.stored else 0 for name, n in announced}
 
     def take_complete(self) -> Iterator[int]:
         """The buckets to start now."""

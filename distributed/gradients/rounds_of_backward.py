@@ -2,6 +2,10 @@
 
 They end with the backward. One that raises calls none of the engine's callbacks, so it is noticed where it was started.
 
+Of ranks that run other branches one may have all gradients of a bucket in the midst of a backward, and another only at
+its end. So that modules over one process group start their collectives in the same order on all ranks, a round starts
+none before those that began earlier have started all of theirs.
+
 Two compiled forms of one module have buckets of their own. A backward that reaches both would leave the sums of one as
 gradients, so that is an error.
 """
@@ -15,6 +19,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from compile_core.errors import CompileError
 from distributed.gradients.running_backward import backward_number
@@ -23,12 +28,20 @@ from distributed.gradients.running_backward import backward_number
 class RoundOwner(Protocol):
     """Reduces gradients in rounds."""
 
+    group: dist.ProcessGroup
+
+    @property
+    def has_to_start(self) -> bool:
+        """Whether there is a round with buckets that are not started yet."""
+        ...
+
     def break_off(self) -> None:
         """Its round, if there is one, does not come to its end."""
         ...
 
 
-# By whoever reduces: its parameters, and the number of the backward in which its last round began. No other has it.
+# By whoever reduces: its parameters, and the number of the backward in which its last round began, which no other has.
+# Those of rounds that began later come later.
 _latest: weakref.WeakKeyDictionary[RoundOwner, tuple[Mapping[str, torch.nn.Parameter], int]] = (
     weakref.WeakKeyDictionary()
 )
@@ -79,4 +92,18 @@ def note_round(owner: RoundOwner, parameters: Mapping[str, torch.nn.Parameter], 
                         f"reaches, and each would reduce a part of its gradient: compile the module once, or call "
                         f"backward() for each form, or pass DDPOptions(overlap='reducer')"
                     )
+    _latest.pop(owner, None)
     _latest[owner] = parameters, backward
+
+
+def is_next(owner: RoundOwner) -> bool:
+    """Whether the buckets of this round may be started."""
+    if len(_latest) < 2:
+        return True
+    backward = _latest[owner][1]
+    for other, (_, number) in _latest.items():
+        if other is owner:
+            return True
+        if number == backward and other.group is owner.group and other.has_to_start:
+            return False
+    return True

@@ -51,7 +51,8 @@ def test_contributions_are_counted():
     found = ReductionRound([("a", "b"), ("c",)], {"a": 3})
     found.arrived(["a", "b"])
     found.arrived(["b"])
-    assert [found.contributions(name) for name in "abc"] == [1, 2, 0]
+    assert found.contributions() == {"a": 1, "b": 2, "c": 0}
+    assert found.left("a") == 2
 
 
 def test_what_turned_out_to_be_undefined_holds_up_nothing():

@@ -1,0 +1,39 @@
+"""Ranks whose forwards differ train as under stock DDP, and what cannot be averaged is named on every rank; the cases
+are in ``rank_differences.py``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.multi_process.rank_differences import KINDS, REFUSED
+from tests.start_ranks import start_ranks
+
+Outcomes = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("rank_differences")
+    run = start_ranks(["-m", "tests.multi_process.rank_differences", str(folder)], timeout_s=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.multi_process
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("rank_differences")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_differ_train_as_under_stock_ddp(kind: str, outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome[kind], f"rank {rank}: {outcome[kind]}"
+
+
+@pytest.mark.multi_process
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("rank_differences")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_averaged_is_named_on_every_rank(kind: str, outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome[kind], f"rank {rank}: {outcome[kind]}"
