@@ -8,7 +8,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test differential lint test-gpu clean python-version
+.PHONY: demo test differential lint rank-failures test-gpu clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -27,6 +27,10 @@ lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
 # A GPU machine brings a torch that fits its driver, so this runs on PYTHON itself and installs nothing.
+# A rank is killed, stopped, raises or is slow, at each stage of a step: about an hour.
+rank-failures: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.multi_process.rank_failures
+
 test-gpu: python-version
 	$(PYTHON) -m pytest -m gpu
 

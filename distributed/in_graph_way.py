@@ -21,7 +21,8 @@ from compile_core.compiled_function import CompiledFunction
 from compile_core.ir.captured import CapturedGraph
 from compile_core.pipeline import CompiledGraph, compile_graph
 from compile_core.planners import CompileRequest
-from distributed.agreement.agreement import agreement_of, describe_error
+from distributed.agreement.agreement import agreement_of
+from distributed.agreement.failure_watch import describe_error
 from distributed.collectives.averaging import Averaging
 from distributed.collectives.broadcast_buffers import BufferBroadcast
 from distributed.ddp_module import Names, process_group
@@ -90,7 +91,7 @@ class InGraphWay:
         watch.watch_over(averaging)
         self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
-        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group)
+        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group, self.buckets.wait)
         # What a CUDA graph stores has one place for good.
         sends_narrow = averaging.sends_narrow and not request.options.cuda_graphs
         self._planner = DDPPlanner(ddp, self.buckets, sends_narrow)
@@ -122,7 +123,7 @@ class InGraphWay:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ddp, buckets = self._ddp, self.buckets
-        self._agreement.watch.at_point()
+        self._agreement.watch.at_point(is_synchronised(ddp))
         buckets.begin_forward()
         if ddp.module is not self._module:
             self._make_functions()

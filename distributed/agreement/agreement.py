@@ -24,13 +24,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from compile_core.errors import CompileError
 from distributed.agreement.bulletin import Bulletin
-from distributed.agreement.failure_watch import FailureWatch
-from distributed.agreement.session import meet
+from distributed.agreement.failure_watch import FailureWatch, describe_error
+from distributed.agreement.gloo_connections import GlooConnections
+from distributed.agreement.session import HandOut, device_of, meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _DIFFERENCES_SHOWN = 3
@@ -56,6 +58,7 @@ class Agreement:
         bulletin: of the group.
         rank: this process, by its number in the job.
         ranks: those of the group.
+        hand_out: begins the collective by which they meet.
         abort: ends the group's collectives.
         is_over: whether the group was destroyed.
         on_device: its collectives are waited for by a device.
@@ -69,6 +72,7 @@ class Agreement:
         bulletin: Bulletin,
         rank: int,
         ranks: Sequence[int],
+        hand_out: HandOut,
         abort: Callable[[], None],
         is_over: Callable[[], bool],
         on_device: bool,
@@ -76,6 +80,7 @@ class Agreement:
         self._bulletin = bulletin
         self._rank = rank
         self._ranks = tuple(ranks)
+        self._hand_out = hand_out
         self._next_round = 0
         # The round that was opened without this rank: seen when.
         self._unanswered: tuple[int, float] | None = None
@@ -85,9 +90,10 @@ class Agreement:
         look_further = weakref.WeakMethod(self._look_for_others)
         self.watch = FailureWatch(
             bulletin,
-            len(ranks),
+            rank,
+            ranks,
             abort,
-            lambda ended: (look_further() or _nothing)(ended),
+            lambda: (look_further() or _nothing)(),
             is_over,
             on_device,
         )
@@ -119,13 +125,10 @@ class Agreement:
             bulletin.post(f"facts/{digest}", facts)
         decision = {"what": what, "reason": reason, "facts": digest, "offer": offer}
         bulletin.post(f"{number}/decided/{self._rank}", decision)
-        if bulletin.count(f"{number}/count", 1) == len(self._ranks):
-            bulletin.post(f"{number}/complete", True)
         if self._rank == self._ranks[0]:
-            self._wait(f"{number}/complete", number, timeout_s)
-            bulletin.post(f"{number}/verdict", self._judge(number))
-        self._wait(f"{number}/verdict", number, timeout_s)
-        verdict = bulletin.read(f"{number}/verdict")
+            decided = self._wait([f"{number}/decided/{rank}" for rank in self._ranks], number, timeout_s)
+            bulletin.post(f"{number}/verdict", self._judge(dict(zip(self._ranks, decided, strict=True))))
+        (verdict,) = self._wait([f"{number}/verdict"], number, timeout_s)
         if verdict["error"]:
             raise CompileError(verdict["error"])
         return Verdict(verdict["reason"], verdict["offer"])
@@ -147,25 +150,21 @@ class Agreement:
             BaseException: what is raised inside; the job has failed.
         """
         self.watch.at_point()
-        is_known = self._bulletin.has_session  # not before any round, as to evaluate
-        if is_known:
-            self._bulletin.post(f"compiling/{self._rank}", what)
         self._is_compiling = True
         try:
-            yield
+            with self.watch.doing(what):
+                yield
         except BaseException as error:
             self.watch.announce(f"compilation failed on rank {self._rank}: {describe_error(error)}")
             raise
         finally:
             self._is_compiling = False
-            if is_known and not self.watch.failure:
-                self._bulletin.post(f"compiling/{self._rank}", "")
 
     def _meet(self, what: str, timeout_s: float) -> None:
         def absent(ranks: Sequence[int]) -> str:
             return _did_not_come(ranks, timeout_s, f"rank {self._rank} {what}")
 
-        meet(self._bulletin, self._rank, self._ranks, _turns(timeout_s), absent)
+        meet(self._bulletin, self._rank, self._ranks, self._hand_out, _turns(timeout_s), absent)
 
     def _begin(self, what: str, timeout_s: float | None) -> int:
         self.watch.at_point()
@@ -178,11 +177,14 @@ class Agreement:
         self._bulletin.post_first(f"{number}/opened", opened)
         return number
 
-    def _wait(self, name: str, number: int, timeout_s: float | None) -> None:
+    def _wait(self, names: Sequence[str], number: int, timeout_s: float | None) -> list[Any]:
+        """The values of these entries, once all of them are there."""
         for _ in _turns(timeout_s):
-            if self._bulletin.has(name):
-                return
-            self.watch.look()
+            if self._bulletin.has_all(names):
+                values = list(map(self._bulletin.read, names))
+                if all(value is not None for value in values):
+                    return values
+            self.watch.at_point()
             error = self._bulletin.read_if_there(f"{number}/error")
             if error is not None:
                 raise CompileError(error)
@@ -190,9 +192,8 @@ class Agreement:
         self.watch.announce(self._who_is_missing(number, timeout_s))
         raise CompileError(self.watch.failure)
 
-    def _judge(self, number: int) -> dict[str, Any]:
+    def _judge(self, decisions: Mapping[int, Any]) -> dict[str, Any]:
         """What all ranks are told."""
-        decisions = {rank: self._bulletin.read(f"{number}/decided/{rank}") for rank in self._ranks}
         first = decisions[self._ranks[0]]
         error = reason = ""
         for rank, decision in decisions.items():
@@ -231,17 +232,14 @@ class Agreement:
             f"rank {self._ranks[0]} gave no verdict within {timeout_s:g} s while {what}. It may have failed"
         )
 
-    def _look_for_others(self, connection_ended: bool) -> None:
-        """Whether others wait in vain for this rank; while it compiles they do not. And whether a rank for which this
-        one waits has ended: who compiles has said so.
+    def _look_for_others(self) -> None:
+        """Whether others wait in vain for this rank; while it compiles they do not.
 
         Raises:
-            CompileError: for too long, or until a connection ended.
+            CompileError: for too long.
         """
         number, now_s = self._next_round, time.monotonic()
         opened = self._bulletin.read_if_there(f"{number}/opened")
-        if connection_ended:
-            self._explain_end(opened)
         if opened is None or opened["timeout_s"] is None or self._is_compiling:
             self._unanswered = None
         elif self._unanswered is None or self._unanswered[0] != number:
@@ -249,27 +247,24 @@ class Agreement:
         elif now_s - self._unanswered[1] > opened["timeout_s"] and number == self._next_round:
             raise CompileError(self._who_is_missing(number, opened["timeout_s"]))
 
-    def _explain_end(self, opened: Mapping[str, Any] | None) -> None:
-        begun = [] if opened is None else [f"rank {opened['rank']} {opened['what']}"]
-        for rank in self._ranks:
-            what = self._bulletin.read_if_there(f"compiling/{rank}")
-            if what and rank != self._rank:
-                begun.append(f"rank {rank} {what}")
-        if begun:
-            raise CompileError(f"a connection ended while {begun[-1]}: its process may have been killed")
-
 
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
     """The agreement of a process group, the same for all modules over it."""
     found = _agreements.get(group)
     if found is None:
-        reference = weakref.ref(group)
+        reference, connections = weakref.ref(group), GlooConnections(group)
+
+        def hand_out(values: torch.Tensor) -> dist.Work:
+            living = reference()
+            assert living is not None
+            return living.broadcast([values], dist.BroadcastOptions())
 
         def abort() -> None:
             living = reference()
             if living is not None:
                 with suppress(RuntimeError):  # a backend that cannot
                     living.abort()
+                connections.cut()
 
         def is_over() -> bool:
             return reference() not in _world.pg_map
@@ -277,17 +272,18 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
         ranks = dist.get_process_group_ranks(group)
         on_device = "nccl" in dist.get_backend_config(group)
         found = _agreements[group] = Agreement(
-            Bulletin.of_group(group), dist.get_rank(), ranks, abort, is_over, on_device
+            Bulletin.of_group(group),
+            dist.get_rank(),
+            ranks,
+            HandOut(hand_out, device_of(group)),
+            abort,
+            is_over,
+            on_device,
         )
     return found
 
 
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
-
-
-def describe_error(error: BaseException) -> str:
-    """Its type, and what it says."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _nothing(*_: Any) -> None:

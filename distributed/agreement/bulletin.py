@@ -1,13 +1,26 @@
 """What the ranks of a process group tell one another on the CPU, without a collective: entries in the group's store.
 
 Whoever reads looks whether an entry is there before it asks for it, so nobody is blocked in the store, and a rank that
-does not come can be named after a time limit.
+does not come can be named after a time limit. A store may also cease to answer, where the process that holds it has
+stopped, and torch's client waits for it without end: a thread makes the requests, and whoever asks gives up in time.
+
+The store is open to everybody who can connect to it. Entries hence carry a code that only the ranks can make
+(RFC 2104), over name and value; what does not verify is as if it were not there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import logging
+import os
+import queue
 import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +28,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
-# Requests are answered at once; a server that takes longer is gone.
-_REQUEST_TIMEOUT = timedelta(seconds=30)
+from compile_core.errors import CompileError
+
+logger = logging.getLogger(__name__)
+
+# For how long a store may say nothing: a machine may be busy, and a process is not told that it was stopped.
+SILENCE_S = 20.0
 _CONNECT_TIMEOUT_S = 5.0
+# A process that was stopped itself has waited for one such step.
+_STEP_S = 0.5
+
+
+class StoreLost(CompileError):
+    """Nothing is to be heard of the other ranks any longer.
+
+    Args:
+        message: whose process is to blame, and what became of it.
+        has_ended: the store has ended, and not only fallen silent.
+    """
+
+    def __init__(self, message: str, has_ended: bool) -> None:
+        super().__init__(message)
+        self.has_ended = has_ended
 
 
 class Bulletin:
@@ -27,59 +59,161 @@ class Bulletin:
         store: where entries are kept; used by nobody else.
 
     Attributes:
-        has_session: entries are those of the ranks that there are now, and not of a process group before.
+        session: its name, which is for everybody to see.
+        has_session: entries are those of the ranks that there are now; before, none can be posted. See ``enter``.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("gradsplit", store)
+        self._store = store
+        self._secret, self.session = b"", ""
+        self._has_warned = False
         self.has_session = False
+        self._probe = _connection_to(store)
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._requests,), name="gradsplit-store", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None)
+        if self._probe is not None:
+            weakref.finalize(self, self._probe.close)
 
-    def enter(self, session: str) -> None:
-        """From now on entries are those of a session; see ``meet``."""
-        self._store = PrefixStore(session, self._store)
+    def enter(self, secret: bytes) -> None:
+        """From now on entries are those of the ranks that know this, which is for nobody else to read. A store may
+        outlive process groups, and have entries of those before."""
+        self.session = hmac.digest(secret, b"session", hashlib.sha256).hex()[:16]
+        self._secret = secret
+        self._store = PrefixStore(f"gradsplit/{self.session}", self._store)
         self.has_session = True
+
+    def note_arrival(self, rank: int) -> None:
+        """For those who wait for a session; anybody could do so."""
+        self._ask(self._store.set, f"gradsplit/arrived/{rank}", b"")
+
+    def has_arrived(self, rank: int) -> bool:
+        return self.has(f"gradsplit/arrived/{rank}")
 
     @staticmethod
     def of_group(group: dist.ProcessGroup) -> Bulletin:
         """A connection of its own to the group's store: another one may be held by who waits for something."""
         store = _get_process_group_store(group).clone()  # pyright: ignore[reportAttributeAccessIssue]
-        store.set_timeout(_REQUEST_TIMEOUT)
+        store.set_timeout(timedelta(seconds=SILENCE_S))
         return Bulletin(store)
 
-    def require_server(self) -> None:
-        """Sees to it that the process which holds the store still does: torch prints a stack trace otherwise.
-
-        Raises:
-            ConnectionRefusedError: it has ended.
-        """
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, TCPStore):
-            try:
-                socket.create_connection((store.host, store.port), _CONNECT_TIMEOUT_S).close()
-            except ConnectionRefusedError:
-                raise
-            except OSError:  # it may be reached in another way; whoever asks will see
-                pass
-
     def post(self, name: str, value: Any) -> None:
-        self._store.set(name, json.dumps(value))
+        self._ask(self._store.set, name, self._signed(name, value))
+
+    def post_soon(self, name: str, value: Any) -> None:
+        """Posts as soon as the store answers, and waits for nothing."""
+        self._requests.put(_Request(self._store.set, (name, self._signed(name, value))))
 
     def post_first(self, name: str, value: Any) -> Any:
         """Posts the entry unless there is one; the entry that is there then."""
-        return json.loads(self._store.compare_set(name, "", json.dumps(value)))
+        mine, there = self._signed(name, value), b""
+        while True:
+            there = self._ask(self._store.compare_set, name, there, mine)
+            found = self._verified(name, there)
+            if found is not None:
+                return found
 
     def has(self, name: str) -> bool:
-        return self._store.check([name])
+        return self.has_all([name])
+
+    def has_all(self, names: Sequence[str]) -> bool:
+        """Whether there are entries of these names, whoever has posted them."""
+        return self._ask(self._store.check, list(names))
 
     def read(self, name: str) -> Any:
-        """The value of an entry that is known to be there."""
-        return json.loads(self._store.get(name))
+        """The value of an entry that is known to be there; ``None`` where no rank has posted it."""
+        return self._verified(name, self._ask(self._store.get, name))
 
     def read_if_there(self, name: str) -> Any:
         return self.read(name) if self.has(name) else None
 
-    def count(self, name: str, more: int = 0) -> int:
-        """Adds to a counter, which has a name that no entry has."""
-        return self._store.add(name, more)
+    def _signed(self, name: str, value: Any) -> bytes:
+        text = json.dumps(value).encode()
+        return self._code(name, text) + text
+
+    def _verified(self, name: str, entry: bytes) -> Any:
+        code, text = entry[:_CODE_BYTES], entry[_CODE_BYTES:]
+        if hmac.compare_digest(code, self._code(name, text)):
+            return json.loads(text)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the store of the job has an entry %r that no rank has made; it is ignored, and so will be others. "
+                "Somebody else can reach the store: see who may connect to MASTER_ADDR and MASTER_PORT",
+                name,
+            )
+        return None
+
+    def _code(self, name: str, text: bytes) -> bytes:
+        return hmac.digest(self._secret, name.encode() + b"\0" + text, hashlib.sha256).hex().encode()
+
+    def _ask(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        if self._probe is not None and _has_ended(self._probe):
+            raise StoreLost(f"{_holder()} has ended", True)
+        request = _Request(ask, arguments)
+        self._requests.put(request)
+        waited_s = 0.0
+        while not request.is_done.wait(_STEP_S):
+            waited_s += _STEP_S
+            if waited_s > SILENCE_S:
+                raise StoreLost(
+                    f"{_holder()} has not answered for {SILENCE_S:g} s: it has been stopped, or its machine cannot be "
+                    f"reached",
+                    False,
+                )
+        if isinstance(request.error, RuntimeError):
+            raise StoreLost(f"{_holder()} has ended", True) from request.error
+        if request.error is not None:
+            raise request.error
+        return request.answer
+
+
+_CODE_BYTES = 2 * hashlib.sha256().digest_size
+
+
+class _Request:
+    def __init__(self, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._ask, self._arguments = ask, arguments
+        self.is_done = threading.Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self._ask(*self._arguments)
+        except Exception as error:
+            self.error = error
+        self.is_done.set()
+
+
+def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        request.run()
+
+
+def _holder() -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the launcher on rank 0's machine, which holds the job's store,"
+    return "rank 0, whose process holds the job's store,"
+
+
+def _connection_to(store: Store) -> socket.socket | None:
+    """One that nothing is sent on: it ends with the process that holds the store. torch's own client prints a stack
+    trace where that is gone."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        with suppress(OSError):  # it may be reached in another way; whoever asks will see
+            connection = socket.create_connection((store.host, store.port), _CONNECT_TIMEOUT_S)
+            connection.setblocking(False)
+            return connection
+    return None
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

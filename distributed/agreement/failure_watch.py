@@ -1,14 +1,19 @@
 """A failure on one rank ends the job on every rank, also on those that are blocked in an all-reduce meanwhile.
 
-A rank that fails posts why. The others look for such a post about once a second when they wait: in the loops in which
-they wait for one another or for a bucket on the CPU, and, for whatever else may block the main thread, in a thread of
-the watch. The error is raised in the main thread where it next calls the compiled module, starts or waits for a
-bucket, or ends a backward. If it does neither, it is blocked, or a GPU is: the thread then logs the error and aborts
-the process group, which frees both.
+A rank that fails posts why. A rank that does not get to that, because it is killed or stopped, is missed: a thread of
+each rank says about once a second that it lives, also while the rank compiles, and what it does; and it looks after the
+rank before it, in a ring, so that what a rank asks of the store does not grow with their number. On one machine the
+system tells whether a process has ended, or is only slow to speak.
 
-The thread also sees that nobody waits for this rank in vain: another rank that compiles what this one does not has
-said so before it began, and says so when it has done (``Agreement``). And it is the watchdog of what a GPU waits for
-beside the process group's collectives, which have one (``Waiting``).
+The thread also looks whether a failure was posted. The error is raised in the main thread where it next calls the
+compiled module, starts or waits for a bucket, or ends a backward. If it does neither, it is blocked, or a GPU is: the
+thread then logs the error and aborts the process group, which frees both.
+
+A connection that ends, and an error that comes of it, is the echo of a failure: it is explained by what the thread
+hears next. So is the end of the store, if rank 0 holds it, which is no failure where a program is about to end anyway.
+
+The thread also sees that nobody waits for this rank in vain (``Agreement``). And it is the watchdog of what a GPU waits
+for beside the process group's collectives, which have one (``Waiting``).
 """
 
 from __future__ import annotations
@@ -16,31 +21,39 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from compile_core.errors import CompileError
-from distributed.agreement.bulletin import Bulletin
+from distributed.agreement.bulletin import Bulletin, StoreLost
+from distributed.agreement.rank_process import place_of_main_thread, this_process
+from distributed.agreement.ring import ALARM_S, Neighbour
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# The thread looks less often when nothing happens for long, unless collectives are waited for by a device: nobody else
-# looks then.
-_MOST_INTERVAL_S, _MOST_INTERVAL_ON_DEVICE_S = 30.0, 2.0
+# How long an echo of a failure waits for the failure itself to be known.
+_EXPLAIN_S = ALARM_S + 5.0
+# Ranks that leave do not say to whom they matter: a failure that is about to be heard of explains more.
+_LEFT_AFTER_S = 3.0
 # How long the main thread has to come by before the process group is aborted.
 _ABORT_AFTER_S = 2.0
 # How long a rank that failed waits for the others to have heard of it, at most: launchers end them when it ends.
 _LINGER_S = 3.0
 _SPEAK_S = 0.2
 _JOIN_S = 2.0
-_FAILURE, _HEARD = "failure", "failure/heard"
 
 
 class Waiting(Protocol):
@@ -60,56 +73,88 @@ class FailureWatch:
 
     Args:
         bulletin: of the group.
-        size: how many ranks the group has.
+        rank: this process, by its number in the job.
+        ranks: those of the group.
         abort: ends the group's collectives.
-        look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others. Is
-            told whether a connection to one of them has ended.
+        look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others.
         is_over: whether the group was destroyed.
         on_device: collectives are waited for by a device, not by the host in ``wait``.
 
     Attributes:
         failure: what every rank is told, or "".
+        was_raised: the program knows of it.
+        was_aborted: the group's collectives were ended because of it.
+        term: how many failures the ranks have put behind them; see ``begin_anew``.
     """
 
     def __init__(
         self,
         bulletin: Bulletin,
-        size: int,
+        rank: int,
+        ranks: Sequence[int],
         abort: Callable[[], None],
-        look_further: Callable[[bool], None],
+        look_further: Callable[[], None],
         is_over: Callable[[], bool],
         on_device: bool,
     ) -> None:
-        self.failure = ""
+        self.failure, self.was_raised, self.was_aborted, self.term = "", False, False, 0
         self._bulletin = bulletin
-        self._others = size - 1
+        self._rank = rank
+        self._others = [other for other in ranks if other != rank]
         self._abort = abort
         self._look_further = look_further
         self.is_over = is_over
-        self.most_interval_s = _MOST_INTERVAL_ON_DEVICE_S if on_device else _MOST_INTERVAL_S
+        self._on_device = on_device
         self._lock = threading.RLock()
         self._is_ours = False
-        self._was_raised = False
+        self._known_s = 0.0
         self._last_words = ""
         self._waiting: list[weakref.ref[Waiting]] = []
-        self._was_aborted = False
-        self._last_point_s = time.monotonic()
+        # Nothing can be heard of the others; and where rank 0 has ended with the store, since when that may matter.
+        self._is_cut_off = False
+        self._lost: tuple[str, float] | None = None
+        self._needs_store = 0 in ranks
+        self._doing = ""
+        self._beats = 0
+        self._process, self._host = this_process(), socket.gethostname()
+        self._neighbour = Neighbour(rank, ranks)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_look_now_and_then,
-            args=(weakref.ref(self), self._stop),
+            args=(weakref.ref(self), bulletin, rank, self._stop),
             name="gradsplit-watch",
             daemon=True,
         )
-        self._thread.start()
+        if self._others:
+            self._thread.start()
         _watches.add(self)
+        if parent_process() is not None:  # such processes may end without what is registered with ``atexit``
+            Finalize(None, _close_all, exitpriority=0)
 
     def announce(self, message: str) -> None:
         """Ends the job on the other ranks; this one is about to raise an error of its own."""
         self._post(message)
-        self._was_raised = True
+        self.was_raised = True
         self.free()
         self._linger()
+
+    def begin_anew(self, term: int) -> None:
+        """All ranks have raised the failure, and nothing of it is left."""
+        with self._lock:
+            self.failure, self.was_raised, self.term = "", False, term
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """While this rank does what others may have to wait for. They are told before it begins."""
+        before, self._doing = self._doing, what
+        with suppress(StoreLost):  # the thread finds it out, too
+            self._say()
+        try:
+            yield
+        finally:
+            self._doing = before
+            with suppress(StoreLost):
+                self._say()
 
     def watch_over(self, waiting: Waiting) -> None:
         """For as long as somebody else keeps it."""
@@ -119,32 +164,25 @@ class FailureWatch:
         """Ends the job on the other ranks if this process ends before its main thread comes by again."""
         self._last_words = message
 
-    def at_point(self) -> None:
+    def at_point(self, needs_others: bool = True) -> None:
         """The main thread comes by.
+
+        Args:
+            needs_others: it is going to wait for other ranks.
 
         Raises:
             CompileError: the job has failed.
         """
         self._last_words = ""
-        self._last_point_s = time.monotonic()
+        if not needs_others:
+            return
         if self.failure:
-            self._was_raised = True
+            self.was_raised = True
             self.free()
             self._linger()
             raise CompileError(self.failure)
-
-    def look(self, connection_ended: bool = False) -> None:
-        """Looks for failures now.
-
-        Args:
-            connection_ended: nobody waits any longer for a rank that has not ended what it announced.
-
-        Raises:
-            CompileError: there is one, or ranks wait for one another in vain.
-        """
-        self._last_point_s = time.monotonic()
-        self._look(connection_ended)
-        self.at_point()
+        if self._lost is not None and time.monotonic() > self._lost[1]:
+            raise CompileError(self._lost[0])
 
     def wait(self, work: Any) -> None:
         """Waits for a collective on the CPU, with an eye on failures.
@@ -156,62 +194,106 @@ class FailureWatch:
             try:
                 work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
-            except RuntimeError:
-                # A time limit that has passed looks like any other error. A rank that ends takes its connections with
-                # it, so that an error may be the echo of a failure.
-                has_ended = work.is_completed()
-                self.look(has_ended)
-                if has_ended:
-                    raise
+            except RuntimeError as error:
+                # A time limit that has passed looks like any other error.
+                if work.is_completed():
+                    self.explain()
+                    raise error
+                self.at_point()
+
+    def explain(self) -> None:
+        """An error has come of a connection that ended: a rank that ends takes its connections with it.
+
+        Raises:
+            CompileError: why that was.
+        """
+        waited_s = 0.0
+        while self._bulletin.has_session and waited_s < _EXPLAIN_S:
+            self.at_point()
+            if self._lost is not None:
+                raise CompileError(self._lost[0])
+            if waited_s > _LEFT_AFTER_S and (left := self._who_left()):
+                raise CompileError(left)
+            time.sleep(_SPEAK_S)
+            waited_s += _SPEAK_S
 
     def close(self) -> None:
         """The process ends. A daemon thread that is in C++ meanwhile would abort it, so the thread ends first."""
-        if self._last_words:
-            with suppress(RuntimeError, ConnectionRefusedError):  # the store has ended, and with it the job
-                self._bulletin.require_server()
-                self.announce(self._last_words)
+        if self._stop.is_set():
+            return
+        with suppress(StoreLost):
+            self._speak_last()
         self._stop.set()
-        if self._thread is not threading.current_thread():
+        if self._others and not self._is_cut_off:
+            say_left(self._bulletin, self._rank)
+        if self._others and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+
+    def _speak_last(self) -> None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        words = self._last_words
+        if error is not None and not hasattr(sys, "ps1"):
+            words = f"rank {self._rank} was ended by {describe_error(error)}{_place_of(error)}"
+            if _is_echo(error) and not self.failure:
+                try:
+                    self.explain()
+                except CompileError as explained:
+                    logger.error("%s", explained)
+                    words = ""
+        if words and not self.failure:
+            self.announce(words)
 
     @property
     def waited_in_vain(self) -> bool:
-        """What the main thread waited for came to nothing, and it has not heard of that."""
-        return self._was_aborted and not self._was_raised
+        """What the main thread waited for came to nothing, and it has not heard of that. A wait on the CPU raises."""
+        return self.was_aborted and not self.was_raised and self._on_device
 
-    def look_in_background(self, interval_s: float) -> bool:
-        """For the thread: looks if the main thread has not come by for so long; whether it looked."""
+    def look_in_background(self) -> bool:
+        """For the thread; whether there is anything to look for."""
         if self.failure:
             self.free()
-            return False
-        if time.monotonic() - self._last_point_s < interval_s:
-            return False
-        self._bulletin.require_server()
-        self._look()
-        if self.failure and not self._stop.wait(_ABORT_AFTER_S) and not self._was_raised:
-            logger.error("the job has failed while this rank waits for others: %s", self.failure)
-            self._was_aborted = True
-            self.free()
-            self._abort()
+            is_late = time.monotonic() > self._known_s + _ABORT_AFTER_S
+            if is_late and not self.was_raised and not self.was_aborted:
+                logger.error("the job has failed while this rank waits for others: %s", self.failure)
+                self.was_aborted = True
+                self._abort()
+        elif self._lost is not None:
+            # No failure where the program is about to end, but what the main thread may wait for will not come.
+            if time.monotonic() > self._lost[1]:
+                self.free()
+                self._abort()
+                return False
+        elif self._bulletin.has_session:
+            try:
+                self._say()
+                self._listen()
+            except StoreLost as lost:
+                return self._lose_store(lost)
         return True
 
-    def _look(self, connection_ended: bool = False) -> None:
+    def _listen(self) -> None:
         with self._lock:
-            if self.failure or not self._bulletin.has_session:
-                return
-            posted = self._bulletin.read_if_there(_FAILURE)
+            posted = None if self.failure else self._bulletin.read_if_there(f"failure/{self.term}")
             if posted is not None:
-                self.failure = posted
-                self._bulletin.count(_HEARD, 1)
-                return
-            try:
-                self._look_further(connection_ended)
-            except CompileError as error:
-                self._post(str(error))
-            for waiting in self._all_waiting():
-                with suppress(RuntimeError):  # as in ``free``
-                    if message := waiting.late():
-                        self._post(message)
+                self._hear(posted)
+        if self.failure:
+            return
+        try:
+            self._look_further()
+        except StoreLost:
+            raise
+        except CompileError as error:
+            self._post(str(error))
+        for waiting in self._all_waiting():
+            with suppress(RuntimeError):  # as in ``free``
+                if message := waiting.late():
+                    self._post(message)
+        if message := self._neighbour.look(self._bulletin):
+            self._post(message)
+
+    def _hear(self, failure: str) -> None:
+        self.failure, self._known_s = failure, time.monotonic()
+        self._bulletin.post_soon(f"failure/{self.term}/heard/{self._rank}", True)
 
     def _post(self, message: str) -> None:
         with self._lock:
@@ -219,12 +301,45 @@ class FailureWatch:
             if self.failure or not self._bulletin.has_session:
                 return
             try:
-                self.failure = self._bulletin.post_first(_FAILURE, message)
+                self._hear(self._bulletin.post_first(f"failure/{self.term}", message))
                 self._is_ours = self.failure == message
-                if not self._is_ours:
-                    self._bulletin.count(_HEARD, 1)
-            except RuntimeError:  # the store is gone, and with it those who would hear
-                self.failure = message
+            except StoreLost:  # and with it those who would hear
+                self.failure, self._known_s = message, time.monotonic()
+
+    def _say(self) -> None:
+        if not self._bulletin.has_session:
+            return
+        with self._lock:  # what is said last is posted last
+            self._beats += 1
+            said = {
+                "beat": self._beats,
+                "doing": self._doing,
+                "place": place_of_main_thread(),
+                "process": self._process,
+                "host": self._host,
+            }
+            self._bulletin.post(f"alive/{self._rank}", said)
+
+    def _who_left(self) -> str:
+        with suppress(StoreLost):
+            for rank in self._others:
+                said = self._bulletin.read_if_there(f"alive/{rank}")
+                if said is not None and said.get("left"):
+                    return (
+                        f"rank {rank} has ended, or destroyed the process group, while rank {self._rank} "
+                        f"waits for it"
+                    )
+        return ""
+
+    def _lose_store(self, lost: StoreLost) -> bool:
+        self._is_cut_off = True
+        if not lost.has_ended:
+            # Who has been stopped is told so, if it goes on.
+            self._bulletin.post_soon(f"failure/{self.term}", str(lost))
+            self.failure, self._known_s = str(lost), time.monotonic()
+        elif self._needs_store:
+            self._lost = str(lost), time.monotonic() + _LEFT_AFTER_S
+        return bool(self.failure or self._lost)
 
     def free(self) -> None:
         """The job has failed: nothing waits for other ranks beside the group. A rank that comes late may undo it."""
@@ -241,8 +356,9 @@ class FailureWatch:
             return
         self._is_ours = False
         deadline = time.monotonic() + _LINGER_S
-        with suppress(RuntimeError):
-            while time.monotonic() < deadline and self._bulletin.count(_HEARD) < self._others:
+        heard = [f"failure/{self.term}/heard/{other}" for other in self._others]
+        with suppress(StoreLost):
+            while time.monotonic() < deadline and not self._bulletin.has_all(heard):
                 time.sleep(0.05)
         time.sleep(_SPEAK_S)
 
@@ -251,18 +367,41 @@ class FailureWatch:
 _watches: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
 
 
-def _look_now_and_then(reference: weakref.ref[FailureWatch], stop: threading.Event) -> None:
-    interval_s = POLL_INTERVAL_S
+def _look_now_and_then(
+    reference: weakref.ref[FailureWatch], bulletin: Bulletin, rank: int, stop: threading.Event
+) -> None:
     while not stop.wait(POLL_INTERVAL_S):
         watch = reference()
         if watch is None or watch.is_over():
+            say_left(bulletin, rank)
             return
-        try:
-            looked = watch.look_in_background(interval_s)
-        except (RuntimeError, ConnectionRefusedError):  # the store has ended, and with it the job
+        if not watch.look_in_background():
             return
-        interval_s = min(2 * interval_s, watch.most_interval_s) if looked else POLL_INTERVAL_S
         del watch
+
+
+def say_left(bulletin: Bulletin, rank: int) -> None:
+    """Nobody is to look after this rank any longer."""
+    if bulletin.has_session:
+        with suppress(StoreLost):
+            bulletin.post(f"alive/{rank}", {"left": True})
+
+
+def describe_error(error: BaseException) -> str:
+    """Its type, and what it says."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _place_of(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether it comes of another rank's end, as far as it says."""
+    cause = error.__cause__ or error.__context__
+    says = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return says or (cause is not None and _is_echo(cause))
 
 
 @atexit.register

@@ -1,24 +1,50 @@
-"""Ranks meet before their first round, so that none takes what another process group has left in the store for news.
+"""Ranks meet before their first round: the first hands out a secret, by which entries in the store are known as theirs.
 
-A store may outlive process groups: a program under torchrun that destroys its group and makes another, to go on after a
-failure say, finds all entries of the first. So entries are those of a session, whose name the first rank chooses.
-Whoever reads a name may read an old one. It answers with a name of its own, which nobody could know before, and goes by
-the session in which the first rank repeats that.
+It goes by a collective of the process group, between the ranks' own connections: the store is open to everybody who can
+reach it, and may have entries of process groups before. In the store ranks only note that they have arrived, so that
+those who have not can be named.
 """
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from compile_core.errors import CompileError
 from distributed.agreement.bulletin import Bulletin
+
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True)
+class HandOut:
+    """A collective that hands on what the first rank of a group has.
+
+    Attributes:
+        begin: begins it, and gives a ``torch.distributed.Work``.
+        device: of the tensors that it takes.
+    """
+
+    begin: Callable[[torch.Tensor], Any]
+    device: torch.device
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """One on which the group can do so: the CPU, where it may."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def meet(
     bulletin: Bulletin,
     rank: int,
     ranks: Sequence[int],
+    hand_out: HandOut,
     turns: Iterator[None],
     absent: Callable[[Sequence[int]], str],
 ) -> None:
@@ -31,50 +57,23 @@ def meet(
     Raises:
         CompileError: some did not.
     """
-    mine = uuid.uuid4().hex
+    values = torch.zeros(_SECRET_BYTES, dtype=torch.uint8)
     if rank == ranks[0]:
-        _invite(bulletin, mine, ranks[1:], turns, absent)
-    else:
-        _answer(bulletin, mine, rank, turns, lambda: absent(ranks[:1]))
-
-
-def _invite(
-    bulletin: Bulletin,
-    session: str,
-    others: Sequence[int],
-    turns: Iterator[None],
-    absent: Callable[[Sequence[int]], str],
-) -> None:
-    bulletin.post("session", session)
+        # Not the program's random state, which others can guess.
+        values = torch.tensor(list(secrets.token_bytes(_SECRET_BYTES)), dtype=torch.uint8)
+    bulletin.note_arrival(rank)
+    values = values.to(hand_out.device)
+    work = hand_out.begin(values)
     for _ in turns:
-        missing = [rank for rank in others if not bulletin.has(f"{session}/answer/{rank}")]
-        if not missing:
+        if work.is_completed():
             break
-    answers = {str(rank): bulletin.read(f"{session}/answer/{rank}") for rank in others if rank not in missing}
-    failure = absent(missing) if missing else ""
-    bulletin.post(f"{session}/met", {"answers": answers, "failure": failure})
-    _conclude(bulletin, session, failure)
-
-
-def _answer(
-    bulletin: Bulletin, mine: str, rank: int, turns: Iterator[None], absent: Callable[[], str]
-) -> None:
-    session = ""
-    for _ in turns:
-        invited = bulletin.read_if_there("session")
-        if invited is None:
-            continue
-        if invited != session:
-            session = invited
-            bulletin.post(f"{session}/answer/{rank}", mine)
-        met = bulletin.read_if_there(f"{session}/met")
-        if met is not None and met["answers"].get(str(rank)) == mine:
-            _conclude(bulletin, session, met["failure"])
-            return
-    raise CompileError(absent())
-
-
-def _conclude(bulletin: Bulletin, session: str, failure: str) -> None:
-    if failure:
-        raise CompileError(failure)
-    bulletin.enter(session)
+    try:
+        if not work.is_completed():
+            raise RuntimeError("it takes too long")
+        work.wait()
+    except RuntimeError as error:  # of a connection, where a rank has ended
+        missing = [other for other in ranks if other != rank and not bulletin.has_arrived(other)]
+        raise CompileError(
+            absent(missing or [other for other in ranks[:1] if other != rank] or ranks[1:])
+        ) from error
+    bulletin.enter(bytes(values.tolist()))

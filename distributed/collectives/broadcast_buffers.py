@@ -8,6 +8,7 @@ only compared, the message is one piece of memory, and copies are one call for a
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -25,11 +26,18 @@ _size_of = torch.Tensor.numel
 
 
 class BufferBroadcast:
-    """Broadcasts the buffers of one module; a collective of the group's ranks."""
+    """Broadcasts the buffers of one module; a collective of the group's ranks.
 
-    def __init__(self, ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    Args:
+        wait: waits for a collective.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, wait: Callable[[dist.Work], None]
+    ) -> None:
         self._ddp = ddp
         self._group = group
+        self._wait = wait
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
@@ -49,7 +57,7 @@ class BufferBroadcast:
         for message in self._messages:
             if is_root:
                 message.pack()
-            self._group.broadcast([message.flat], self._options).wait()
+            self._wait(self._group.broadcast([message.flat], self._options))
             if not is_root:
                 message.unpack()
 

@@ -111,7 +111,7 @@ class GradientBuckets:
         self.averaging = averaging
         self._stepper = stepper
         self._round_begins = round_begins
-        self._wait = operator.methodcaller("wait") if averaging.on_streams else watch.wait
+        self.wait = operator.methodcaller("wait") if averaging.on_streams else watch.wait
         self._watch = watch
         self.device = next(iter(self.parameters.values())).device
         self._nodes = AccumulationNodes(self.parameters, self._backward_reaches, self._accumulated)
@@ -211,7 +211,7 @@ class GradientBuckets:
     def _await_unfinished(self) -> None:
         works, self._unfinished = self._unfinished, None
         for work in works or ():
-            self._wait(work)
+            self.wait(work)
         if works is not None and self._stepper is not None:
             self._stepper.abandon_round()
 
@@ -465,7 +465,7 @@ class GradientBuckets:
             if self.ready_times is not None:
                 self.ready_times.all_started(len(self._works))
             for work in self._works:
-                self._wait(work)
+                self.wait(work)
             self._awaited -= stored if static is None else stored | static.unused
             self.missing = tuple(filter(self._awaited.__contains__, self.parameters))
             if self._earlier.before or self._without:

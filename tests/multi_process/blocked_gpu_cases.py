@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
 from distributed import CompiledDDP, DDPOptions
-from tests.multi_process.disagreement_cases import Faults, Net, fail
+from tests.multi_process.disagreement_cases import Net, fail
+from tests.multi_process.faults import Faults
 
 RANK = int(os.environ["RANK"])
 AGREEMENT_TIMEOUT_S = 4.0

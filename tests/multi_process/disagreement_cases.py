@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
-from compile_core.backends.registry import RegionBackend, resolve_backend
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
 from distributed import CompiledDDP, DDPOptions
 from distributed.agreement.agreement import agreement_of
+from tests.multi_process.faults import Faults
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AGREEMENT_TIMEOUT_S = 3.0
@@ -58,21 +57,6 @@ class Net(torch.nn.Module):
 def make_ddp(**ddp_options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **ddp_options)
-
-
-class Faults:
-    """A backend whose compilations do what ``happens`` says."""
-
-    def __init__(self) -> None:
-        self.happens: Callable[[], None] = lambda: None
-        backend = resolve_backend("aot_eager")
-        assert isinstance(backend, RegionBackend)
-        self._compile_region = backend.compile_region
-        self.backend = replace(backend, compile_region=self._compile)
-
-    def _compile(self, *arguments: Any) -> Any:
-        self.happens()
-        return self._compile_region(*arguments)
 
 
 def compiled(
@@ -176,7 +160,7 @@ def failure_is_known_before_the_backward() -> None:
         raise KeyboardInterrupt
     while not watch.failure:
         with suppress(compile_core.CompileError):
-            watch.look()
+            watch.at_point()
     assert model.buckets is not None
     model.buckets.averaging.start = lambda flat: fail()  # type: ignore[method-assign]
     result.sum().backward()

@@ -26,7 +26,7 @@ FAILURES: dict[str, tuple[str, str]] = {
 # The same for cases in which rank 1 says nothing.
 SILENCES = {
     "does_not_come": "rank 1 did not come to an agreement within 3 s while rank 0 asks how",
-    "process_dies_while_it_compiles": "a connection ended while rank 1 compiles a graph",
+    "process_dies_while_it_compiles": "rank 1 (process ... compiles a graph of 9 nodes",
 }
 SUCCESSES = (
     "slow_rank_is_waited_for",
@@ -43,7 +43,7 @@ ON_GPUS = {
         "InternalError: a fault",
     ),
     "another_branch_later": ("went on", "went on"),
-    "process_dies_while_it_compiles": ("CompileError: rank 1 compiles another size or form of a graph", ""),
+    "process_dies_while_it_compiles": ("CompileError: rank 1 (process", ""),
     "slow_compilation": ("went on", "went on"),
     "one_backward_fewer": ("CompileError: the GPU of rank 0 waited for 3 s, the process group's timeout",)
     * 2,
@@ -84,7 +84,8 @@ def test_every_rank_is_told(case: str, outcomes: Outcomes) -> None:
 @pytest.mark.parametrize("case", SILENCES)
 def test_a_silent_rank_is_named(case: str, outcomes: Outcomes) -> None:
     error, seconds = outcomes[0][case]
-    assert error.startswith(f"CompileError: {SILENCES[case]}"), error
+    beginning, _, end = SILENCES[case].partition(" ... ")
+    assert error.startswith(f"CompileError: {beginning}") and end in error, error
     assert seconds < SECONDS
 
 

@@ -18,6 +18,7 @@ from compile_core.errors import CompileError
 from distributed.agreement import failure_watch
 from distributed.agreement.agreement import Agreement
 from distributed.agreement.bulletin import Bulletin
+from tests.distributed.agreement.handed_out import HandedOut
 
 FACTS = {"the parameter w": "float32[8]", "the parameter b": "float32[2]", "static_graph": "False"}
 OTHER = {"the parameter w": "float64[8]", "the parameter c": "float32[2]", "static_graph": "False"}
@@ -30,6 +31,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_ABORT_AFTER_S", 0.2),
         ("_LINGER_S", 0.2),
         ("_SPEAK_S", 0.01),
+        ("_EXPLAIN_S", 0.3),
+        ("_LEFT_AFTER_S", 0.2),
     ):
         monkeypatch.setattr(failure_watch, name, seconds)
 
@@ -43,11 +46,17 @@ class Ranks:
         store: Store | None = None,
         first_late_s: float = 0,
     ) -> None:
-        store = store or HashStore()
+        store, handed_out = store or HashStore(), HandedOut()
         self.aborted: list[int] = []
         self.all = [
             Agreement(
-                Bulletin(store), rank, range(size), partial(self.aborted.append, rank), lambda: False, True
+                Bulletin(store),
+                rank,
+                range(size),
+                handed_out.by(rank),
+                partial(self.aborted.append, rank),
+                lambda: False,
+                True,
             )
             for rank in range(size)
         ]
@@ -99,7 +108,7 @@ def training(seconds: float) -> Callable[[Agreement], None]:
     def steps(agreement: Agreement) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            agreement.watch.look()
+            agreement.watch.at_point()
             time.sleep(0.02)
 
     return steps
@@ -202,7 +211,9 @@ def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
     store = HashStore()
     Ranks(store=store)
     for comes, message in ((0, "rank 1 did not come"), (1, "rank 0 did not come")):
-        agreement = Agreement(Bulletin(store), comes, range(2), lambda: None, lambda: False, True)
+        agreement = Agreement(
+            Bulletin(store), comes, range(2), HandedOut().by(comes), lambda: None, lambda: False, True
+        )
         with pytest.raises(CompileError, match=message):
             agreement.settle("begins", 0.2)
 
@@ -261,7 +272,7 @@ def test_what_a_late_rank_undoes_is_let_go_again() -> None:
     watch.watch_over(late)
     ranks.run(lambda _: None, compiling(error=RuntimeError("a fault")))
     with pytest.raises(CompileError, match="a fault"):
-        watch.look()
+        watch.at_point()
     late.was_let_go = False
     until = time.monotonic() + 5
     while not late.was_let_go and time.monotonic() < until:
@@ -289,9 +300,12 @@ from torch._C._distributed_c10d import HashStore
 from distributed.agreement import failure_watch
 from distributed.agreement.agreement import Agreement
 from distributed.agreement.bulletin import Bulletin
+from tests.distributed.agreement.handed_out import HandedOut
 failure_watch.POLL_INTERVAL_S, failure_watch._ABORT_AFTER_S = 0.05, 0.1
-store, aborted = HashStore(), threading.Event()
-ranks = [Agreement(Bulletin(store), rank, range(2), aborted.set, lambda: False, True) for rank in range(2)]
+store, aborted, handed = HashStore(), threading.Event(), HandedOut()
+ranks = [
+    Agreement(Bulletin(store), rank, range(2), handed.by(rank), aborted.set, lambda: False, True) for rank in range(2)
+]
 others = threading.Thread(target=ranks[1].settle, args=("begins", 5))
 others.start()
 ranks[0].settle("begins", 5)
@@ -344,12 +358,13 @@ def test_waiting_for_a_bucket_looks_for_failures() -> None:
         other.watch.at_point()
 
 
-def test_a_connection_that_ends_is_explained_by_what_a_rank_had_begun() -> None:
-    ranks = Ranks()
-    mine, other = ranks.all
-    other._bulletin.post("compiling/1", "compiles a size")
+def test_a_connection_that_ends_is_explained_by_a_rank_that_has_left() -> None:
+    mine, other = Ranks().all
     mine.watch.wait(SlowWork(3))
-    with pytest.raises(CompileError, match="a connection ended while rank 1 compiles a size"):
+    other.watch.close()
+    with pytest.raises(
+        CompileError, match="rank 1 has ended, or destroyed the process group, while rank 0 waits"
+    ):
         mine.watch.wait(SlowWork(3, "connection closed"))
 
 
@@ -367,8 +382,11 @@ def test_nobody_asks_a_store_that_has_ended(capfd: pytest.CaptureFixture[str]) -
     """Rank 0 holds the store and may end first, which is no failure."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
-    agreement = Agreement(Bulletin(client), 1, range(2), lambda: None, lambda: False, False)
-    agreement.watch.look()
+    agreement = Agreement(
+        Bulletin(client), 1, range(2), HandedOut().by(1), lambda: None, lambda: False, False
+    )
+    agreement._bulletin.enter(b"secret")
+    agreement.watch.at_point()
     del server
     agreement.watch._thread.join(5)
     assert not agreement.watch._thread.is_alive()

@@ -1,0 +1,59 @@
+"""Ends what waits for gloo: a process group of gloo's cannot be aborted, and waits half an hour for a rank that was
+stopped.
+
+gloo has the connections of a process in one epoll instance, with the socket at which it listens. That one's port is in
+the entry that the ranks of a group find one another by. Where all this is not so, nothing is done.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+_DESCRIPTORS, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+
+
+class GlooConnections:
+    """Those of this process, found by means of one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Read now: the store may be gone when it matters.
+        store, key = _get_process_group_store(group), f"cpu//0/{group.rank()}"
+        self._entry = store.get(key) if store.check([key]) else b""
+
+    def cut(self) -> None:
+        """What waits in a collective of gloo's, in whatever thread, raises."""
+        if not self._entry:
+            return
+        with suppress(OSError):
+            for descriptor in os.listdir(_DESCRIPTORS):
+                with suppress(OSError):
+                    if os.readlink(_DESCRIPTORS / descriptor) == "anon_inode:[eventpoll]":
+                        self._cut_in(descriptor)
+
+    def _cut_in(self, epoll: str) -> None:
+        watched = [int(found) for found in re.findall(r"tfd:\s*(\d+)", (_DETAILS / epoll).read_text())]
+        sockets = []
+        for descriptor in watched:
+            with suppress(OSError):  # something else, or closed by now
+                sockets.append(socket.socket(fileno=os.dup(descriptor)))
+        if any(map(self._is_listener, sockets)):
+            for one in sockets:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        for one in sockets:
+            one.close()
+
+    def _is_listener(self, one: socket.socket) -> bool:
+        if one.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        family = int(one.family).to_bytes(2, "little")
+        return family + one.getsockname()[1].to_bytes(2, "big") in self._entry

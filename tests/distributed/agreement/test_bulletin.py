@@ -1,0 +1,129 @@
+"""Entries that no rank has made, a store that says nothing any longer, and the secret that ranks share."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from compile_core.errors import CompileError
+from distributed.agreement import bulletin as bulletins
+from distributed.agreement.bulletin import Bulletin, StoreLost
+from distributed.agreement.session import meet
+from tests.distributed.agreement.handed_out import HandedOut
+
+SECRET = b"a secret of the job"
+
+
+def bulletin_over(store: Store) -> Bulletin:
+    bulletin = Bulletin(store)
+    bulletin.enter(SECRET)
+    return bulletin
+
+
+def entry(store: Store, name: str) -> tuple[Store, str]:
+    """Where everybody may write."""
+    return PrefixStore(f"gradsplit/{bulletin_over(store).session}", store), name
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [b"", b"no JSON", json.dumps("rank 1 failed").encode(), b"\xff" * 100, b"0" * 64 + b'"rank 1 failed"'],
+)
+def test_what_no_rank_has_made_is_ignored(made_up: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    mine, other = bulletin_over(store), bulletin_over(store)
+    open_store, name = entry(store, "failure")
+    open_store.set(name, made_up)
+    with caplog.at_level(logging.WARNING):
+        assert mine.read_if_there(name) is None
+        assert mine.read_if_there(name) is None
+    assert len(caplog.records) == 1 and "that no rank has made" in caplog.text
+    # Nor does it keep ranks from posting theirs.
+    assert mine.post_first(name, "a fault") == "a fault"
+    assert other.post_first(name, "another") == "a fault"
+
+
+def test_an_entry_is_good_for_its_name_and_its_session_only() -> None:
+    store = HashStore()
+    mine = bulletin_over(store)
+    mine.post("doing", "compiles")
+    open_store, name = entry(store, "doing")
+    signed = open_store.get(name)
+    open_store.set("failure", signed)
+    assert mine.read_if_there("failure") is None and mine.read("doing") == "compiles"
+    later = Bulletin(store)
+    later.enter(b"another secret")
+    assert not later.has("doing")
+
+
+def test_the_secret_is_nowhere_in_the_store_and_no_state_of_the_program() -> None:
+    states = random.getstate(), torch.get_rng_state()
+    store, handed_out = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), HandedOut()
+    ranks = [Bulletin(store.clone()) for _ in range(2)]
+    for rank, bulletin in enumerate(ranks):
+        meet(bulletin, rank, range(2), handed_out.by(rank), iter([None] * 3), str)
+    ranks[0].post("a", "b")
+    assert ranks[1].read("a") == "b"
+    secret = ranks[0]._secret
+    assert len(secret) == 32 and ranks[1]._secret == secret
+    for key in store.list_keys():
+        assert secret not in store.get(key) and secret.hex().encode() not in store.get(key) + key.encode()
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_a_rank_that_has_not_arrived_is_named() -> None:
+    store = HashStore()
+    Bulletin(store).note_arrival(0)
+    with pytest.raises(CompileError, match=r"\[1, 3\]"):
+        meet(Bulletin(store), 2, range(4), HandedOut().by(2), iter([None]), lambda ranks: str(list(ranks)))
+
+
+_HOLDER = """
+import time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple[subprocess.Popen[str], Bulletin]]:
+    """A process that holds a store, and a bulletin over that."""
+    process = subprocess.Popen([sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    store = TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False, wait_for_workers=False)
+    yield process, bulletin_over(store)
+    process.kill()
+    process.communicate()
+
+
+def test_a_store_that_is_stopped_blocks_nobody(
+    holder: tuple[subprocess.Popen[str], Bulletin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulletins, "SILENCE_S", 1.0)
+    process, bulletin = holder
+    bulletin.post("a", 1)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(StoreLost, match=r"rank 0, .* has not answered for 1 s: it has been stopped") as lost:
+        bulletin.read("a")
+    assert not lost.value.has_ended
+    os.kill(process.pid, signal.SIGCONT)
+    assert bulletin.read("a") == 1
+    process.kill()
+    process.wait()
+    time.sleep(0.1)
+    with pytest.raises(StoreLost, match=r"rank 0, .* has ended") as lost:
+        bulletin.read("a")
+    assert lost.value.has_ended

@@ -1,0 +1,284 @@
+"""A rank that is killed, stopped, raises or is slow, at each stage of a step: the others name it soon, or go on.
+
+``python -m tests.multi_process.rank_failures`` tries all kinds at all stages on 2 and 4 gloo ranks, each also where
+rank 0 is the one, which holds the store. With names of cases (``killed-forward-2-1``: kind, stage, ranks, which) it
+tries those. Ranks are started here and not by a launcher, which would end them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import compile_core
+from compile_core import compiled_function
+from compile_core.options import CompileOptions
+from compile_core.planners import CompileRequest
+from distributed import CompiledDDP, DDPOptions
+from distributed.agreement import bulletin, ring
+from tests.multi_process.faults import Faults
+from tests.start_ranks import ROOT
+
+KINDS = ("killed", "stopped", "raises", "slow")
+STAGES = ("capture", "compile", "forward", "backward", "step")
+STEPS, FAILING_STEP = 4, 2
+NAMED_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to one rank.
+
+    Attributes:
+        overlap: as in ``DDPOptions``.
+        seconds: how long it is stopped or slow.
+        alarm_s: how long a rank may say nothing.
+    """
+
+    kind: str
+    stage: str
+    size: int
+    rank: int
+    overlap: str = "in_graph"
+    seconds: float = 20.0
+    alarm_s: float = ring.ALARM_S
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.stage}-{self.size}-{self.rank}-{self.overlap}-{self.seconds:g}-{self.alarm_s:g}"
+
+    @staticmethod
+    def of(name: str) -> Case:
+        kind, stage, size, rank, *rest = name.split("-")
+        overlap, seconds, alarm_s = [*rest, *("in_graph", "20", "20")[len(rest) :]]
+        return Case(kind, stage, int(size), int(rank), overlap, float(seconds), float(alarm_s))
+
+
+class Fault:
+    """Happens once, where the case says, on the rank that it says."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._case, self._folder = case, folder
+        self.armed = False
+
+    def at(self, stage: str) -> None:
+        case = self._case
+        if not self.armed or case.stage != stage or dist.get_rank() != case.rank:
+            return
+        self.armed = False
+        (self._folder / "begun").write_text(str(time.time()))
+        if case.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif case.kind == "stopped":  # who has started the ranks continues it
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)
+        elif case.kind == "slow":
+            time.sleep(case.seconds)
+        else:
+            raise ValueError("a fault of the program")
+
+
+class InForward(torch.autograd.Function):
+    """Something that runs in a forward, and something in its backward."""
+
+    fault: Fault
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        InForward.fault.at("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        InForward.fault.at("backward")
+        return gradient.clone()
+
+
+@compile_core.disable
+def run_plainly(x: torch.Tensor) -> torch.Tensor:
+    return InForward.apply(x)
+
+
+class Net(torch.nn.Module):
+    """Two graphs with plain Python between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(run_plainly(self.norm(self.first(x)).relu()))
+
+
+def train(case: Case, folder: Path) -> None:
+    """What each rank runs."""
+    rank = int(os.environ["RANK"])
+    ring.ALARM_S = bulletin.SILENCE_S = case.alarm_s
+    fault = InForward.fault = Fault(case, folder)
+    faults = Faults()
+    faults.happens = lambda: fault.at("compile")
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    request = CompileRequest(faults.backend, CompileOptions(), False, False)
+    model = CompiledDDP(ddp, request, DDPOptions(overlap=case.overlap))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(STEPS):
+        # A first compilation happens in the first step, and later ones do where there is another size.
+        fault.armed = step == (0 if case.stage in ("capture", "compile") else FAILING_STEP)
+        if fault.armed and case.stage == "capture":
+            install_capture_fault(fault)
+        optimizer.zero_grad()
+        model(torch.ones(4 + rank, 8)).square().sum().backward()
+        fault.at("step")
+        optimizer.step()
+    (folder / f"went_on_{rank}").write_text(str(time.time()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def install_capture_fault(fault: Fault) -> None:
+    """The next capture of a frame meets the fault."""
+    capture = compiled_function.capture
+
+    def faulty(*arguments: Any, **keywords: Any) -> Any:
+        fault.at("capture")
+        return capture(*arguments, **keywords)
+
+    compiled_function.capture = faulty
+
+
+def run(case: Case, limit_s: float = 90.0) -> str:
+    """Starts the ranks of a case; what is wrong with what became of them, or ""."""
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+        folder = Path(name)
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        ranks = [_start(case, rank, port, folder) for rank in range(case.size)]
+        try:
+            return _judge(case, ranks, folder, limit_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _start(case: Case, rank: int, port: str, folder: Path) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(case.size),
+    }
+    command = [sys.executable, "-m", "tests.multi_process.rank_failures", "--train", str(folder), str(case)]
+    with (folder / f"said_{rank}").open("w") as said:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said, text=True)
+
+
+def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> str:
+    begun = folder / "begun"
+    _wait(begun.exists, limit_s, ranks)
+    if not begun.exists() or not begun.read_text():
+        return "the fault did not come: " + _said(folder, range(case.size))
+    begun_s = float(begun.read_text())
+    if case.kind == "stopped":
+        threading.Timer(
+            begun_s + case.seconds - time.time(), ranks[case.rank].send_signal, [signal.SIGCONT]
+        ).start()
+    others = [rank for rank in range(case.size) if rank != case.rank]
+    within_s = NAMED_WITHIN_S + (case.seconds if case.kind == "slow" else 0)
+    ended_s: dict[int, float] = {}
+
+    def have_ended() -> bool:
+        for rank in others:
+            if rank not in ended_s and ranks[rank].poll() is not None:
+                ended_s[rank] = time.time() - begun_s
+        return len(ended_s) == len(others)
+
+    _wait(have_ended, within_s + 15)
+    wrong = []
+    for rank in others:
+        said = (folder / f"said_{rank}").read_text()
+        if (folder / f"went_on_{rank}").exists():
+            continue
+        if rank not in ended_s:
+            wrong.append(f"rank {rank} hangs: {_said(folder, [rank])}")
+        elif case.kind == "slow":
+            wrong.append(f"rank {rank} ended: {_said(folder, [rank])}")
+        elif f"rank {case.rank}" not in said or ended_s[rank] > within_s:
+            wrong.append(f"rank {rank} ended after {ended_s[rank]:.0f} s: {_said(folder, [rank])}")
+        elif any(f"CompileError: rank {other} " in said for other in others):
+            wrong.append(f"rank {rank} names another rank: {_said(folder, [rank])}")
+    took = max(ended_s.values(), default=0.0)
+    went_on = all((folder / f"went_on_{rank}").exists() for rank in others)
+    if not wrong:
+        print(f"{case}: {'went on' if went_on else 'named'} after {took:.1f} s", flush=True)
+        for rank in () if went_on else others:
+            print(f"    rank {rank}: {_last_error(_said(folder, [rank]))}", flush=True)
+    return "\n".join(wrong)
+
+
+def _said(folder: Path, ranks: Sequence[int]) -> str:
+    return "\n".join((folder / f"said_{rank}").read_text()[-3000:] for rank in ranks)
+
+
+def _last_error(said: str) -> str:
+    lines = [line for line in said.splitlines() if "rank" in line and "File" not in line]
+    return lines[-1] if lines else said[-200:]
+
+
+def _wait(is_done: Any, seconds: float, ranks: Sequence[subprocess.Popen[str]] = ()) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_done() and time.monotonic() < deadline:
+        if ranks and all(process.poll() is not None for process in ranks):
+            return
+        time.sleep(0.05)
+
+
+def all_cases() -> list[Case]:
+    """Every kind at every stage, on 2 and 4 ranks, where rank 0 is the one and where another is."""
+    return [
+        Case(kind, stage, size, rank, seconds=90.0 if kind == "slow" else 20.0)
+        for size in (2, 4)
+        for kind in KINDS
+        for stage in STAGES
+        for rank in ((0, 1) if size == 2 else (0, 2))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--train", type=Path, help="run as one of the ranks")
+    arguments = parser.parse_args()
+    cases = [Case.of(name) for name in arguments.cases]
+    if arguments.train is not None:
+        train(cases[0], arguments.train)
+        return
+    wrong = {str(case): message for case in cases or all_cases() if (message := run(case))}
+    for name, message in wrong.items():
+        print(f"{name}: {message}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
