@@ -235,3 +235,35 @@ def test_a_row_of_an_expanded_input() -> None:
     for function, row in ((compile_core.compile(doubles), ours), (doubles, plain)):
         function(row.expand(4, 3))
     assert torch.equal(ours, plain)
+
+
+def into_part_of_an_input(x: Tensor, out: Tensor) -> Tensor:
+    torch.add(x, x, out=out[:1])
+    return out * 1
+
+
+def into_a_viewed_input(x: Tensor, out: Tensor) -> Tensor:
+    view = out.view(-1)
+    torch.add(x, x, out=out)
+    return view * 1
+
+
+def into_what_the_program_made(x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    made = out + 1
+    view = made.view(-1)
+    torch.stack([x, x], out=made)
+    values, places = torch.empty(0), torch.empty(0, dtype=torch.long)
+    torch.sort(x, out=(values, places))
+    return view * 1, made.t(), values * 2, places
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("backend", ["triton", "aot_eager"])
+@pytest.mark.parametrize("size", [(0,), (2,), (3,), (1, 1)])
+@pytest.mark.parametrize("program", [into_part_of_an_input, into_a_viewed_input, into_what_the_program_made])
+def test_results_given_as_out_are_resized(program: Any, size: tuple[int, ...], backend: str) -> None:
+    both = []
+    for run in (program, compile_core.compile(program, backend=backend)):
+        x, out = torch.tensor([3.0, 1.0, 2.0]), torch.ones(size)
+        both.append([run(x, out), x, out])
+    torch.testing.assert_close(both[1], both[0], check_stride=True)

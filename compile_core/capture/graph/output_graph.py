@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.immutable_collections import immutable_list
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from compile_core.capture.graph.fake_inputs import layout_of, make_fake
 from compile_core.capture.open_numbers.open_floats import takes_open_floats
@@ -220,6 +221,9 @@ class OutputGraph:
         if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or with_kernels_results(target)
+        if fake_kwargs.get("out") is not None:
+            with run_on_fakes(self.fake_mode):
+                _refuse_resizing(run, _nodes_of(kwargs["out"]), fake_args, fake_kwargs)
         if isinstance(run, types.FunctionType):
             fake_args, fake_kwargs = _as_given(fake_args), _as_given(fake_kwargs)
         try:
@@ -301,6 +305,26 @@ def _as_given(arguments: Any) -> Any:
     if type(arguments) in (tuple, immutable_list):
         return (tuple if type(arguments) is tuple else list)(map(_as_given, arguments))
     return arguments
+
+
+def _refuse_resizing(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
+    """An ``out=`` of another size is resized, which no graph does to what shares its memory with something."""
+    given = [_fake_of(node) for node in out]
+    if all(
+        tensor.numel() == 0 and not tensor._is_view() and not node.users
+        for node, tensor in zip(out, given, strict=True)
+    ):
+        return
+    try:
+        results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
+    except Exception:  # whatever it is, the call itself tells
+        return
+    if any(result.shape != tensor.shape for result, tensor in zip(results, given, strict=False)):
+        raise Unsupported(
+            "resized-out",
+            "a result given as out= is resized",
+            "give one of the result's size, or an empty one",
+        )
 
 
 def _fake_of(node: fx.Node) -> Any:
