@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import networkx
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -174,3 +176,25 @@ def test_a_batch_norm_saves_its_narrow_input() -> None:
     assert not [
         value for value in saved if value.dtype == torch.float32 and value.dim() == 4 and value.numel() > 8
     ]
+
+
+def test_the_cut_in_parts_is_that_of_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for width in (8, 4, 2):
+            y = (x @ weight).exp()
+            x = x + F.layer_norm(y.sin() * y[:, :1], (8,)).tanh() + y[:, :width].sum(1, keepdim=True).exp()
+        return x
+
+    def saved() -> tuple[str, ...]:
+        return partitioned_graph(layers, leaf(4, 8), leaf(8, 8)).saved
+
+    in_parts, find = saved(), networkx.weakly_connected_components
+    counts = []
+
+    def as_one(network: networkx.DiGraph) -> list[set[object]]:
+        counts.append(sum(1 for _ in find(network)))
+        return [set(network)]
+
+    monkeypatch.setattr(networkx, "weakly_connected_components", as_one)
+    assert saved() == in_parts
+    assert counts[0] > 3

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import networkx
 import torch
+from networkx import DiGraph
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
@@ -92,6 +94,8 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
     distances = _distances(graph, only_backward, needed)
 
     network = networkx.DiGraph()
+    from_source, to_sink = set[Any](), set[Any]()
+    flows = list[tuple[Any, Any]]()
     for node in graph.nodes:
         if node in only_backward or node.op == "output" or node not in needed:
             continue
@@ -101,20 +105,45 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
         network.add_edge((node, "in"), (node, "out"), capacity=capacity)
         by_choice = order is None and node not in recomputed and is_pinned(problem, node, needed)
         if node in sources or order is Order.SAVE or by_choice:
-            network.add_edge("source", (node, "in"), capacity=math.inf)
+            from_source.add((node, "in"))
         for user in node.users:
             if user in only_backward:
-                network.add_edge((node, "out"), "sink", capacity=math.inf)
+                to_sink.add((node, "out"))
             elif user in needed:
-                network.add_edge((node, "out"), (user, "in"), capacity=math.inf)
+                flows.append(((node, "out"), (user, "in")))
     for gradient in problem.gradients:
         # A gradient that does not depend on a tangent, such as a constant zero, is still the backward's to return.
         if gradient is not None and gradient not in only_backward:
-            network.add_edge((gradient, "out"), "sink", capacity=math.inf)
-    if "sink" not in network or "source" not in network:
-        return []
-    _, (reachable, _) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
-    return [node for node in graph.nodes if (node, "in") in reachable and (node, "out") not in reachable]
+            to_sink.add((gradient, "out"))
+    # No cut separates what hangs on the source or on the sink from it: other edges into the one or out of the other
+    # say nothing. Without them a program of many layers is many small networks.
+    network.add_edges_from(
+        ((tail, head) for tail, head in flows if tail not in to_sink and head not in from_source),
+        capacity=math.inf,
+    )
+    cut = set[Node]()
+    for part in networkx.weakly_connected_components(network):
+        cut |= _cut(network, part, from_source & part, to_sink & part)
+    return [node for node in graph.nodes if node in cut]
+
+
+def _cut(network: DiGraph, part: Set[Any], from_source: Set[Any], to_sink: Set[Any]) -> set[Node]:
+    """The values of one part of the network that a minimum cut saves."""
+    if not from_source or not to_sink:
+        return set()
+    if len(part) == 2 and all(
+        map(math.isfinite, networkx.get_edge_attributes(network.subgraph(part), "capacity").values())
+    ):
+        return {node for node, _ in part}
+    own = network.subgraph(part).copy()
+    own.add_edges_from((("source", head) for head in from_source), capacity=math.inf)
+    own.add_edges_from(((tail, "sink") for tail in to_sink), capacity=math.inf)
+    _, (reachable, _) = networkx.minimum_cut(own, "source", "sink", flow_func=boykov_kolmogorov)
+    return {
+        node
+        for node, side in part
+        if side == "in" and (node, "in") in reachable and (node, "out") not in reachable
+    }
 
 
 def _distances(graph: Graph, only_backward: Set[Node], needed: Set[Node]) -> dict[Node, int]:
