@@ -20,6 +20,7 @@ from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, 
 from compile_core.ir.step_effects import reads, writes
 from compile_core.ir.tensor_spec import TensorSpec
 from compile_core.lowering.fusion.overwrite_inputs import cannot_fail
+from compile_core.lowering.fusion.pieces import in_pieces
 from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
 from compile_core.lowering.nests.kernel_bases import separated
 from compile_core.lowering.nests.order_axes import simplify
@@ -32,6 +33,10 @@ _MOST_POINTERS = 256
 
 def batch_nests(program: LoopProgram) -> LoopProgram:
     """Joins nests into batches; the program computes the same."""
+    return in_pieces(program, _with_batches)
+
+
+def _with_batches(program: LoopProgram) -> LoopProgram:
     alike: dict[str, list[int]] = {}
     for number, step in enumerate(program.steps):
         key = batch_key(step, program.buffers)
@@ -137,7 +142,7 @@ class _Batching:
     def _gather(self, numbers: Sequence[int]) -> _Gathered:
         """The first of these steps, and those of the others that it can be run together with."""
         batch = _Gathered([], -1, len(self.program.steps))
-        chosen = before = 0
+        chosen = before = touched_bytes = 0
         touched: set[str] = set()
         written: set[str] = set()
         for number in numbers:
@@ -154,7 +159,9 @@ class _Batching:
                 min((self.position[other] for other in self.followers[number]), default=batch.until),
             )
             more.after, more.until = max(batch.after, more.after), min(batch.until, more.until)
-            if batch.members and self._held_bytes(more, self._place(more)) > _MOST_HELD_BYTES:
+            touched_bytes += sum(self.program.buffers[name].bytes for name in names)
+            may_hold_much = batch.members and touched_bytes > _MOST_HELD_BYTES
+            if may_hold_much and self._held_bytes(more, self._place(more)) > _MOST_HELD_BYTES:
                 continue
             batch = more
             chosen |= 1 << number

@@ -23,6 +23,7 @@ from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProg
 from compile_core.ir.step_effects import reads, writes
 from compile_core.lowering.fusion.batch_nests import batch_key
 from compile_core.lowering.fusion.one_term_sums import without_one_term_sums
+from compile_core.lowering.fusion.pieces import in_pieces
 from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
 from compile_core.lowering.nests.body_builder import BodyBuilder
 from compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
@@ -68,7 +69,18 @@ def fuse(program: LoopProgram) -> LoopProgram:
 
 def fuse_and_explain(program: LoopProgram) -> tuple[LoopProgram, tuple[Refusal, ...]]:
     """``fuse``, and the pairs of the result's nests that stayed apart although they share memory traffic."""
-    return _Fusion(program).run()
+    refusals: list[Refusal] = []
+    count = 0
+
+    def fused(piece: LoopProgram) -> LoopProgram:
+        nonlocal count
+        piece, refused = _Fusion(piece).run(count)
+        refusals.extend(refused)
+        count += len(piece.steps)
+        return piece
+
+    program = in_pieces(program, fused)
+    return program, tuple(sorted(refusals, key=lambda refusal: -refusal.bytes))
 
 
 class _Fusion:
@@ -77,7 +89,7 @@ class _Fusion:
     Attributes:
         steps: what is left, by step number.
         before: all steps that must run before a step, as a bit set over step numbers.
-        direct: those that it depends on directly.
+        direct, followers: those that it depends on directly, those that directly depend on it.
         position, last_position: where the first and the last part of a step were at the beginning.
         step_at: the step by its position.
     """
@@ -87,6 +99,7 @@ class _Fusion:
         self.steps: dict[int, Step] = {}
         self.before: dict[int, int] = {}
         self.direct: dict[int, set[int]] = {}
+        self.followers: dict[int, set[int]] = {}
         self.readers: dict[str, set[int]] = {}
         self.writers: dict[str, set[int]] = {}
         self.refused: dict[tuple[int, int], Refusal] = {}
@@ -99,7 +112,8 @@ class _Fusion:
     def buffer_dtype(self, name: str) -> torch.dtype:
         return self.program.buffers[name].dtype
 
-    def run(self) -> tuple[LoopProgram, tuple[Refusal, ...]]:
+    def run(self, first_name: int) -> tuple[LoopProgram, Iterable[Refusal]]:
+        """The fused program, whose nests are numbered from ``first_name`` on, and what stayed apart."""
         self._build_dependencies()
         heap = [entry for number in self.steps for entry in self._candidates(number)]
         heapq.heapify(heap)
@@ -116,19 +130,18 @@ class _Fusion:
         # What was put into a tensor may have no reader but those that got their elements from another nest meanwhile.
         alive = _alive([self.steps[number] for number in order], self.kept)
         order = [order[place] for place in alive]
-        steps = _renamed(self._simplified(self.steps[number]) for number in order)
+        steps = _renamed((self._simplified(self.steps[number]) for number in order), first_name)
         touched = set[str]().union(*(reads(step) | writes(step) for step in steps)) | self.kept
         buffers = {name: spec for name, spec in self.program.buffers.items() if name in touched}
         constants = {name: tensor for name, tensor in self.program.constants.items() if name in touched}
         named = zip(order, steps, strict=True)
         names = {number: step.name for number, step in named if isinstance(step, LoopNest)}
-        refusals = tuple(
+        refusals = [
             replace(refusal, first=names[pair[0]], second=names[pair[1]])
             for pair, refusal in self.refused.items()
             if pair[0] in names and pair[1] in names
-        )
-        program = replace(self.program, buffers=buffers, constants=constants, steps=tuple(steps))
-        return program, tuple(sorted(refusals, key=lambda refusal: -refusal.bytes))
+        ]
+        return replace(self.program, buffers=buffers, constants=constants, steps=tuple(steps)), refusals
 
     def _simplified(self, step: Step) -> Step:
         if not isinstance(step, LoopNest):
@@ -150,8 +163,10 @@ class _Fusion:
             for name in writes(step):
                 self.writers.setdefault(name, set()).add(number)
             self.direct[number] = direct
+            self.followers[number] = set()
             self.before[number] = 0
             for other in direct:
+                self.followers[other].add(number)
                 self.before[number] |= self.before[other] | 1 << other
 
     # -- candidates
@@ -287,20 +302,23 @@ class _Fusion:
         for name in writes(joined):
             self.writers.setdefault(name, set()).add(second)
         self.direct[second] = (self.direct[first] | self.direct[second]) - {first, second}
-        before = (self.before[first] | self.before[second]) & ~(1 << first) & ~(1 << second)
+        for other in self.direct.pop(first):
+            self.followers[other] = (self.followers[other] - {first}) | {second}
+        for follower in self.followers[first] - {second}:
+            self.direct[follower] = (self.direct[follower] - {first}) | {second}
+        self.followers[second] = (self.followers.pop(first) | self.followers[second]) - {first, second}
+        both = 1 << first | 1 << second
+        before = (self.before.pop(first) | self.before[second]) & ~both
         self.before[second] = before
         self.steps[second] = joined
         self.last_position[second] = max(self.last_position[first], self.last_position[second])
         del self.step_at[self.position[first]], self.step_at[self.position[second]]
         self.position[second] = min(self.position[first], self.position[second])
         self.step_at[self.position[second]] = second
-        del self.steps[first], self.direct[first], self.before[first]
-        for number, direct in self.direct.items():
-            if first in direct:
-                direct.discard(first)
-                direct.add(second)
-            if self.before[number] >> first & 1 or self.before[number] >> second & 1:
-                self.before[number] = (self.before[number] & ~(1 << first)) | before | 1 << second
+        del self.steps[first]
+        for number, earlier in self.before.items():
+            if earlier & both:
+                self.before[number] = (earlier & ~both) | before | 1 << second
 
     def _is_needed(self, name: str) -> bool:
         return name in self.kept or bool(self.readers.get(name))
@@ -344,12 +362,14 @@ def _step_name(step: Step) -> str:
     return str(step.target) if isinstance(step, ExternCall) else step.name
 
 
-def _renamed(steps: Iterable[Step]) -> list[Step]:
-    """Names nests after the kinds of nodes that they compute, each with its position among the nests."""
+def _renamed(steps: Iterable[Step], first: int) -> list[Step]:
+    """Names nests after the kinds of nodes that they compute, each with its position among the steps."""
     renamed: list[Step] = []
     for step in steps:
         if isinstance(step, LoopNest):
             kinds = dict.fromkeys(origin.rstrip("0123456789").rstrip("_") for origin in step.origins)
-            step = replace(step, name=f"{'_'.join(['fused', *kinds])[:56].rstrip('_')}_{len(renamed)}")
+            step = replace(
+                step, name=f"{'_'.join(['fused', *kinds])[:56].rstrip('_')}_{first + len(renamed)}"
+            )
         renamed.append(step)
     return renamed

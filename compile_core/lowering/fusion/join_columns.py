@@ -30,6 +30,7 @@ from compile_core.ir.loops import (
 )
 from compile_core.ir.step_effects import reads, writes
 from compile_core.lowering.fusion.fuse import Refusal
+from compile_core.lowering.fusion.pieces import in_pieces
 from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
 from compile_core.lowering.nests.body_builder import BodyBuilder
 from compile_core.lowering.nests.change_axes import OtherPointsError, Transplant
@@ -50,12 +51,21 @@ def join_and_explain(
     program: LoopProgram, refusals: Iterable[Refusal]
 ) -> tuple[LoopProgram, tuple[Refusal, ...]]:
     """``join_column_sums``, and what is left of ``fuse``'s refusals, with better reasons for rows and columns."""
-    joining = _Joining(program)
-    program = joining.run()
+    apart: dict[tuple[str, str], str] = {}
+    together = set[tuple[str, str]]()
+
+    def joined(piece: LoopProgram) -> LoopProgram:
+        joining = _Joining(piece)
+        piece = joining.run()
+        apart.update(joining.apart)
+        together.update(joining.together)
+        return piece
+
+    program = in_pieces(program, joined)
     left = [
-        replace(refusal, reason=joining.apart.get((refusal.first, refusal.second), refusal.reason))
+        replace(refusal, reason=apart.get((refusal.first, refusal.second), refusal.reason))
         for refusal in refusals
-        if (refusal.first, refusal.second) not in joining.together
+        if (refusal.first, refusal.second) not in together
     ]
     return program, tuple(left)
 
