@@ -167,7 +167,8 @@ def _trace(
     num_outputs = num_results + len(mutated) + len(sizes.numbers)
     graph = separate_results(simplify(traced), num_outputs, set(placeholders[len(examples) :]))
     graph = keep_layouts(graph, convention.specs)
-    seeds_of = tuple(num_results + mutated.index(position) for position in rebound)
+    output_of = {position: num_results + k for k, position in enumerate(mutated)}
+    seeds_of = tuple(output_of[position] for position in rebound)
     signature = GraphSignature(
         results=results,
         mutated=tuple(

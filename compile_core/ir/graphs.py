@@ -6,6 +6,7 @@ when the graph is partitioned or scheduled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -108,13 +109,11 @@ def replaced_inputs(signature: GraphSignature) -> dict[int, int]:
         for result in signature.results
         if isinstance(result, int) or not result.of_input
     }
-    outputs = [mutation.output for mutation in signature.mutated]
+    outputs = Counter(mutation.output for mutation in signature.mutated)
     return {
         mutation.output: mutation.input
         for mutation in signature.mutated
-        if not mutation.differentiable
-        and mutation.output not in needed
-        and outputs.count(mutation.output) == 1
+        if not mutation.differentiable and mutation.output not in needed and outputs[mutation.output] == 1
     }
 
 

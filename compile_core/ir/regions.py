@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ def build_region(
     graph = Graph()
     copies: dict[Node, Node] = {}
     # In the graph's order: a region that is all of a schedule takes what that takes.
-    inputs = [node for node in module.graph.nodes if node in read and node not in here]
+    inputs = sorted(read - here)
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -95,12 +96,14 @@ def whole_schedule(
     computed = list(dict.fromkeys(node for node in results if node is not None and node.op != "placeholder"))
     inputs = tuple(node.name for node in graph_inputs(module))
     region = build_region(name, module, nodes, computed)
+    returned, taken = Counter(results), set(region.inputs)
     updates = {
         node.name: inputs[given]
         for position, given in (replaced or {}).items()
-        if (node := results[position]) in computed
-        and results.count(node) == 1
-        and inputs[given] in region.inputs
+        if (node := results[position]) is not None
+        and node.op != "placeholder"
+        and returned[node] == 1
+        and inputs[given] in taken
     }
     visible = set(results[:num_visible])
     kept = frozenset(node.name for node in computed if node not in visible)

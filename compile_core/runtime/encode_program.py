@@ -106,8 +106,8 @@ class _Encoder:
         self._program = instructions.program
         self._sources = sources
         self._kernels = kernels
-        others = [name for name in instructions.buffers if name not in instructions.given]
-        self._registers = {name: k for k, name in enumerate((*instructions.given, *others))}
+        names = dict.fromkeys((*instructions.given, *instructions.buffers))
+        self._registers = {name: k for k, name in enumerate(names)}
         self.count = len(self._registers)
         self._constant_places: dict[int, int] = {}
 

@@ -114,7 +114,8 @@ def _only_region(schedule: Schedule, regions: Mapping[str, Region]) -> Region | 
     places[None] = len(places)
     if not places.keys() >= {*schedule.outputs}:
         return None
-    pick_inputs = picker([schedule.inputs.index(name) for name in compute.inputs])
+    given = {name: place for place, name in enumerate(schedule.inputs)}
+    pick_inputs = picker([given[name] for name in compute.inputs])
     pick_outputs = picker([places[name] for name in schedule.outputs])
 
     def run(inputs: list[torch.Tensor]) -> Sequence[Any]:

@@ -11,10 +11,12 @@ views of it. It is held until the last of them is used, so only those are in it 
 
 from __future__ import annotations
 
-from bisect import insort
+import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import torch
 
@@ -102,20 +104,33 @@ def _positions_in_use(program: LoopProgram) -> dict[str, tuple[int, int]]:
 def _offsets(used: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Each in the first gap between those in use when it begins, and the size of the whole."""
     offsets: dict[str, int] = {}
-    living: list[tuple[int, int, int]] = []  # offset, end, last position
+    living: list[tuple[int, int, int]] = []  # last position, offset, end
+    gaps: list[tuple[float, float]] = [(0, math.inf)]  # in order, each apart from the next
     whole = 0
     for name, (first, last) in sorted(used.items(), key=lambda item: item[1][0]):
-        living = [entry for entry in living if entry[2] >= first]
-        offset = 0
-        for begin, end, _ in living:
-            if begin - offset >= sizes[name]:
-                break
-            offset = max(offset, end)
-        end = offset + -(-sizes[name] // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        insort(living, (offset, end, last))
-        offsets[name] = offset
-        whole = max(whole, end)
+        while living and living[0][0] < first:
+            _, offset, end = heappop(living)
+            _add_gap(gaps, offset, end)
+        size = -(-sizes[name] // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if not size:
+            offsets[name] = 0
+            continue
+        number = next(number for number, (begin, end) in enumerate(gaps) if end - begin >= size)
+        begin, end = gaps[number]
+        gaps[number : number + 1] = [(begin + size, end)] if begin + size < end else []
+        offsets[name] = int(begin)
+        heappush(living, (last, int(begin), int(begin) + size))
+        whole = max(whole, int(begin) + size)
     return offsets, whole
+
+
+def _add_gap(gaps: list[tuple[float, float]], begin: float, end: float) -> None:
+    number = bisect(gaps, (begin, end))
+    if gaps[number][0] == end:
+        end = gaps.pop(number)[1]
+    if number and gaps[number - 1][1] == begin:
+        begin = gaps.pop(number := number - 1)[0]
+    gaps.insert(number, (begin, end))
 
 
 def _bytes_of(spec: TensorSpec) -> int:

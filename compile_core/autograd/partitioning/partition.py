@@ -54,10 +54,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         [*outputs, *computed, *(node for node in numbers if node.op != "placeholder")],
         effects=[node for node in random if node not in only_backward],
     )
-    names = {
-        node: _copy_saved(forward, node.name) if memory_of(node) in changed else node.name for node in saved
-    }
-    names |= {node: node.name for node in numbers}
+    names = {node: node.name for node in [*saved, *numbers]}
+    names |= _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
     backward = _extract(
         joint.module,
         names | {node: node.name for node in tangents},
@@ -156,20 +154,27 @@ def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
-def _copy_saved(forward: GraphModule, name: str) -> str:
-    """Makes the forward return a copy of a value in the value's stead; returns the copy's name.
+def _copy_saved(forward: GraphModule, saved: Sequence[Node]) -> dict[Node, str]:
+    """Makes the forward return copies of some values in the values' stead; returns the copies' names.
 
     Inputs that the program changes are changed when the forward has ended, and the backward needs the old
     values of them and of their views.
     """
-    (source,) = (node for node in forward.graph.nodes if node.name == name)
+    if not saved:
+        return {}
+    sources = {node.name: node for node in forward.graph.nodes}
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
-    with forward.graph.inserting_before(output):
-        copy = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
-    copy.meta["val"] = source.meta["val"].clone()
-    # Behind the program's own results, among which the value may be too.
-    results[len(results) - 1 - results[::-1].index(source)] = copy
+    # After the program's own results, among which the value may be too.
+    place = {node: position for position, node in enumerate(results)}
+    names = {}
+    for node in saved:
+        source = sources[node.name]
+        with forward.graph.inserting_before(output):
+            copy = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
+        copy.meta["val"] = source.meta["val"].clone()
+        results[place[source]] = copy
+        names[node] = copy.name
     output.args = (tuple(results),)
     forward.recompile()
-    return copy.name
+    return names
