@@ -8,7 +8,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test differential lint rank-failures test-gpu clean python-version
+.PHONY: demo test differential lint rank-failures test-gpu compile-time-growth clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -39,6 +39,10 @@ test-ranks: $(VENV)/installed
 	mkdir -p out/rank_differences
 	$(VENV_PYTHON) -m launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
 	$(VENV_PYTHON) -m launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
+
+# Processor seconds of compiling programs of up to 20,000 operations: an hour or two.
+compile-time-growth: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.bench.compile_growth
 
 python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'

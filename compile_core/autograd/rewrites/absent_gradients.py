@@ -60,7 +60,8 @@ class _Separation:
     def __init__(self, joint: JointGraph) -> None:
         self.graph = joint.module.graph
         self.sources = gradient_sources(self.graph, joint.tangents)
-        self.zeros = {node for node in self.sources if node.name in joint.tangents}
+        tangents = set(joint.tangents)
+        self.zeros = {node for node in self.sources if node.name in tangents}
         self.kept: dict[Node, Node] = {}
         self.flags: dict[tuple[Sources, torch.device], Node] = {}
         self.last_input = self.graph.find_nodes(op="placeholder")[-1]
