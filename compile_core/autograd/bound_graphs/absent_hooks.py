@@ -33,9 +33,9 @@ def spare_leaves(node: Any, edges: Iterable[int]) -> None:
     functions = node.next_functions
     for edge in edges:
         leaf = getattr(functions[edge][0], "variable", None)
-        hooks = None if leaf is None else leaf._backward_hooks
-        for handle, hook in [*hooks.items()] if hooks else ():
-            hooks[handle] = _only_with_gradient(hook)
+        hooks: Any = None if leaf is None else leaf._backward_hooks
+        if hooks:
+            hooks.update({handle: _only_with_gradient(hook) for handle, hook in hooks.items()})
 
 
 class _OnlyWithGradient:
