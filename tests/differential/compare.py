@@ -96,6 +96,9 @@ _EXACT = frozenset(
     ]
 )
 
+# Torch's kernels of these compute with a constant of 32 bits in float64, too.
+_COARSE = frozenset({"hardsigmoid_backward"})
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -262,7 +265,8 @@ def _note_tensor(
 ) -> None:
     seen[f"{name} dtype"] = str(value.dtype)
     seen[f"{name} shape"] = tuple(value.shape)
-    seen[f"{name} requires_grad"] = value.requires_grad
+    if not name.startswith("gradient"):
+        seen[f"{name} requires_grad"] = value.requires_grad
     if value.layout is not torch.strided:
         value = value.detach().to_dense()
     elif not name.startswith("gradient"):
@@ -303,6 +307,8 @@ def _check(source: str, name: str) -> Verdict:
     with counting:
         observe(load(source, name))
     relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
+    if counting.operators & _COARSE:
+        relative = max(relative, 1e-7)
     eager = observe(load(source, name))
     namespace = load(source, name)
     compile_core.reset()

@@ -434,6 +434,9 @@ def add_hook(writer: ProgramWriter) -> bool:
 
 
 def inner_gradient(writer: ProgramWriter) -> bool:
+    """Of what the program made; without the option, results are siblings to autograd, as documented."""
+    if not writer.hooks:
+        return False
     name = writer.name()
     text = writer.fill("{name}, = torch.autograd.grad({x}.sin().sum(), [{x}])".replace("{name}", name))
     return writer.add(text)
@@ -477,7 +480,7 @@ BLOCKS = [
     (loop, 2),
     (attempt, 1),
     (add_hook, 3),
-    (inner_gradient, 0.5),
+    (inner_gradient, 2),
     (call_helper, 1),
     (use_closure, 2),
 ]

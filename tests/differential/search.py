@@ -70,8 +70,10 @@ class Worker:
             if not part:
                 status = process.wait()
                 self.stop()
-                tail = self._errors.read_text(errors="replace")[-600:]
-                return self._died(f"crash {status}", f"the process ended with {status}: {tail}")
+                words = self._errors.read_text(errors="replace")
+                # Of a signal, the beginning says where; of an exception, the end.
+                words = words[words.find("Fatal Python error") :][:2500] if status < 0 else words[-600:]
+                return self._died(f"crash {status}", f"the process ended with {status}: {words}")
             received += part
         return json.loads(received)
 

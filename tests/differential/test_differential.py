@@ -6,7 +6,7 @@ from tests.differential.compare import check
 from tests.differential.reduce_program import reduce_program
 from tests.differential.write_program import write_program
 
-_FIRST, _GROUPS, _IN_GROUP = 100, 4, 10
+_FIRST, _GROUPS, _IN_GROUP = 130, 4, 10
 
 
 @pytest.mark.parametrize("group", range(_GROUPS))

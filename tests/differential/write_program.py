@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,11 +146,11 @@ class ProgramWriter:
                 ),
                 "o": lambda: self.random.choice(
                     [
-                        "torch.empty(0,dtype=torch.float64)",
-                        f"torch.empty({tuple(sides)},dtype=torch.float64)",
+                        "torch.zeros(0,dtype=torch.float64)",
+                        f"torch.zeros({tuple(sides)},dtype=torch.float64)",
                         f"torch.zeros({tuple(sides[::-1])},dtype=torch.float64).mT",
                         f"torch.zeros({tuple(sides)},dtype=torch.bool)",
-                        "torch.empty(2,dtype=torch.float64)",
+                        "torch.zeros(2,dtype=torch.float64)",
                         self.pick(),
                     ]
                 ),
@@ -246,23 +245,18 @@ class ProgramWriter:
         return self.add(text)
 
     def into_memory(self) -> bool:
-        name = self.name()
-        template = self.random.choice(TABLES["OUT"])
+        call = self.fill(self.random.choice(TABLES["OUT"]).replace("{o}", "MEMORY"))
         memory = self.fill("{o}")
-        where = self.name()
+        name, where = self.name(), self.name()
         if not self.add(f"{where} = {memory}"):
             return False
-        with self.grad_mode(False) if self.chance(0.8) else self.grad_mode(True) as opening:
-            text = f"{name} = " + self.fill(template.replace("{o}", where))
+        enabled = self.chance(0.2)
+        text = f"{name} = {call.replace('MEMORY', where)}"
+        with torch.set_grad_enabled(enabled):
             if self.run(text) is not None:
                 return False
-            self.write(f"{opening}: {text}" if opening else text)
+        self.write(text if enabled else f"with torch.no_grad(): {text}")
         return True
-
-    @contextmanager
-    def grad_mode(self, enabled: bool) -> Any:
-        with torch.set_grad_enabled(enabled):
-            yield "" if enabled else "with torch.no_grad()"
 
     def block(self, opening: str, statements: int) -> None:
         """``opening`` and a few statements in it."""
