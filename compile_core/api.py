@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from compile_core.capture.directives import compiled_by_torch, leave_alone
 from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
+from compile_core.compiled_code import Programs, Settings
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
 from compile_core.ir.captured import CapturedGraph
@@ -103,6 +105,29 @@ def _compile_calls_of_instances(cls: type, request: CompileRequest) -> type:
 
 
 def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> CompiledFunction:
+    programs = _programs_of(request)
+    return CompiledFunction(model, programs.settings.compile_graph, programs=programs)
+
+
+# What was compiled for requests that are in use. Equal requests share it.
+_programs: list[tuple[CompileRequest, weakref.ref[Programs]]] = []
+
+
+def _programs_of(request: CompileRequest) -> Programs:
+    """What was compiled for equal requests; a CUDA graph belongs to the memory of who calls it, and is not shared."""
+    if request.options.cuda_graphs:
+        return _new_programs(request)
+    _programs[:] = [(other, programs) for other, programs in _programs if programs() is not None]
+    for other, programs in _programs:
+        found = programs() if other == request else None
+        if found is not None:
+            return found
+    made = _new_programs(request)
+    _programs.append((request, weakref.ref(made)))
+    return made
+
+
+def _new_programs(request: CompileRequest) -> Programs:
     backend, cache_limit = request.backend, request.options.cache_size_limit
 
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -118,12 +143,14 @@ def _compile_plain(model: Callable[..., Any], request: CompileRequest) -> Compil
     )
     if isinstance(observer, CompileProfiler) and cache_limit is None:
         cache_limit = observer.cache_limit
-    return CompiledFunction(
-        model,
-        compile_captured,
-        fullgraph=request.fullgraph,
-        dynamic=request.dynamic,
-        cache_limit=cache_limit,
-        observer=observer,
-        modules_apart=ClaimedModules(request),
+    return Programs(
+        Settings(
+            compile_captured,
+            request.fullgraph,
+            request.dynamic,
+            cache_limit,
+            observer,
+            ClaimedModules(request),
+        ),
+        kept=not request.options.cuda_graphs,
     )

@@ -25,7 +25,8 @@ def dispatch_function(
     function = target.function
     signature, passed = _signature_text(function, skip_first=target.owner is not NO_OWNER)
     if target.cells_argument:
-        signature = f"_gs_cells, {signature}"
+        if target.cells is None:
+            signature = f"_gs_cells, {signature}"
         passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
     behind = f", {passed}" if passed else ""
     # The parameters keep the user's names, so all else has a name that no program uses.
@@ -48,6 +49,7 @@ def dispatch_function(
         "_gs_miss": miss,
         "_gs_default": _UNUSED_DEFAULT,
         "_gs_first": target.owner,
+        **({} if target.cells is None else {"_gs_cells": target.cells}),
     }
     made = compile_function(text, "dispatch", constants)
     assert isinstance(made, types.FunctionType)
@@ -99,7 +101,7 @@ def _signature_text(function: types.FunctionType, skip_first: bool) -> tuple[str
 def _plain_call_text(target: Target) -> str:
     """The function ``plain``: takes the frame's arguments and calls the original as its caller did.
 
-    It is called ``original``, or is what ``with_cells`` makes of the closure's cells, where they are an argument.
+    It is called ``original``, or is what ``with_cells`` makes of the closure's cells, where they come with each call.
     """
     code = target.function.__code__
     names = list(argument_names(code))
@@ -115,6 +117,6 @@ def _plain_call_text(target: Target) -> str:
     if code.co_flags & inspect.CO_VARKEYWORDS:
         parts.append(f"**{variable_of(names[position])}")
     arguments = ", ".join(map(variable_of, argument_names(code, target.cells_argument)))
-    passes_cells = target.cells_argument and not target.is_module_call
+    passes_cells = target.cells_argument and target.cells is None and not target.is_module_call
     called = "with_cells(l__gs_cells)" if passes_cells else "original"
     return f"def plain({arguments}):\n    return {called}({', '.join(parts)})\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -17,15 +18,53 @@ from compile_core.capture.object_model.libraries import is_library_name
 NO_OWNER: Any = object()
 
 
+class Compiled:
+    """What a compiled function is to a capture: it stands for what it was made from."""
+
+    original: Any
+
+    @property
+    def frame_code(self) -> types.CodeType:
+        """The code of the frame that each call has."""
+        raise NotImplementedError
+
+
+def original_of(value: Any) -> Any:
+    """What a compiled function was made from; anything else is returned as it is."""
+    return value.original if isinstance(value, Compiled) else value
+
+
 @dataclass(frozen=True)
 class Target:
-    """The Python function that is captured, the object that is its first argument (or ``NO_OWNER``), and
-    whether that object is a module which is called through ``nn.Module.__call__``."""
+    """What is captured: a Python function with the object that is its first argument.
+
+    Attributes:
+        owner: that object, or ``NO_OWNER``.
+        is_module_call: it is a module, which is called through ``nn.Module.__call__``.
+        cells_argument: the frame's first argument is the tuple of the closure's cells.
+        cells: these, where they do not come with each call.
+    """
 
     function: Any
     owner: Any
     is_module_call: bool
     cells_argument: bool = False
+    cells: tuple[types.CellType, ...] | None = None
+
+    @property
+    def subject(self) -> Any:
+        """What tells the calls of objects apart, which run ``call_object``: what their code depends on."""
+        return _subject(self.owner) if self.function is call_object else None
+
+    def unbound(self) -> Target:
+        """The same with owner and cells as arguments, for all that share the code; it holds no closure."""
+        function = self.function
+        if function.__closure__ is not None:
+            empty = tuple(types.CellType() for _ in function.__closure__)
+            function = types.FunctionType(
+                function.__code__, function.__globals__, function.__name__, None, empty
+            )
+        return Target(function, NO_OWNER, self.is_module_call, self.cells_argument)
 
 
 class ModulesApart:
@@ -43,8 +82,34 @@ def call_object(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
+def _subject(owner: Any) -> Any:
+    if isinstance(owner, functools.partial):
+        return _subject(owner.func)
+    if isinstance(owner, types.MethodType):
+        return _subject(owner.__func__)
+    if isinstance(owner, types.FunctionType):
+        return owner.__code__
+    return owner if isinstance(owner, types.BuiltinFunctionType) else type(owner)
+
+
+def shown_name(target: Target) -> str:
+    """The name of what is called, for messages."""
+    called = target.owner if target.function is call_object else target.function
+    while isinstance(called, (functools.partial, types.MethodType)):
+        called = called.func if isinstance(called, functools.partial) else called.__func__
+    if isinstance(called, torch.nn.Module):
+        return f"{type(called).__qualname__}.forward"
+    return getattr(called, "__qualname__", None) or type(called).__qualname__
+
+
 def find_target(fn: Any) -> Target:
-    """The Python function behind a callable."""
+    """The Python function behind a callable, with its owner and cells."""
+    found = _find_target(fn)
+    cells = found.function.__closure__
+    return found if cells is None else replace(found, cells_argument=True, cells=cells)
+
+
+def _find_target(fn: Any) -> Target:
     if isinstance(fn, types.FunctionType):
         return Target(fn, NO_OWNER, False)
     if isinstance(fn, types.MethodType):
@@ -80,16 +145,13 @@ def find_callee_target(callee: Any) -> Target | None:
         return None
     if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
         return None
-    return _with_cells(target)
+    return replace(target, cells=None)
 
 
 def method_target(method: types.MethodType) -> Target:
     """The target of a bound method, whosoever wrote it."""
-    return _with_cells(Target(method.__func__, method.__self__, False))
-
-
-def _with_cells(target: Target) -> Target:
-    return replace(target, cells_argument=target.function.__closure__ is not None)
+    function = method.__func__
+    return Target(function, method.__self__, False, function.__closure__ is not None)
 
 
 class CalledForward:

@@ -25,8 +25,24 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
+class _ToStderr(logging.Handler):
+    """What is logged is shown also where the program has configured no logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            sys.stderr.write(self.format(record) + "\n")
+
+
+_to_stderr = _ToStderr()
+
+
 def _set_log_level(level: Any) -> None:
-    logging.getLogger("compile_core").setLevel(logging.NOTSET if level is None else level)
+    logger = logging.getLogger("compile_core")
+    logger.setLevel(logging.NOTSET if level is None else level)
+    if level is None:
+        logger.removeHandler(_to_stderr)
+    else:
+        logger.addHandler(_to_stderr)
 
 
 @dataclass(frozen=True)

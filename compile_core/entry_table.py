@@ -42,6 +42,15 @@ class Entry:
         failed = self.check(*arguments)
         return self.captured.guards[failed] if type(failed) is int and failed >= 0 else None
 
+    def reads_shared_memory(self, arguments: Sequence[Any]) -> bool:
+        """Whether inputs of the graph share memory; these arguments fit."""
+        owners = [
+            tensor.untyped_storage().data_ptr()
+            for tensor in self.check(*arguments)
+            if isinstance(tensor, torch.Tensor) and tensor.numel()
+        ]
+        return len(set(owners)) < len(owners)
+
 
 class EntryTable:
     """See the file's docstring."""
@@ -53,9 +62,10 @@ class EntryTable:
         self._lock = threading.Lock()
 
     def add(self, entry: Entry) -> None:
-        """A new entry, in front."""
+        """A new entry, in front; another thread may have been faster."""
         with self._lock:
-            self.entries = (entry, *self.entries)
+            if not any(other is entry for other in self.entries):
+                self.entries = (entry, *self.entries)
 
     def move_to_front(self, entry: Entry) -> None:
         """The entry was used just now."""

@@ -29,6 +29,10 @@ class CompileError(Exception):
     """A program that cannot be compiled as asked."""
 
 
+# Of a deep chain of calls, messages show the first and the last.
+_SHOWN_CALLS = 12
+
+
 class Unsupported(CompileError):
     """Something in the user's program that a stage has no rule for.
 
@@ -70,7 +74,11 @@ class Unsupported(CompileError):
 
     def __str__(self) -> str:
         lines = [f"[{self.reason_id}] {self.explanation}"]
-        lines += [f"  {place}" for place in self.stack]
+        shown = [f"  {place}" for place in self.stack]
+        if len(shown) > _SHOWN_CALLS:
+            half = _SHOWN_CALLS // 2
+            shown[half:-half] = [f"  ... {len(shown) - 2 * half} more calls ..."]
+        lines += shown
         if self.hint:
             lines.append(f"Hint: {self.hint}")
         return "\n".join(lines)

@@ -39,6 +39,7 @@ from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.wrap import wrap_cell
 from compile_core.errors import CompileError, Unsupported
 from compile_core.ir.captured import CapturedFrame, verify_captured_graph
+from compile_core.ir.fake_results import quiet_fakes
 from compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
 from compile_core.ir.torch_switches import read_switches, turn_back
 
@@ -116,6 +117,10 @@ def _capture_symbolic(call: _Call, may_break: Callable[[Unsupported], bool]) -> 
         return None
     except CompileError:
         raise
+    except PlainCall as plain:
+        if not plain.has_symbols:
+            raise  # without symbols a second capture would meet the same
+        return None
     except Exception as error:
         logger.info("%s: no capture with symbolic sizes: %s", call.function.__qualname__, error)
         return None
@@ -128,6 +133,8 @@ def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> Capt
         return captured
     # What was captured of the failing instruction must go, so the capture is made again up to it.
     reason = captured.break_reason
+    if reason.reason_id == "recursion":
+        return captured  # the callee would be captured as deep, and so on
     shorter, _ = _attempt(call, step, reason)
     if shorter.runner is None:
         # Something that is alive there cannot be rebuilt: the break must come before it was made.
@@ -182,8 +189,11 @@ def _attempt(
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     state.attention_at_start = attention_kernels()
     try:
-        with normal_tensors():
+        with normal_tensors(), quiet_fakes():
             return _interpret(state, call, stop_at_step, reason, watch)
+    except PlainCall as plain:
+        plain.has_symbols = bool(state.sizes.symbols)
+        raise
     finally:
         state.sizes.end_of_capture()
 
@@ -296,7 +306,9 @@ def _finish(
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None
-    return CapturedFrame(graph, state.all_guards(), names, runner, reason, tuple(points), late_guards)
+    return CapturedFrame(
+        graph, state.all_guards(), names, runner, reason, tuple(points), late_guards, writes_inputs
+    )
 
 
 def _check_generators(state: Capture) -> None:

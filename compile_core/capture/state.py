@@ -160,7 +160,8 @@ class Capture(CaptureState):
 
     def inline(self, function: FunctionValue, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if len(self.frames) > _DEPTH_LIMIT:
-            raise self.unsupported("recursion", f"calls nested deeper than {_DEPTH_LIMIT}")
+            explanation = f"{function.describe()} is called deeper than {_DEPTH_LIMIT} calls"
+            raise Unsupported("recursion", explanation, location=self.frames[0].location())
         code = function.code
         closure_rule = CLOSURE_RULES.get(code)
         if closure_rule is not None:

@@ -133,8 +133,8 @@ class CapturedFrame:
     ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner``
     is None for a frame that could not be captured at all: while the guards hold, it runs as plain Python.
     ``resume`` are the points where the frame goes on after a graph break, two behind a branch that depends
-    on data. ``late_guards`` gives all guards again where sizes are symbolic: a backend that asks for their values adds
-    some.
+    on data. ``writes_inputs``: the graph changes inputs. ``late_guards`` gives all guards again where sizes are
+    symbolic: a backend that asks for their values adds some.
     """
 
     graph: CapturedGraph | None
@@ -144,6 +144,7 @@ class CapturedFrame:
     break_reason: Unsupported | None = None
     resume: tuple[ResumePoint, ...] = ()
     late_guards: Callable[[], tuple[Guard, ...]] | None = None
+    writes_inputs: bool = False
 
 
 def print_captured_graph(graph: CapturedGraph) -> str:

@@ -7,6 +7,7 @@ kernels, and corrected there alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,6 +30,19 @@ def run_on_fakes(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Inside, operators on fake tensors give what their kernels would, for sizes that are open, too."""
     with fake_mode, _CorrectedFakes(), kernels_of_sizes(fake_mode):
         yield
+
+
+_fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch logs no tracebacks of operators that raise on fake tensors, as plain Python is about to do."""
+    before, _fake_logger.disabled = _fake_logger.disabled, True
+    try:
+        yield
+    finally:
+        _fake_logger.disabled = before
 
 
 def kernels_of_sizes(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:

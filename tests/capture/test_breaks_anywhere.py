@@ -621,7 +621,7 @@ def test_a_list_that_grows_does_not_recompile():
 
 @pytest.mark.parametrize("function", [in_class_manager, closure_writes, loop_over_dict])
 def test_more_breaks_than_are_compiled(function, monkeypatch, caplog):
-    monkeypatch.setattr("compile_core.compiled_function._MOST_CONTINUATIONS", 1)
+    monkeypatch.setattr("compile_core.compiled_code._MOST_CONTINUATIONS", 1)
     compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
     for seed in (0, 1):
         found = outcome(compiled, arguments(function, seed))

@@ -8,6 +8,9 @@ ever guessed.
 from __future__ import annotations
 
 import itertools
+import linecache
+import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -21,7 +24,9 @@ from compile_core.ir.sources import Reference, ReferenceSource, Source
 
 class PlainCall(Exception):
     """This one call should run as plain Python: the user's program raises, or depends on something
-    transient."""
+    transient. ``has_symbols``: sizes were open in the capture, which may be why."""
+
+    has_symbols = False
 
 
 class SymbolicRaise(Exception):
@@ -176,6 +181,25 @@ class LastInstruction(Value):
         return int
 
 
+# The frame that stands for the call of an object is nobody's line.
+_ENTRY = "compile_core.call_targets"
+
+
+def calling_line() -> CodeLocation:
+    """The line of the program that runs now, for real."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return CodeLocation(code.co_filename, frame.f_lineno, code.co_name, text)
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    root = str(frame.f_globals.get("__name__", "builtins")).split(".", 1)[0]
+    return root in ("compile_core", "torch", "contextlib", "builtins") or frame.f_code.co_filename[0] == "<"
+
+
 @dataclass(frozen=True)
 class LazyValue:
     """An item of an existing container that was not read yet, and is hence not guarded."""
@@ -246,8 +270,9 @@ class CaptureState:
 
     def unsupported(self, reason_id: str, explanation: str, hint: str = "") -> Unsupported:
         """An Unsupported that points at the user's line."""
-        stack = [frame.location() for frame in self.frames]
-        return Unsupported(reason_id, explanation, hint, self.location(), stack)
+        stack = [frame.location() for frame in self.frames if frame.module_name() != _ENTRY]
+        stack = stack or [calling_line()]
+        return Unsupported(reason_id, explanation, hint, stack[-1], stack)
 
     def reference(self, label: str, value: Any) -> Reference:
         """The one reference to an object that the compiled function holds."""

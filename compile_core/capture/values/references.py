@@ -31,7 +31,8 @@ class ReferenceValue(Value):
         kind = type(self.real).__name__
         if isinstance(self.real, (*_NAMED_TYPES, type)):
             return f"{kind} {self.real.__name__}"
-        return f"an object of type {kind}"
+        name = vars(type(self.real)).get("__qualname__") or getattr(self.real, "__dict__", {}).get("__name__")
+        return f"an object of type {kind}" + (f" ({name})" if isinstance(name, str) else "")
 
     def hash_key(self, state: CaptureState) -> Any:
         return self.real

@@ -1,0 +1,499 @@
+"""What was compiled of one code object: its guard table, behind which lie the programs of all functions that share it.
+
+Functions that are made anew (lambdas in a loop, methods of equal layers) have one code object, or equal ones, and so
+one guard table. What differs between them comes with each call, as arguments of the frame: the object that a method
+is bound to, the cells of a closure, the defaults. So guards tell where they differ in what a program depends on.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compile_core import config
+from compile_core.bound_calls import dispatch_function, plain_function
+from compile_core.call_targets import (
+    NO_OWNER,
+    Compiled,
+    ModulesApart,
+    Target,
+    call_object,
+    find_callee_target,
+    method_target,
+    original_of,
+)
+from compile_core.capture import (
+    COMPILED_APART,
+    PlainCall,
+    SizeHistory,
+    argument_names,
+    capture,
+    compile_check,
+    compile_function,
+    explain_failure,
+    must_run_plain,
+    normal_tensors,
+    resume_function,
+    run_only,
+    run_to_end,
+    run_with_cells,
+)
+from compile_core.capture.code_objects.plain_frames import PlainFrames
+from compile_core.capture.directives import disabled_frame
+from compile_core.deep_calls import deeper_stack, with_room
+from compile_core.entry_table import CompiledGraph, Entry, EntryTable
+from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
+from compile_core.hooked_modules import HookedCalls, has_hooks
+from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from compile_core.ir.kept_random_state import kept_random_state
+from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from compile_core.observe.observer import Observer
+from compile_core.observe.stage_times import timed
+
+logger = logging.getLogger("compile_core.capture")
+
+CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
+
+# Captures of different functions wait for each other: they set warning filters, which all threads share.
+_capture_lock = threading.RLock()
+
+_logged_locations: set[tuple[str, CodeLocation | None]] = set()
+
+# How many resume functions one function may have: two or so for each place where it breaks.
+_MOST_CONTINUATIONS = 512
+
+# What was compiled last, of code that no compiled function may have left: a program may compile in each step anew.
+_RECENT = 64
+_recent: collections.deque[CompiledCode] = collections.deque(maxlen=_RECENT)
+
+# All that is in use.
+_living: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a function and all behind its breaks are compiled; see ``CompiledFunction``."""
+
+    compile_graph: CompileGraph
+    fullgraph: bool
+    dynamic: bool | None
+    cache_limit: int | None
+    observer: Observer | None
+    modules_apart: ModulesApart
+
+    @property
+    def limit(self) -> int:
+        """How many entries a code object may have."""
+        return self.cache_limit or config.cache_size_limit
+
+
+class Programs:
+    """What was compiled under the same settings, by code objects. Each lives as long as somebody uses it, and where
+    ``kept``, because it belongs to no module, a while longer."""
+
+    def __init__(self, settings: Settings, *, kept: bool = False) -> None:
+        self.settings = settings
+        self.kept = kept
+        self._codes: weakref.WeakValueDictionary[Any, CompiledCode] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, target: Target, name: str) -> CompiledCode:
+        """What was compiled of the code that a target runs, whatever its owner and closure.
+
+        Equal code may occur twice, with other globals or in another file.
+        """
+        function = target.function
+        code = function.__code__
+        key = (code, code.co_filename, id(function.__globals__), target.is_module_call, target.subject)
+        with self._lock:
+            found = self._codes.get(key)
+            if found is None:
+                found = self._codes[key] = CompiledCode(self, target.unbound(), name)
+        return found
+
+
+class CompiledCode:
+    """The guard table of a code object, and how a call that fits no entry makes one.
+
+    Args:
+        programs: where callees are found.
+        target: what is captured; it has no owner, and takes the cells of a closure as an argument.
+        name: for messages.
+        parent: for a resume function, the code of the function that it continues.
+
+    Attributes:
+        call: takes the frame's arguments, and cells before them where there are any, with defaults left out.
+        break_reasons: why captures ended early, in the order in which it was found.
+    """
+
+    def __init__(
+        self, programs: Programs, target: Target, name: str, parent: CompiledCode | None = None
+    ) -> None:
+        self.programs = programs
+        self.settings = programs.settings
+        self.observer = programs.settings.observer
+        self.fullgraph = programs.settings.fullgraph
+        self.target = target
+        self.name = name
+        self.break_reasons: list[Unsupported] = []
+        self._target: Any = target.function
+        self._is_module_call = target.is_module_call
+        self._cells_argument = target.cells_argument
+        self._arguments = argument_names(self._target.__code__, self._cells_argument)
+        self._is_continuation = parent is not None
+        self._continuations: dict[types.CodeType, CompiledCode] = (
+            {} if parent is None else parent._continuations
+        )
+        # Held, since a break calls them.
+        self._callees: dict[CompiledCode, None] = {} if parent is None else parent._callees
+        self._plain_frames = PlainFrames(self.compiled_form)
+        self._hooked: HookedCalls | None = None
+        self._table = EntryTable()
+        self._history = SizeHistory(self.settings.dynamic)
+        self._lock = threading.RLock()
+        self._runs_plain = False
+        self._recurs = False
+        self._wrongly_expected = 0
+        plain = call_object if target.is_module_call else target.function
+        self._call_plain = plain_function(target, plain)
+        self.call = dispatch_function(target, self._table, self._call_plain, self._miss)
+        _living.add(self)
+
+    def reset(self) -> None:
+        """Forget every capture."""
+        with self._lock:
+            self._table.clear()
+            self.break_reasons = []
+            self._runs_plain = False
+            self._wrongly_expected = 0
+            self._history = SizeHistory(self.settings.dynamic)
+            self._continuations.clear()
+            self._callees.clear()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The guard table, most recently used first."""
+        return self._table.entries
+
+    @property
+    def continuations(self) -> tuple[CompiledCode, ...]:
+        """The resume functions behind graph breaks."""
+        return tuple(self._continuations.values())
+
+    @property
+    def callees(self) -> tuple[CompiledCode, ...]:
+        """The code that is called at graph breaks."""
+        return tuple(self._callees)
+
+    def _miss(self, arguments: tuple[Any, ...]) -> Any:
+        return self.call_missed(arguments, self._call_plain)
+
+    def call_missed(
+        self,
+        arguments: tuple[Any, ...],
+        call_plain: Callable[..., Any],
+        table: EntryTable | None = None,
+        history: SizeHistory | None = None,
+    ) -> Any:
+        """A call that fits no entry of a caller's own table, which gets one: capture, compile and run.
+
+        Args:
+            arguments: of the frame.
+            call_plain: what calls that run as plain Python run.
+            table, history: the caller's own, if it has them; the latter says which sizes are open.
+        """
+        if must_run_plain() or (self._runs_plain and self._table.find(arguments) is None):
+            return call_plain(*arguments)
+        expected = ""
+        with self._lock, kept_random_state(), deeper_stack():
+            try:
+                # Another thread may have captured the same while this one waited, or another function of this code.
+                entry = self._find(arguments, table) or self._make_entry_if_allowed(
+                    arguments, history or self._history
+                )
+            except PlainCall as plain:
+                entry, expected = None, str(plain)
+        if expected:
+            return self._call_to_raise(expected, arguments, call_plain)
+        if entry is None:
+            return call_plain(*arguments)
+        inputs = entry.check(*arguments)
+        if type(inputs) is not list:
+            self._report_fresh_guards(entry.explain(arguments))
+            return call_plain(*arguments)
+        if table is not None:
+            table.add(entry)
+        return call_plain(*arguments) if entry.run is None else entry.run(entry.compiled, inputs, *arguments)
+
+    def _find(self, arguments: tuple[Any, ...], table: EntryTable | None) -> Entry | None:
+        """An entry that fits. Of memory that is written to, entries of other functions know nothing; see
+        Note [Overlapping inputs] in guards.py."""
+        entry = self._table.find(arguments)
+        if entry is None or table is None or not entry.captured.writes_inputs:
+            return entry
+        return None if entry.reads_shared_memory(arguments) else entry
+
+    def _run_again(self, failures: list[Exception], *arguments: Any) -> Any:
+        """The graph raised: plain Python raises the same at the user's line, after the effects that come before.
+
+        Not so where a hook sees what autograd saves: the exception may be the hook's own, by which a checkpoint ends
+        the recomputation once it has all that it needs.
+        """
+        if saved_tensor_hooks_are_active():
+            raise failures.pop()
+        shown = repr(failures.pop())
+        result = self._call_plain(*arguments)
+        logger.warning("%s: the graph raised %s, which plain Python did not", self.name, shown)
+        return result
+
+    def _run_recursion(self, compiled: None, inputs: list[Any], *arguments: Any) -> Any:
+        """Plain Python, all the way down: each call would be captured as deep as this one, in vain."""
+        with run_only(), deeper_stack():
+            return self._call_plain(*arguments)
+
+    def _make_entry_if_allowed(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry | None:
+        """A new entry; None where there are as many as a code object may have."""
+        if self._runs_plain:
+            return None
+        reason = self._table.note_miss(arguments)
+        if len(self._table.entries) >= self.settings.limit:
+            self._report_limit(self.settings.limit)
+            return None
+        if reason is not None:
+            self._report_recompilation(reason)
+        if self.programs.kept and self not in _recent:
+            _recent.append(self)
+        return self._make_entry(arguments, history)
+
+    def _call_to_raise(
+        self, expected: str, arguments: tuple[Any, ...], call_plain: Callable[..., Any]
+    ) -> Any:
+        """The capture met an exception of the program's: plain Python raises it with its own traceback.
+
+        Where the call ends without, since the program handles it or only fake tensors raise it, that is why there is no
+        graph.
+        """
+        logger.info("%s: this call runs as plain Python: %s", self.name, expected)
+        result = call_plain(*arguments)
+        code = self._target.__code__
+        place = CodeLocation(code.co_filename, code.co_firstlineno, self.name)
+        reason = Unsupported(
+            "exception-in-capture",
+            f"the call meets an exception, and ends without: {expected}",
+            location=place,
+        )
+        if self.observer is not None:
+            self.observer.frame_captured(
+                self.name, code, CapturedFrame(None, (), self._arguments, None, reason)
+            )
+        self._wrongly_expected += 1
+        # Each such call is captured in vain.
+        self._runs_plain |= self._wrongly_expected >= self.settings.limit
+        self._report_break(reason, plain=True)
+        return result
+
+    def _make_entry(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
+        with timed("capture"):
+            captured = self._capture(arguments, history)
+        if captured.break_reason is not None:
+            self._report_break(captured.break_reason, plain=captured.runner is None)
+        if captured.graph is not None and logger.isEnabledFor(logging.INFO):
+            logger.info("%s: captured\n%s", self.name, captured.graph)
+        if self.observer is not None:
+            self.observer.frame_captured(self.name, self._target.__code__, captured)
+        with timed("guards"):
+            check = compile_check(captured)
+        run: Callable[..., Any] | None = None
+        compiled = None
+        if captured.runner is None and captured.break_reason.reason_id == "recursion":
+            run = self._run_recursion
+        if captured.runner is not None:
+            constants = {**captured.runner.constants, "run_again": self._run_again}
+            if captured.break_reason is not None:
+                constants["compiled_form"] = self.compiled_form
+                # A resume function leaves its own continuations to the call that the user made.
+                constants["run_to_end"] = _leave_to_caller if self._is_continuation else run_to_end
+                constants |= {point.name: self._continuation(point) for point in captured.resume}
+            run = compile_function(captured.runner.text, "run", constants)
+            if captured.graph is not None:
+                inputs = check(*arguments)
+                if type(inputs) is not list:
+                    self._report_fresh_guards(explain_failure(captured, arguments))
+                    raise PlainCall("its guards do not hold for the call that they were made from")
+                with normal_tensors():
+                    compiled = self.settings.compile_graph(captured.graph, inputs)
+                if isinstance(compiled, torch.fx.GraphModule):
+                    compiled = compiled.forward  # hooks on all modules of the program are not for this one
+        if captured.late_guards is not None:
+            captured = replace(captured, guards=captured.late_guards(), late_guards=None)
+            check = compile_check(captured)
+        entry = Entry(captured, compiled, check, run)
+        self._table.add(entry)
+        return entry
+
+    def _report_fresh_guards(self, explanation: str) -> None:
+        """Something that the function reads changes whenever it is read or compiled: only plain Python is right."""
+        shown = f"guards fail for the very call that they were made from: {explanation}"
+        if self.fullgraph:
+            raise InternalError(f"{self.name}: {shown}")
+        self._runs_plain = True
+        logger.warning("%s runs as plain Python from now on: its %s", self.name, shown)
+
+    def _capture(self, arguments: tuple[Any, ...], history: SizeHistory) -> CapturedFrame:
+        """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
+        try:
+            with _capture_lock:
+                return capture(
+                    self._target,
+                    arguments,
+                    is_module_call=self._is_module_call,
+                    cells_argument=self._cells_argument,
+                    may_break=self._may_break,
+                    original_of=original_of,
+                    is_compiled_apart=self.settings.modules_apart.claims,
+                    history=history,
+                )
+        except (CompileError, PlainCall):
+            raise
+        except Exception as error:
+            shown = f"the capture failed: {type(error).__name__}: {error}"
+            if self.fullgraph:
+                raise InternalError(f"{self.name}: {shown}") from error
+            logger.warning("%s: the capture failed, which is a bug of it", self.name, exc_info=error)
+            reason = Unsupported("capture-failed", shown)
+            return CapturedFrame(None, (), self._arguments, None, reason)
+
+    def _continuation(self, point: ResumePoint) -> Callable[..., Any]:
+        """The compiled resume function of a point, shared by all captures that stop there in the same way."""
+        found = self._continuations.get(point.code)
+        if found is None:
+            function = resume_function(point, self._target)
+            if len(self._continuations) >= _MOST_CONTINUATIONS:
+                logger.warning(
+                    "%s has more graph breaks than are compiled; the rest is plain Python", self.name
+                )
+                return run_with_cells(function) if point.cells_argument else function
+            target = Target(function, NO_OWNER, False, point.cells_argument)
+            found = self._continuations[point.code] = CompiledCode(
+                self.programs, target, function.__qualname__, self
+            )
+        return found.call
+
+    def compiled_form(self, callee: Any) -> Any:
+        """What a graph break or a plain frame calls instead of ``callee``: its compiled form where it can have
+        one.
+
+        Forms are kept by code, and get the cells of a closure with each call, so that functions which are made
+        for one call are compiled once.
+        """
+        if type(callee) is functools.partial:
+            return functools.partial(self.compiled_form(callee.func), *callee.args, **callee.keywords)
+        frame = disabled_frame(callee)
+        if frame is not None:
+            if isinstance(frame, types.MethodType):
+                return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)
+            return self._plain_frames.form_of(frame)
+        apart = self.settings.modules_apart
+        if isinstance(callee, torch.nn.Module) and apart.claims(callee):
+            return apart.form_of(callee)
+        if isinstance(callee, Compiled):
+            return with_room(callee, callee.frame_code)
+        target = find_callee_target(callee)
+        if target is None:
+            return callee
+        if target.is_module_call and has_hooks(target.owner):
+            return functools.partial(self.hooked_calls(target.function.__code__), target.owner)
+        return self._form_of_target(target)
+
+    def _form_of_target(self, target: Target) -> Callable[..., Any]:
+        found = self.programs.of(target, target.function.__qualname__)
+        if found not in self._callees:
+            self._callees[found] = None
+            found._recurs = found._recurs or self._is_reached_from(found)
+        call: Any = found.call
+        if target.function is not found._target:
+            call = found._with_defaults_of(target.function)
+        if found._recurs:
+            call = with_room(call, found.call.__code__)
+        if target.cells_argument:
+            call = functools.partial(call, target.function.__closure__)
+        return call if target.owner is NO_OWNER else functools.partial(call, target.owner)
+
+    def _is_reached_from(self, other: CompiledCode) -> bool:
+        """Whether breaks of the other lead to calls of this code."""
+        seen, waiting = {other}, [other]
+        while waiting:
+            code = waiting.pop()
+            if code._callees is self._callees:  # a function and its continuations have one
+                return True
+            waiting += [callee for callee in code._callees if callee not in seen]
+            seen.update(code._callees)
+        return False
+
+    def hooked_calls(self, forward: types.CodeType) -> HookedCalls:
+        """What calls modules of this forward with their hooks."""
+        if self._hooked is None or self._hooked.forward is not forward:
+            self._hooked = HookedCalls(forward, lambda method: self._form_of_target(method_target(method)))
+        return self._hooked
+
+    def _with_defaults_of(self, function: types.FunctionType) -> Callable[..., Any]:
+        """The compiled call with the default arguments of another function that has the same code."""
+        made = types.FunctionType(self.call.__code__, self.call.__globals__, function.__name__)
+        made.__defaults__ = function.__defaults__
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__qualname__ = function.__qualname__
+        return made
+
+    def _may_break(self, reason: Unsupported) -> bool:
+        return not self.fullgraph or reason.reason_id == COMPILED_APART
+
+    def _report_break(self, reason: Unsupported, plain: bool) -> None:
+        if self.fullgraph and (plain or not self._may_break(reason)):
+            raise reason.with_traceback(None)
+        self.break_reasons.append(reason)
+        key = (reason.reason_id, reason.location)
+        if key not in _logged_locations:
+            _logged_locations.add(key)
+            logger.warning("%s is not captured in full: %s", self.name, reason)
+
+    def _report_recompilation(self, reason: str) -> None:
+        if self.observer is not None:
+            self.observer.frame_missed(self.name, self._target.__code__, reason)
+        if config.error_on_recompile:
+            raise CompileError(
+                f"{self.name} would be compiled again (config.error_on_recompile) because {reason}"
+            )
+        logger.info("%s: recompiled because %s", self.name, reason)
+
+    def _report_limit(self, limit: int) -> None:
+        self._runs_plain = True
+        reason, count = self._table.most_frequent_reason()
+        logger.warning(
+            "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
+            "The guard that failed most often, %d times: %s",
+            self.name,
+            limit,
+            count,
+            reason,
+        )
+
+
+def forget_all() -> None:
+    """Forget everything that was compiled, and what was logged of it."""
+    for code in list(_living):
+        code.reset()
+    _recent.clear()
+    _logged_locations.clear()
+
+
+def _leave_to_caller(result: Any) -> Any:
+    return result
