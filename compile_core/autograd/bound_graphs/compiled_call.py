@@ -155,7 +155,9 @@ class DifferentiableProgram:
         """For each edge of the node, which are those of its tensors, the results that its gradient depends on; ``None``
         where that is not for the results to say."""
         signature = self.signature
-        results: dict[int, frozenset[int]] = {
+        # An unread leaf has an edge, too, to which no result leads.
+        results: dict[int, frozenset[int]] = dict.fromkeys(self.unread, frozenset())
+        results |= {
             position: frozenset(signature.tangents[k] for k in sources)
             for position, sources in zip(signature.gradient_inputs, signature.gradient_tangents, strict=True)
             if sources
