@@ -61,6 +61,7 @@ class CompiledDDP:
         self._in_graph: InGraphWay | None = None
         # ``None`` until the ranks have agreed; then "" for the in-graph way or the reason against it.
         self._against_in_graph: str | None = None
+        self._reason_before = ""
         self.reducer_way = ReducerWay(ddp, request)
         self._logged: set[str] = set()
         Wrappings.begin()
@@ -141,8 +142,11 @@ class CompiledDDP:
         if self._against_in_graph == "" and self._reason_shared():
             self._begin_anew()
         # In a join() there is no agreement: a rank that has no inputs left makes no call.
-        if self._against_in_graph is None and is_synchronised(ddp) and not is_joining(ddp):
-            self._agree_on_way()
+        if is_synchronised(ddp) and not is_joining(ddp):
+            if self._against_in_graph is None:
+                self._agree_on_way()
+            elif self._against_in_graph == "":
+                self._agree_on_call()
         if against := self.reason_for_reducer:
             if self._options.step_in_backward is not None:
                 self.give_back_optimizer()
@@ -157,7 +161,7 @@ class CompiledDDP:
 
     def _begin_anew(self) -> None:
         """The module reduces over another process group now (``DDP._update_process_group``), or on the other way."""
-        self._group, self._against_in_graph = process_group(self.ddp), None
+        self._group, self._against_in_graph, self._reason_before = process_group(self.ddp), None, ""
         self.give_back_optimizer()
         self._in_graph = None
 
@@ -180,6 +184,19 @@ class CompiledDDP:
             self._asked_at = Wrappings.count
             self._shares_parameters = shares_parameters(self.ddp)
         return "another DDP module has some of its parameters" if self._shares_parameters else ""
+
+    def _agree_on_call(self) -> None:
+        """The program may switch on, and off, what needs stock DDP's reducer: on all ranks, or buckets would not meet.
+
+        Raises:
+            CompileError: one rank has not done so; on every rank.
+        """
+        reason = reason_of_call(self.ddp)
+        if reason != self._reason_before:
+            what = f"keeps stock DDP's reducer: {reason}" if reason else "leaves stock DDP's reducer again"
+            agreement = agreement_of(process_group(self.ddp))
+            agreement.settle(what, self._options.agreement_timeout_s)
+            self._reason_before = reason
 
     def _agree_on_way(self) -> None:
         """Fixes the way: in-graph only if every rank can.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
@@ -85,6 +86,16 @@ def does_not_come() -> None:
         step(compiled(make_ddp()))
     else:
         make_ddp()
+
+
+@case
+def a_hook_on_one_rank() -> None:
+    """Stock DDP would add up other buckets than the other rank."""
+    model = compiled(make_ddp())
+    step(model)
+    if RANK == 1:
+        model.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    step(model)
 
 
 @case

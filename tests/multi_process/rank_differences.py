@@ -193,6 +193,7 @@ styled(
 )
 styled("a_rank_leaves_a_layer_out", PLAIN, ("skipped", "plain", "plain"))
 styled("ranks_leave_out_the_same_and_others", ("skipped", "scaled", "plain"), ("skipped", "frozen", "scaled"))
+styled("a_rank_detaches_after_a_break", ("scaled", "scaled", "plain"), ("number", "frozen", "plain"))
 styled("a_rank_uses_a_weight_twice", PLAIN, ("twice", "weight decay", "plain"))
 styled("a_rank_checkpoints", ("checkpointed", "plain", "plain"), PLAIN)
 styled("a_rank_computes_in_other_bits", PLAIN, ("in other bits", "plain", "plain"))

@@ -237,7 +237,7 @@ class EitherWay(nn.Module):
 def test_a_graph_is_split_anew_when_the_reducer_has_other_buckets(one_rank):
     module = EitherWay()
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.00026)
-    way = ReducerWay(ddp, EAGER, 60.0)
+    way = ReducerWay(ddp, EAGER)
     x = torch.ones(2, 8)
     with ddp.no_sync():
         way(x)
