@@ -36,6 +36,9 @@ from distributed.agreement.session import HandOut, device_of, meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _DIFFERENCES_SHOWN = 3
+# How long the others have to come, too, after a failure. Rounds have other numbers then.
+_COME_BACK_S = 20.0
+_ROUNDS_OF_TERM = 10**9
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,38 @@ class Agreement:
 
         meet(self._bulletin, self._rank, self._ranks, self._hand_out, _turns(timeout_s), absent)
 
+    def _come_back(self, what: str) -> None:
+        """The program goes on after a failure that it knows of. So can the process group, if all ranks come here and
+        have begun as many collectives: else one of them would meet another's of before.
+
+        Raises:
+            CompileError: the failure again.
+        """
+        watch, bulletin = self.watch, self._bulletin
+        term = watch.term + 1
+        mine = {"collectives": self._hand_out.collectives(), "aborted": watch.was_aborted}
+        bulletin.post(f"back/{term}/{self._rank}", mine)
+        names = [f"back/{term}/{rank}" for rank in self._ranks]
+        for _ in _turns(_COME_BACK_S):
+            if bulletin.has_all(names):
+                break
+        states = list(map(bulletin.read_if_there, names))
+        if mine["aborted"] or any(state != mine for state in states):
+            raise CompileError(
+                f"{watch.failure}\n(This was before rank {self._rank} {what}; the process group cannot be used any "
+                f"longer: destroy it and make another)"
+            )
+        watch.begin_anew(term)
+        self._next_round, self._unanswered = term * _ROUNDS_OF_TERM, None
+
     def _begin(self, what: str, timeout_s: float | None) -> int:
+        if self.watch.failure and self.watch.was_raised:
+            self._come_back(what)
         self.watch.at_point()
         if not self._bulletin.has_session:
             assert timeout_s is not None
             self._meet(what, timeout_s)
+            self.watch.say()  # who ends before its thread has spoken would never be missed
         number = self._next_round
         self._next_round += 1
         opened = {"rank": self._rank, "what": what, "timeout_s": timeout_s}
@@ -259,6 +289,10 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
             assert living is not None
             return living.broadcast([values], dist.BroadcastOptions())
 
+        def collectives() -> int:
+            living = reference()
+            return 0 if living is None else living._get_sequence_number_for_group()
+
         def abort() -> None:
             living = reference()
             if living is not None:
@@ -275,7 +309,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
             Bulletin.of_group(group),
             dist.get_rank(),
             ranks,
-            HandOut(hand_out, device_of(group)),
+            HandOut(hand_out, device_of(group), collectives),
             abort,
             is_over,
             on_device,

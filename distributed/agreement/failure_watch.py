@@ -148,13 +148,13 @@ class FailureWatch:
         """While this rank does what others may have to wait for. They are told before it begins."""
         before, self._doing = self._doing, what
         with suppress(StoreLost):  # the thread finds it out, too
-            self._say()
+            self.say()
         try:
             yield
         finally:
             self._doing = before
             with suppress(StoreLost):
-                self._say()
+                self.say()
 
     def watch_over(self, waiting: Waiting) -> None:
         """For as long as somebody else keeps it."""
@@ -265,7 +265,7 @@ class FailureWatch:
                 return False
         elif self._bulletin.has_session:
             try:
-                self._say()
+                self.say()
                 self._listen()
             except StoreLost as lost:
                 return self._lose_store(lost)
@@ -306,7 +306,8 @@ class FailureWatch:
             except StoreLost:  # and with it those who would hear
                 self.failure, self._known_s = message, time.monotonic()
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """This rank lives, and what it does."""
         if not self._bulletin.has_session:
             return
         with self._lock:  # what is said last is posted last

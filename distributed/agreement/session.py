@@ -28,10 +28,12 @@ class HandOut:
     Attributes:
         begin: begins it, and gives a ``torch.distributed.Work``.
         device: of the tensors that it takes.
+        collectives: how many the group has begun on this rank.
     """
 
     begin: Callable[[torch.Tensor], Any]
     device: torch.device
+    collectives: Callable[[], int]
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -108,6 +108,19 @@ def compilation_fails() -> None:
 
 
 @case
+def later_models_after_a_failure() -> None:
+    """No rank was in a collective, so the process group is as good as before."""
+    faults = Faults()
+    if RANK == 1:
+        faults.happens = fail
+    for _ in range(2):
+        with suppress(compile_core.CompileError, compile_core.InternalError):
+            step(compiled(make_ddp(), faults))
+            raise AssertionError("the compilation failed on rank 1")
+    check_equal_to_stock(compiled(make_ddp()), [2, 2])
+
+
+@case
 def later_compilation_fails() -> None:
     """Rank 1 fails at a size that only it has, and rank 0 is in an all-reduce."""
     faults = Faults()

@@ -274,10 +274,12 @@ def main() -> None:
     if arguments.train is not None:
         train(cases[0], arguments.train)
         return
-    wrong = {str(case): message for case in cases or all_cases() if (message := run(case))}
-    for name, message in wrong.items():
-        print(f"{name}: {message}")
-    sys.exit(bool(wrong))
+    are_wrong = False
+    for case in cases or all_cases():
+        if message := run(case):
+            are_wrong = True
+            print(f"{case} is wrong: {message}", flush=True)
+    sys.exit(are_wrong)
 
 
 if __name__ == "__main__":

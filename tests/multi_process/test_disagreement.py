@@ -33,6 +33,7 @@ SILENCES = {
     "process_dies_while_it_compiles": "rank 1 (process ... compiles a graph of 9 nodes",
 }
 SUCCESSES = (
+    "later_models_after_a_failure",
     "slow_rank_is_waited_for",
     "another_size_on_one_rank",
     "interrupts_that_the_program_handles",

@@ -13,7 +13,7 @@ from tests.multi_process.rank_failures import Case, run
 @pytest.mark.parametrize(
     "name",
     [
-        "killed-forward-2-1",
+        "killed-capture-4-2",
         "killed-compile-2-0",
         "killed-backward-2-1-reducer",
         "raises-step-2-1",

@@ -17,6 +17,7 @@ class HandedOut:
 
     def __init__(self) -> None:
         self._given = threading.Event()
+        self.collectives = [0] * 4
         self._values = torch.empty(0)
 
     def by(self, rank: int) -> HandOut:
@@ -26,7 +27,7 @@ class HandedOut:
                 self._given.set()
             return _Received(self._given, values, lambda: self._values)
 
-        return HandOut(begin, torch.device("cpu"))
+        return HandOut(begin, torch.device("cpu"), lambda: self.collectives[rank])
 
 
 @dataclass

@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from compile_core.errors import CompileError
+from distributed.agreement import agreement as agreements
 from distributed.agreement import failure_watch
 from distributed.agreement.agreement import Agreement
 from distributed.agreement.bulletin import Bulletin
@@ -47,6 +48,7 @@ class Ranks:
         first_late_s: float = 0,
     ) -> None:
         store, handed_out = store or HashStore(), HandedOut()
+        self.handed_out = handed_out
         self.aborted: list[int] = []
         self.all = [
             Agreement(
@@ -218,10 +220,22 @@ def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
             agreement.settle("begins", 0.2)
 
 
-def test_a_failure_stays() -> None:
+def test_after_a_failure_that_all_ranks_know_of_the_process_group_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks()
+    for _ in range(2):
+        outcomes = ranks.run(settling(), compiling(error=RuntimeError("a fault")))
+        check_all_told(outcomes[:1], "compilation failed on rank 1: RuntimeError: a fault")
+        assert ranks.run(settling(), settling()) == ["", ""]
+    # Not where one of them is in a collective that another has not begun, or has not come.
+    ranks.run(settling(), compiling(error=RuntimeError("another fault")))
+    ranks.handed_out.collectives[0] += 1
+    check_all_told(ranks.run(settling(), settling()), "another fault", "the process group cannot be used")
+    monkeypatch.setattr(agreements, "_COME_BACK_S", 0.2)
     ranks = Ranks()
     ranks.run(settling(), compiling(error=RuntimeError("a fault")))
-    check_all_told(ranks.run(settling(), settling()), "compilation failed on rank 1: RuntimeError: a fault")
+    check_all_told(ranks.run(settling(), lambda _: None)[:1], "a fault", "the process group cannot be used")
 
 
 def test_a_blocked_rank_is_freed_by_aborting_its_group(caplog: pytest.LogCaptureFixture) -> None:
