@@ -33,7 +33,7 @@ from compile_core.errors import CompileError
 logger = logging.getLogger(__name__)
 
 # For how long a store may say nothing: a machine may be busy, and a process is not told that it was stopped.
-SILENCE_S = 20.0
+SILENCE_S = 18.0
 _CONNECT_TIMEOUT_S = 5.0
 # A process that was stopped itself has waited for one such step.
 _STEP_S = 0.5

@@ -12,8 +12,9 @@ from distributed.agreement.rank_process import State, state_of
 
 logger = logging.getLogger(__name__)
 
-# A rank that has not been heard of for so long has failed. A busy machine may keep a process waiting for seconds.
-ALARM_S = 20.0
+# A rank that has not been heard of for so long has failed: all are to know within half a minute, but a busy machine may
+# keep a process waiting for seconds.
+ALARM_S = 18.0
 # Between two looks no more can have passed for who was not stopped itself.
 _LONGEST_LOOK_S = 2.0
 

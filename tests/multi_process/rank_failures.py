@@ -64,7 +64,7 @@ class Case:
     @staticmethod
     def of(name: str) -> Case:
         kind, stage, size, rank, *rest = name.split("-")
-        overlap, seconds, alarm_s = [*rest, *("in_graph", "20", "20")[len(rest) :]]
+        overlap, seconds, alarm_s = [*rest, *("in_graph", "20", str(ring.ALARM_S))[len(rest) :]]
         return Case(kind, stage, int(size), int(rank), overlap, float(seconds), float(alarm_s))
 
 

@@ -81,9 +81,9 @@ def test_a_rank_of_another_machine_that_says_nothing_is_named(bulletin: Bulletin
     say(bulletin, 1, 7, ["another machine", "4711", "1"])
     found = look_for(Neighbour(0, range(2)), bulletin, clock, 60)
     assert found.startswith(
-        "after 21 s: rank 1 (process 4711 on here; last heard of: compiles a graph, at train.py:3"
+        "after 19 s: rank 1 (process 4711 on here; last heard of: compiles a graph, at train.py:3"
     )
-    assert "has said nothing for 20 s: it has stopped, or its machine cannot be reached" in found
+    assert "has said nothing for 18 s: it has stopped, or its machine cannot be reached" in found
 
 
 def test_who_was_stopped_itself_names_nobody(bulletin: Bulletin, clock: Clock) -> None:
@@ -104,7 +104,7 @@ def test_of_a_process_on_this_machine_the_system_tells(bulletin: Bulletin, clock
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert "it has been stopped, as by SIGSTOP" in look_for(neighbour, bulletin, clock, 2)
     say(bulletin, 1, 2, description)
-    assert not look_for(neighbour, bulletin, clock, 19)
+    assert not look_for(neighbour, bulletin, clock, 17)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert "has ended without a word" in look_for(neighbour, bulletin, clock, 1)
