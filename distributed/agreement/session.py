@@ -59,6 +59,9 @@ def meet(
     Raises:
         CompileError: some did not.
     """
+    if len(ranks) == 1:
+        bulletin.enter(secrets.token_bytes(_SECRET_BYTES))
+        return
     values = torch.zeros(_SECRET_BYTES, dtype=torch.uint8)
     if rank == ranks[0]:
         # Not the program's random state, which others can guess.
@@ -75,7 +78,5 @@ def meet(
         work.wait()
     except RuntimeError as error:  # of a connection, where a rank has ended
         missing = [other for other in ranks if other != rank and not bulletin.has_arrived(other)]
-        raise CompileError(
-            absent(missing or [other for other in ranks[:1] if other != rank] or ranks[1:])
-        ) from error
+        raise CompileError(absent(missing or (ranks[1:] if rank == ranks[0] else ranks[:1]))) from error
     bulletin.enter(bytes(values.tolist()))
