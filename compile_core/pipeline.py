@@ -88,8 +88,7 @@ def compile_graph(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Stages 2 to 8: a captured graph becomes a callable of its inputs; see ``compile_module``."""
     examples = [entry.example for entry in captured.inputs]
-    if captured.differentiated_again:
-        options = replace(options, double_backward=True)
+    options = replace(options, **captured.required_options)
     return compile_module(
         captured.module, examples, inputs, backend=backend, options=options, planner=planner
     )

@@ -33,7 +33,7 @@ from compile_core.capture.torch_rules.global_state import (
     normal_tensors,
 )
 from compile_core.capture.torch_rules.modes import restore_modes
-from compile_core.capture.torch_rules.tensor_rules import DIFFERENTIATED_AGAIN
+from compile_core.capture.torch_rules.tensor_rules import REQUIRED_OPTIONS
 from compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
 from compile_core.capture.values.constants import ConstantValue
 from compile_core.capture.wrap import wrap_cell
@@ -301,8 +301,8 @@ def _finish(
     graph = None
     if has_graph:
         graph = state.graph.finish(writer.outputs)
-        if reason is not None and reason.reason_id == DIFFERENTIATED_AGAIN:
-            graph = replace(graph, differentiated_again=True)
+        if reason is not None and reason.reason_id in REQUIRED_OPTIONS:
+            graph = replace(graph, required_options=REQUIRED_OPTIONS[reason.reason_id])
         verify_captured_graph(graph)
     runner = writer.finish(names, has_graph, writes_inputs, [*mode_lines, *last_lines])
     late_guards = state.all_guards if state.sizes.symbols else None

@@ -4,8 +4,8 @@ holds."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -62,12 +62,13 @@ class GraphInput:
 class CapturedGraph:
     """Torch-level graph: one placeholder per input in order, one output node with a flat tuple of tensors.
 
-    ``differentiated_again`` says that the program asks for gradients with ``create_graph=True`` where the graph ends.
+    ``required_options`` are the options that the graph is compiled with, whatever the user chose, since the program
+    asks for gradients where the graph ends: by ``create_graph=True``, or with respect to one of the graph's own values.
     """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
-    differentiated_again: bool = False
+    required_options: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def has_open_sizes(self) -> bool:

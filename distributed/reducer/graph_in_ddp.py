@@ -80,9 +80,7 @@ class GraphInDDP:
     """
 
     def __init__(self, captured: CapturedGraph, request: CompileRequest) -> None:
-        options = request.options
-        if captured.differentiated_again:
-            options = replace(options, double_backward=True)
+        options = replace(request.options, **captured.required_options)
         self._captured = captured
         self._backend = request.backend
         self._options = options

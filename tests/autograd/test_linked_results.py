@@ -170,3 +170,19 @@ def test_without_the_option_the_gradient_is_not_found():
     hidden, y = compiled(leaf(3, 3), leaf(3, 3))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         grad(y.sum(), hidden)
+
+
+def asks_for_gradients_of_its_own_value(x, w):
+    hidden = (x @ w).sin()
+    hidden[-1:].zero_()
+    (gradient,) = torch.autograd.grad(hidden.exp().sum(), [hidden], retain_graph=True)
+    return hidden * gradient, hidden
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
+def test_program_that_asks_for_the_gradient_of_its_own_value(backend):
+    compiled = compile_core.compile(asks_for_gradients_of_its_own_value, backend=backend)
+    x, w = leaf(3, 3), leaf(3, 3)
+    results, expected = compiled(x, w), asks_for_gradients_of_its_own_value(x, w)
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(grad(results[0].sum(), [x, w]), grad(expected[0].sum(), [x, w]))

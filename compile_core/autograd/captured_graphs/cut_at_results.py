@@ -31,6 +31,7 @@ def cut_at_results(module: GraphModule) -> list[Piece]:
     ends = {node for node in results if node not in placeholders and _has_heirs(node, results)}
     if not ends:
         return [Piece(module, _names(placeholders), _names(output.args[0]))]
+    ends = {_last_write(module, result) for result in ends}
     place_of: dict[Node, int] = {}
     place = 0
     for node in module.graph.nodes:
@@ -74,6 +75,33 @@ def _has_heirs(result: Node, results: set[Node]) -> bool:
             if user in results and made.requires_grad and not _share_memory(made, value):
                 return True
     return False
+
+
+def _last_write(module: GraphModule, result: Node) -> Node:
+    """Where the result gets its final value: the last operation that changes it in place, or the result itself."""
+    value = result.meta["example_value"]
+    writes = [
+        node
+        for node in module.graph.nodes
+        if node.op in ("call_function", "call_method")
+        and _is_in_place(node)
+        and any(_share_memory(part.meta["example_value"], value) for part in _written(node))
+    ]
+    return writes[-1] if writes else result
+
+
+def _is_in_place(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target is operator.setitem or "out" in node.kwargs or (name[-1:] == "_" and name[:1] != "_")
+
+
+def _written(node: Node) -> list[Node]:
+    parts = [*node.args[:1], node.kwargs.get("out")]
+    return [
+        part
+        for part in parts
+        if isinstance(part, Node) and isinstance(part.meta["example_value"], torch.Tensor)
+    ]
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -28,11 +28,12 @@ from compile_core.capture.values.tensors import TensorValue
 from compile_core.errors import Unsupported
 from compile_core.ir import higher_order
 
+# Until torch 2.13 a class method in Python, whose function the rule is for; from 2.14 on a built-in class method.
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 _BASE = torch.autograd.function._SingleLevelFunction
 
 
-@call_rule(_APPLY.__func__)
+@call_rule(getattr(_APPLY, "__func__", _APPLY))
 def _apply(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     cls, *rest = args
     if not isinstance(cls, ClassValue) or kwargs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,17 +142,32 @@ for _function in (torch.result_type, torch.is_same_size, torch.is_signed, torch.
     CALL_RULES[_function] = _metadata_rule(_function)
 
 
-# Why a graph ends where the program asks for gradients that it will differentiate.
-DIFFERENTIATED_AGAIN = "autograd-call-create-graph"
+# Why a graph ends where the program asks for gradients, and the options that the graph then needs: gradients that will
+# be differentiated, and gradients with respect to values of the graph itself, which autograd must find between results.
+REQUIRED_OPTIONS: dict[str, dict[str, bool]] = {
+    "autograd-call-create-graph": {"double_backward": True},
+    "autograd-call-between-results": {"linked_results": True},
+    "autograd-call-create-graph-between-results": {"double_backward": True, "linked_results": True},
+}
 
 
-def _gradients_rule(create_graph_position: int) -> CallRule:
+def _tensors_asked_for(state: CaptureState, inputs: Value) -> list[Value]:
+    return [inputs] if isinstance(inputs, TensorValue) else state.items_of(inputs)
+
+
+def _gradients_rule(names: Sequence[str]) -> CallRule:
     def refuse(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        position = create_graph_position
-        create_graph = kwargs.get("create_graph", args[position] if len(args) > position else None)
-        again = create_graph is not None and create_graph.truth(state)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        reason = "autograd-call"
+        if "create_graph" in given and given["create_graph"].truth(state):
+            reason += "-create-graph"
+        if "inputs" in given and any(
+            isinstance(tensor, TensorValue) and tensor.node.op != "placeholder"
+            for tensor in _tensors_asked_for(state, given["inputs"])
+        ):
+            reason += "-between-results"
         raise state.unsupported(
-            DIFFERENTIATED_AGAIN if again else "autograd-call",
+            reason,
             "gradients are asked for in captured code",
             "leave the backward out of the compiled function, or use torch.func.grad",
         )
@@ -159,5 +175,9 @@ def _gradients_rule(create_graph_position: int) -> CallRule:
     return refuse
 
 
-CALL_RULES[torch.autograd.grad] = _gradients_rule(4)
-CALL_RULES[torch.autograd.backward] = _gradients_rule(3)
+CALL_RULES[torch.autograd.grad] = _gradients_rule(
+    ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+)
+CALL_RULES[torch.autograd.backward] = _gradients_rule(
+    ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+)
