@@ -172,6 +172,9 @@ class OperatorRecorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             # Whoever lifts a constant may change the result, but must not change the constant of the graph.
             func = aten.lift_fresh_copy.default
+        elif func is aten._efficientzerotensor.default:
+            # Zeros without memory, as the gradient of sgn: torch's fallback for them crashes on tensors without data.
+            func = aten.zeros.default
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
         result = corrected(func, args, func(*args, **kwargs))
