@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapp
 from compile_core.compiled_code import Programs, Settings
 from compile_core.compiled_function import CompiledFunction
 from compile_core.compiled_module import CompiledModule, wrap_module
+from compile_core.errors import Unsupported
 from compile_core.ir.captured import CapturedGraph
 from compile_core.observe.compile_profiler import CompileProfiler
 from compile_core.observe.observer import Observer
@@ -29,6 +31,8 @@ from compile_core.planners import (
     compile_for_callers,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @leave_alone
 def compile(
@@ -36,10 +40,12 @@ def compile(
     *,
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    backend: str | Callable[..., Any] = DEFAULT_BACKEND,
+    backend: str | Callable[..., Any] | None = DEFAULT_BACKEND,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    name: str | None = None,
     disable: bool = False,
+    recompile_limit: int | None = None,
 ) -> Any:
     """Compiles a function or module at its first call; the arguments are those of ``torch.compile``.
 
@@ -51,10 +57,14 @@ def compile(
         dynamic: ``None``: sizes are static at first; one that differs at a later call becomes symbolic there, and one
             entry serves all its values from then on. ``True``: all sizes and integers among the arguments are symbolic
             from the first call on, as far as the program allows. ``False``: other sizes compile another entry.
-        backend: a name of ``list_backends()``, or a callable of ``(torch.fx.GraphModule, example_inputs)``.
+        backend: a name of ``list_backends()``, or a callable of ``(torch.fx.GraphModule, example_inputs)``;
+            ``None`` is the default.
         mode: a name of ``list_mode_options()``; a backend of the user's gets it as a keyword argument, if it is given
             and is not "default".
-        options: settings by name, see ``list_options()``; a backend of the user's gets them likewise.
+        options: settings by name, see ``list_options()``; a backend of the user's gets them likewise, and "inductor"
+            those of TorchInductor's own.
+        name: taken as by torch; messages have the function's own.
+        recompile_limit: the option ``cache_size_limit`` by torch's name.
         disable: return ``model`` as it is; so does a process with ``GRADSPLIT_DISABLE=1`` or
             ``TORCH_COMPILE_DISABLE=1``. Under ``torch.compiler.set_stance("force_eager")`` calls run as plain Python.
 
@@ -67,7 +77,7 @@ def compile(
         ValueError: unknown backend, mode or option; the message says what is allowed.
         RuntimeError: a mode and options at once.
     """
-    request = CompileRequest.of(fullgraph, dynamic, backend, mode, options)
+    request = CompileRequest.of(fullgraph, dynamic, backend, mode, options, recompile_limit)
     if model is None:
         return lambda decorated: _compile_callable(decorated, request, disable)
     return _compile_callable(model, request, disable)
@@ -88,6 +98,11 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
     if attribute is not None:
         model = getattr(model, attribute)
     model = form_of_torchs_wrapper(model) or model
+    if isinstance(model, torch.jit.ScriptModule):
+        if request.fullgraph:
+            raise Unsupported("script-module", "TorchScript has compiled the module already")
+        logger.warning("a TorchScript module is compiled already, and runs as it is")
+        return model
     if not isinstance(model, torch.nn.Module):
         return _compile_plain(model, request)
     run = _compile_plain(model, request) if claim(model) is None else compile_claimed(model, request)

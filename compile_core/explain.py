@@ -26,6 +26,7 @@ from compile_core.observe.observer import Observer
 from compile_core.observe.stage_times import Stopwatch, print_times, timed
 from compile_core.options import CompileOptions
 from compile_core.pipeline import compile_graph
+from compile_core.planners import claim
 
 
 @leave_alone
@@ -35,8 +36,18 @@ def explain(f: Callable[..., Any], *extra_args: Any, **extra_kwargs: Any) -> Any
     ``explain(f)(*args)`` calls ``f`` with the arguments and returns an ``ExplainOutput``; what ``f`` does besides
     computing, it does. Compiled entries that ``f`` may have are neither used nor changed. ``explain(f, *args)`` is an
     older form of the same. The graphs are lowered as the default backend would, to tell what it calls torch's kernels
-    for and what it does not fuse; no kernel is built.
+    for and what it does not fuse; no kernel is built. A module that has a compiled form of its own, as a
+    ``DistributedDataParallel`` one, is explained as that: its gradients, too.
+
+    Raises:
+        TypeError: ``f`` is not callable.
     """
+    if not callable(f):
+        raise TypeError(f"explain takes a function or a torch.nn.Module, not {type(f).__name__}")
+    plugin = claim(f) if isinstance(f, torch.nn.Module) else None
+    if plugin is not None and plugin.explain is not None:
+        explain_claimed = plugin.explain(f)
+        return explain_claimed(*extra_args, **extra_kwargs) if extra_args or extra_kwargs else explain_claimed
 
     @leave_alone
     def run(*args: Any, **kwargs: Any) -> ExplainOutput:

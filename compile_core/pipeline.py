@@ -118,7 +118,10 @@ def compile_module(
     try:
         if isinstance(backend, GraphBackend):
             with timed("backend"):
-                return backend.compile(module, list(examples))
+                compiled = backend.compile(module, list(examples))
+                if not callable(compiled):
+                    raise TypeError(f"a backend returns what runs the graph, not {compiled!r}")
+                return compiled
         pieces = cut_at_results(module) if options.linked_results else []
         if len(pieces) > 1:
             return compile_pieces(module, pieces, backend=backend, options=options)

@@ -12,14 +12,20 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compile_core.backends.registry import Backend, GraphBackend, resolve_backend
+from compile_core.backends.registry import (
+    DEFAULT_BACKEND,
+    Backend,
+    GraphBackend,
+    RegionBackend,
+    resolve_backend,
+)
 from compile_core.call_targets import ModulesApart
 from compile_core.compiled_module import CompiledModule
 from compile_core.ir.captured import CapturedGraph
@@ -44,19 +50,30 @@ class CompileRequest:
     def of(
         fullgraph: bool,
         dynamic: bool | None,
-        backend: str | Callable[..., Any],
+        backend: str | Callable[..., Any] | None,
         mode: str | None,
         options: Mapping[str, Any] | None,
+        recompile_limit: int | None = None,
     ) -> CompileRequest:
         """Checks the arguments; see ``compile_core.compile``, which says what is raised."""
+        if not isinstance(fullgraph, bool):
+            raise TypeError(f"fullgraph must be True or False, not {fullgraph!r}")
         if dynamic is not None and not isinstance(dynamic, bool):
             raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
-        resolved = resolve_backend(backend)
+        resolved = resolve_backend(DEFAULT_BACKEND if backend is None else backend)
         if isinstance(resolved, GraphBackend) and resolved.takes_options:
             refuse_both(mode, options)
             resolved = resolved.with_options(mode, options)
             mode = options = None
-        request = CompileRequest(resolved, parse_options(mode, options), bool(fullgraph), dynamic)
+        elif isinstance(resolved, RegionBackend) and isinstance(options, Mapping):
+            own = {name: value for name, value in options.items() if resolved.takes(name)}
+            if own:
+                resolved = resolved.with_options(own)
+                options = {name: value for name, value in options.items() if name not in own}
+        request = CompileRequest(resolved, parse_options(mode, options), fullgraph, dynamic)
+        if recompile_limit is not None:
+            limited = parse_options(None, {"cache_size_limit": recompile_limit}).cache_size_limit
+            request = replace(request, options=replace(request.options, cache_size_limit=limited))
         ignored = request.options.changed & resolved.ignored_options
         if ignored:
             logger.warning("the backend %r has no use for the options %s", resolved.name, sorted(ignored))
@@ -72,6 +89,7 @@ class ModuleCompiler:
         compile: module and request -> what calls of the compiled module run.
         compile_graph: compiles a graph of any function, with the real inputs of its first call, where it matters which
             of the claimed modules is running when the graph is called; else it returns ``None``.
+        explain: what ``explain`` is for such a module, compiled or not, if it is something of its own.
     """
 
     module_type: type[torch.nn.Module]
@@ -79,6 +97,7 @@ class ModuleCompiler:
     compile_graph: Callable[[CapturedGraph, Sequence[Any], CompileRequest], CompiledGraph | None] = (
         lambda captured, inputs, request: None
     )
+    explain: Callable[[Any], Callable[..., Any]] | None = None
 
 
 def claim(module: torch.nn.Module) -> ModuleCompiler | None:

@@ -13,6 +13,8 @@ import torch
 
 import compile_core
 from compile_core.compiled_module import CompiledModule
+from compile_core.errors import Unsupported
+from compile_core.testing import CompileCounter
 
 
 def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
@@ -180,3 +182,58 @@ def test_what_a_stage_has_no_rule_for_runs_with_torchs_kernels(caplog: pytest.Lo
     first.sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
     assert "reinterpreting-view" in caplog.text
+
+
+def test_a_torchscript_module_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.jit.script(torch.nn.Linear(3, 2))
+    assert compile_core.compile(module)(torch.ones(3)).shape == (2,)
+    assert "TorchScript" in caplog.text
+    with pytest.raises(Unsupported, match="TorchScript"):
+        compile_core.compile(module, fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: compile_core.compile(len, fullgraph="yes"), "fullgraph must be True or False, not 'yes'"),
+        (lambda: compile_core.compile(torch.sin, recompile_limit=0), "takes a positive number, not 0"),
+        (lambda: compile_core.mark_dynamic(3, 0), "sizes of tensors are marked, not of 3"),
+        (lambda: compile_core.mark_static(None), "sizes of tensors are marked, not of None"),
+        (lambda: compile_core.explain(3), "explain takes a function or a torch.nn.Module, not int"),
+        (
+            lambda: compile_core.compile(lambda x: x + 1, backend=lambda module, inputs: None)(torch.ones(2)),
+            "a backend returns what runs the graph, not None",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(call, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_arguments_that_only_torch_has_by_these_names() -> None:
+    counter, x = CompileCounter(), torch.ones(4, 3)
+    compile_core.mark_dynamic(x, index=0)
+    compile_core.maybe_mark_dynamic(x, index=0)
+    compile_core.mark_static(x, index=1)
+    f = compile_core.compile(lambda x: x + 1, backend=counter, name="mine", recompile_limit=1, dynamic=False)
+    for size in (2, 3, 4):
+        f(torch.ones(size))
+    assert counter.frame_count == 1
+    assert compile_core.compile(lambda x: x + 1, backend=None)(x).sum() == 24
+
+
+def test_torchinductor_gets_its_own_options() -> None:
+    import torch._inductor.config as inductor_config  # its import takes a second
+
+    seen = []
+    x = torch.ones(4)
+
+    def note(graph) -> None:
+        seen.append(inductor_config.max_autotune_gemm_backends)
+
+    options = {"max_autotune_gemm_backends": "ATEN", "joint_custom_post_pass": note, "fallback_random": True}
+    assert compile_core.compile(torch.sin, backend="inductor", options=options)(x).shape == (4,)
+    assert seen == ["ATEN"]
+    with pytest.raises(ValueError, match="unknown option 'max_autotune_gemm_backend'"):
+        compile_core.compile(torch.sin, backend="inductor", options={"max_autotune_gemm_backend": "ATEN"})

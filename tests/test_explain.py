@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compile_core
+import distributed
 from compile_core.observe.stage_times import timed
 
 
@@ -156,3 +158,14 @@ def test_a_hit_is_not_timed():
     before = compile_core.compile_times("csv")
     compiled(torch.ones(2))
     assert compile_core.compile_times("csv") == before
+
+
+def test_a_ddp_module_is_explained_as_what_reduces_its_gradients() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+        for module in (ddp, compile_core.compile(ddp)):
+            assert isinstance(compile_core.explain(module)(torch.ones(4, 3)), distributed.DDPExplanation)
+        assert isinstance(compile_core.explain(ddp, torch.ones(4, 3)), distributed.DDPExplanation)
+    finally:
+        dist.destroy_process_group()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +269,26 @@ def test_numbers_of_a_failed_graph_are_not_drawn_twice(options, gradients):
             run(x, table, torch.tensor([9]))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def test_imports_and_a_first_compilation_leave_all_random_states_alone(tmp_path: Path) -> None:
+    script = """
+import random, numpy, torch
+def states():
+    names, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (keys.tolist(), rest), torch.get_rng_state().tolist()
+before = states()
+import bucketing, compile_core, distributed, launch
+assert states() == before, "imports"
+f = compile_core.compile(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()))
+before = states()
+f(torch.ones(2, 3)).sum().backward()
+assert states() == before, "a compilation"
+str(compile_core.explain(torch.sin)(torch.ones(2)))
+assert states() == before, "an explanation"
+"""
+    environment = {**os.environ, "GRADSPLIT_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

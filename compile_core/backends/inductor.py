@@ -32,6 +32,8 @@ from compile_core.observe.stage_times import timed
 from compile_core.options import CompileOptions
 from compile_core.runtime.executable import Region
 
+_NO_SETTINGS: Mapping[str, Any] = {}
+
 
 @cache
 def _inductor() -> Any:
@@ -49,15 +51,25 @@ def _inductor() -> Any:
     return torch._inductor
 
 
-def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:
+def has_option(name: str) -> bool:
+    """Whether TorchInductor has a setting of this name."""
+    return name in _inductor().config.get_config_copy()
+
+
+def decompositions(
+    device_type: str, options: CompileOptions, settings: Mapping[str, Any] = _NO_SETTINGS
+) -> Mapping[Any, Callable[..., Any]]:
     """TorchInductor's own, which its lowering relies on."""
     del device_type
-    with _configured(options):
+    with _configured(options, settings):
         return dict(_inductor().decomposition.select_decomp_table())
 
 
-def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], Region]:
-    """One graph for TorchInductor; results with a destination are stored there by its kernels."""
+def compile_region(
+    compute: Compute, options: CompileOptions, dump: StageDump, settings: Mapping[str, Any] = _NO_SETTINGS
+) -> Callable[[], Region]:
+    """One graph for TorchInductor, under settings of its own; results with a destination are stored there by its
+    kernels."""
     inductor = _inductor()
     for node in compute.module.graph.nodes:
         if isinstance(node.target, KeptCall):
@@ -68,7 +80,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     strides = [None if node is None else tuple(node.meta["val"].stride()) for node in graph_results(module)]
     # Kernels are timed on random numbers.
     devices = {example.device for example in examples if example.device.type == "cuda"}
-    with timed("inductor"), _configured(options), _tracing(module), torch.random.fork_rng(devices):
+    with timed("inductor"), _configured(options, settings), _tracing(module), torch.random.fork_rng(devices):
         module = inductor.fx_passes.joint_graph.joint_graph_passes(_decomposed(module))
         _promise_layouts(module, strides)
         run = inductor.compile_fx.compile_fx_inner(
@@ -85,9 +97,10 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
     return lambda: run_region
 
 
-def _configured(options: CompileOptions) -> Any:
+def _configured(options: CompileOptions, chosen: Mapping[str, Any]) -> Any:
     """TorchInductor's own settings for the time of a compilation."""
     settings = {
+        **chosen,
         # They are recorded round whole programs.
         "triton.cudagraphs": False,
         "fallback_random": options.fallback_random,

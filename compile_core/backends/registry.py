@@ -55,6 +55,8 @@ class RegionBackend:
         takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
         prepare: called with the device type when a graph comes, before its regions are known.
         ignored_options: those that mean nothing to it.
+        takes: whether it has an option of this name, beside this compiler's; ``compile_region`` and ``decompositions``
+            are given such options as the keyword argument ``settings``.
     """
 
     name: str
@@ -66,6 +68,15 @@ class RegionBackend:
     takes_open_sizes: bool = False
     prepare: Callable[[str], None] = lambda device_type: None
     ignored_options: frozenset[str] = frozenset()
+    takes: Callable[[str], bool] = lambda name: False
+
+    def with_options(self, own: Mapping[str, Any]) -> RegionBackend:
+        """The backend with options of its own."""
+        return replace(
+            self,
+            compile_region=functools.partial(self.compile_region, settings=own),
+            decompositions=functools.partial(self.decompositions, settings=own),
+        )
 
 
 Backend = GraphBackend | RegionBackend
@@ -86,7 +97,11 @@ _backends: dict[str, Backend] = {
         ignored_options=frozenset(OPTIONS) - _OF_ALL,
     ),
     "inductor": RegionBackend(
-        "inductor", inductor.compile_region, inductor.decompositions, aligns_products=True
+        "inductor",
+        inductor.compile_region,
+        inductor.decompositions,
+        aligns_products=True,
+        takes=lambda name: name not in OPTIONS and inductor.has_option(name),
     ),
     "aot_eager": RegionBackend(
         "aot_eager",

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
 
-from rich.console import Console
-from rich.table import Table
-
 from bucketing.bucket import Bucket, BucketPlan, format_bytes
 from bucketing.timeline import Timeline
+from compile_core.ir.kept_random_state import kept_random_state
+
+with kept_random_state():  # rich draws numbers when it is imported
+    from rich.console import Console
+    from rich.table import Table
 
 _WIDTH = 140
 

@@ -43,44 +43,46 @@ def marks_of(tensor: torch.Tensor) -> SizeMarks:
 
 
 def mark_dynamic(
-    tensor: torch.Tensor, dim: int | Sequence[int], min: int | None = None, max: int | None = None
+    tensor: torch.Tensor, index: int | Sequence[int], min: int | None = None, max: int | None = None
 ) -> None:
     """Says that these dims differ between calls, so that the first capture already leaves them open.
 
     Args:
         tensor: an argument of a compiled function.
-        dim: one dim, or several.
+        index: one dim, or several.
         min: the least size that will come, if known; for all the dims given.
         max: the greatest.
 
     Raises:
         IndexError: the tensor has no such dim.
+        TypeError: it is no tensor.
         CompileError: raised later, by the compiled call, if the program only works for this one size.
     """
-    for position in _dims(tensor, dim):
+    for position in _dims(tensor, index):
         marks = _own_marks(tensor, position)
         marks.dynamic[position] = (min, max)
 
 
-def maybe_mark_dynamic(tensor: torch.Tensor, dim: int | Sequence[int]) -> None:
+def maybe_mark_dynamic(tensor: torch.Tensor, index: int | Sequence[int]) -> None:
     """As ``mark_dynamic``, but a program that needs one particular size makes it static without an error."""
-    for position in _dims(tensor, dim):
+    for position in _dims(tensor, index):
         _own_marks(tensor, position).maybe_dynamic.add(position)
 
 
-def mark_static(tensor: torch.Tensor, dim: int | Sequence[int] | None = None) -> None:
+def mark_static(tensor: torch.Tensor, index: int | Sequence[int] | None = None) -> None:
     """Says that these dims (all of them by default) stay: another size always compiles another entry."""
-    for position in _dims(tensor, range(tensor.dim()) if dim is None else dim):
+    for position in _dims(tensor, index):
         _own_marks(tensor, position).static.add(position)
 
 
-def _dims(tensor: torch.Tensor, dim: int | Sequence[int]) -> list[int]:
-    found = []
-    for position in [dim] if isinstance(dim, int) else dim:
+def _dims(tensor: torch.Tensor, index: int | Sequence[int] | None) -> list[int]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the sizes of tensors are marked, not of {tensor!r}")
+    given = range(tensor.dim()) if index is None else [index] if isinstance(index, int) else index
+    for position in given:
         if not -tensor.dim() <= position < tensor.dim():
             raise IndexError(f"dim {position} of a tensor with {tensor.dim()} dims")
-        found.append(position % tensor.dim())
-    return found
+    return [position % tensor.dim() for position in given]
 
 
 def _own_marks(tensor: torch.Tensor, position: int) -> SizeMarks:
