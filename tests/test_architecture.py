@@ -71,7 +71,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "call_targets": (*BASE, "capture"),
     "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
     "run": (*BASE, "capture", "compiled_function", "compiled_module"),
-    "explain": (*BASE, *STAGES, "pipeline", "compiled_function", "compiled_module"),
+    "explain": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
     "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
     "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_code", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),
@@ -106,7 +106,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
         "reducer_way",
     ),
     "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
-    "compile_core_plugin": ("compile_ddp", "reducer"),
+    "compile_core_plugin": ("compile_ddp", "explaining", "reducer"),
     "distributed": ("compile_ddp", "ddp_options", "explaining"),
 }
 
