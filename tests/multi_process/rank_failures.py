@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import compile_core
-from compile_core import compiled_function
+from compile_core import compiled_code
 from compile_core.options import CompileOptions
 from compile_core.planners import CompileRequest
 from distributed import CompiledDDP, DDPOptions
@@ -154,13 +154,13 @@ def train(case: Case, folder: Path) -> None:
 
 def install_capture_fault(fault: Fault) -> None:
     """The next capture of a frame meets the fault."""
-    capture = compiled_function.capture
+    capture = compiled_code.capture
 
     def faulty(*arguments: Any, **keywords: Any) -> Any:
         fault.at("capture")
         return capture(*arguments, **keywords)
 
-    compiled_function.capture = faulty
+    compiled_code.capture = faulty
 
 
 def run(case: Case, limit_s: float = 90.0) -> str:

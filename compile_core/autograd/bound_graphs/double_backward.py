@@ -47,7 +47,9 @@ class DifferentiableBackward:
             tangents: the gradients that arrived, as the signature orders them.
         """
         inputs = list(primals)
-        for position in self.signature.gradient_inputs:
+        # One that no gradient leads to was passed without its history.
+        wanted = [position for position in self.signature.gradient_inputs if primals[position].requires_grad]
+        for position in wanted:
             # Not the input itself: its hooks are for gradients that have been added up.
             inputs[position] = primals[position].view_as(primals[position])
         passed = list(inputs)
@@ -59,15 +61,15 @@ class DifferentiableBackward:
             results = self.module.forward(*passed)
         roots = [self._output(position, results, passed) for position in self.signature.tangents]
         arrived = [(root, g) for root, g in zip(roots, tangents, strict=True) if g is not None]
-        return list(
-            torch.autograd.grad(
-                [root for root, _ in arrived],
-                [inputs[position] for position in self.signature.gradient_inputs],
-                [gradient for _, gradient in arrived],
-                create_graph=True,
-                allow_unused=True,
-            )
+        found = torch.autograd.grad(
+            [root for root, _ in arrived],
+            [inputs[position] for position in wanted],
+            [gradient for _, gradient in arrived],
+            create_graph=True,
+            allow_unused=True,
         )
+        gradients = dict(zip(wanted, found, strict=True))
+        return [gradients.get(position) for position in self.signature.gradient_inputs]
 
     def _output(self, position: int, results: Sequence[torch.Tensor], passed: Sequence[Any]) -> torch.Tensor:
         """The joint graph's output of this position: a result, what results are views of, or a changed input."""
