@@ -23,6 +23,9 @@ class Compiled:
 
     original: Any
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
     @property
     def frame_code(self) -> types.CodeType:
         """The code of the frame that each call has."""

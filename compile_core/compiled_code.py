@@ -314,7 +314,7 @@ class CompiledCode:
             check = compile_check(captured)
         run: Callable[..., Any] | None = None
         compiled = None
-        if captured.runner is None and captured.break_reason.reason_id == "recursion":
+        if captured.runner is None and getattr(captured.break_reason, "reason_id", None) == "recursion":
             run = self._run_recursion
         if captured.runner is not None:
             constants = {**captured.runner.constants, "run_again": self._run_again}

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from compile_core.backends import aot_eager, eager, inductor, triton
-from compile_core.ir.schedule import Compute
-from compile_core.observe.dump import StageDump
-from compile_core.options import OPTIONS, CompileOptions, unknown_name
+from compile_core.options import OPTIONS, unknown_name
 from compile_core.runtime.executable import Region
 
 # A user's backend: takes the captured graph and example inputs, returns a callable of the graph's inputs.
@@ -47,8 +45,9 @@ class RegionBackend:
     """Takes the compute regions of a traced, partitioned and scheduled graph.
 
     Attributes:
-        compile_region: starts to compile one region -> what waits for the rest and returns what runs the region. All
-            regions of a graph are started before the first is waited for.
+        compile_region: a ``Compute``, ``CompileOptions`` and a ``StageDump`` -> what waits for the rest of the
+            compilation, which has started, and returns what runs the region. All regions of a graph are started before
+            the first is waited for.
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
         aligns_products: matrix products are to be padded (``autograd.rewrites.pad_products``) before it sees them.
@@ -60,8 +59,8 @@ class RegionBackend:
     """
 
     name: str
-    compile_region: Callable[[Compute, CompileOptions, StageDump], Callable[[], Region]]
-    decompositions: Callable[[str, CompileOptions], Mapping[Any, Callable[..., Any]]]
+    compile_region: Callable[..., Callable[[], Region]]
+    decompositions: Callable[..., Mapping[Any, Callable[..., Any]]]
     tags: frozenset[str] = frozenset()
     makes_random_numbers: bool = False
     aligns_products: bool = False

@@ -291,7 +291,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
         def collectives() -> int:
             living = reference()
-            return 0 if living is None else living._get_sequence_number_for_group()
+            return 0 if living is None else living._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
 
         def abort() -> None:
             living = reference()
