@@ -23,6 +23,7 @@ from compile_core.autograd.bound_graphs.arriving_gradients import (
 )
 from compile_core.autograd.bound_graphs.changeable_values import ChangeableValues
 from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward, undifferentiable
+from compile_core.autograd.bound_graphs.independent_results import IndependentResults
 from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from compile_core.autograd.bound_graphs.returned_draws import Program
 from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
@@ -138,6 +139,14 @@ class DifferentiableProgram:
         if self.taken is not None:
             return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
         return _apply(self, *primals)
+
+    @functools.cached_property
+    def independent(self) -> IndependentResults | None:
+        """The results that a backward through others leaves as they are. Limit: none if a communicator takes gradients,
+        which awaits one backward."""
+        if self.changeable is None or self.taken is not None:
+            return None
+        return IndependentResults.of(self.changeable.graph)
 
     @functools.cached_property
     def _edges_of_few(self) -> list[tuple[int, frozenset[int]]]:
@@ -273,11 +282,18 @@ class CompiledCall(torch.autograd.Function):
 
 
 def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
-    """What was saved. That it has been changed is an error only where a gradient that arrives depends on it."""
+    """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
+    program: DifferentiableProgram = ctx.program
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
     except RuntimeError as error:
-        changeable = ctx.program.changeable
+        kept = getattr(ctx, "kept", None)
+        if kept is not None and "second time" in str(error):
+            found = kept.take(absent, _keeps_graph())
+            if found is None:
+                raise
+            return found
+        changeable = program.changeable
         is_of_change = "modified" in str(error) and "inplace" in str(error)
         if not absent or changeable is None or not is_of_change:
             raise
@@ -285,6 +301,9 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
         if found is None:
             raise
         return found
+    if absent and program.independent is not None and not _keeps_graph():
+        ctx.kept = program.independent.keep(saved, absent)
+    return saved
 
 
 def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
@@ -346,6 +365,9 @@ def _register_hook_dict(node: Any, result: Any) -> None:
 
 # The class of the nodes, which torch makes of the function's.
 CompiledCall._backward_cls._register_hook_dict = _register_hook_dict  # type: ignore[attr-defined]
+
+# Whether the backward that runs keeps what is saved (``retain_graph``).
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 # ``Function.apply`` without the look at each argument that only functions under torch.func need.
 _apply: Any = super(torch.autograd.Function, CompiledCall).apply  # type: ignore[attr-defined]

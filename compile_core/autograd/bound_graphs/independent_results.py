@@ -1,0 +1,110 @@
+"""Results of one graph that share no operation which saves something: a backward through one leaves the others theirs.
+
+To autograd a compiled graph is one node, and the engine frees all that it has saved when a backward has come through
+it. In plain PyTorch it frees what the operations have saved that it came through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from compile_core.ir.gradient_sources import Sources, gradient_sources, inputs_that_matter
+from compile_core.ir.graphs import PartitionedGraph
+from compile_core.ir.numbers import is_number
+from compile_core.ir.regions import graph_inputs
+from compile_core.ir.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class IndependentResults:
+    """Groups of tangents: for each the positions of what their gradients read, among the saved tensors."""
+
+    groups: dict[Sources, frozenset[int]]
+
+    @staticmethod
+    def of(graph: PartitionedGraph) -> IndependentResults | None:
+        """``None`` if all results belong together."""
+        backward = graph.backward
+        assert backward is not None
+        count = len(graph.signature.tangents)
+        inputs = [node.name for node in graph_inputs(backward)]
+        tangents = inputs[len(graph.saved) :][:count]
+        group_of = {k: frozenset([k]) for k in range(count)}
+        sources = gradient_sources(backward.graph, tangents)
+        # What is saved, and what is computed from that alone.
+        saved = {node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)}
+        for node in backward.graph.nodes:
+            of = sources[node]
+            reads_saved = not saved.isdisjoint(node.all_input_nodes)
+            if reads_saved and not of:
+                saved.add(node)
+            if reads_saved and len(of) > 1 and node.op != "output":
+                merged = frozenset().union(*(group_of[k] for k in of))
+                group_of |= dict.fromkeys(merged, merged)
+        if len(group_of[0]) == count:
+            return None
+        every = frozenset(range(count))
+        matter = {
+            group: inputs_that_matter(backward.graph, tangents, every - group) for group in group_of.values()
+        }
+        return IndependentResults(
+            {
+                group: frozenset(k for k, name in enumerate(graph.saved) if name in names)
+                for group, names in matter.items()
+            }
+        )
+
+    def keep(self, saved: Sequence[torch.Tensor | None], absent: Set[int]) -> KeptValues | None:
+        """What is needed after a backward in which these tangents did not arrive, and which frees what is saved."""
+        waiting = {group for group, read in self.groups.items() if group <= absent or not read}
+        if not waiting:
+            return None
+        read = frozenset().union(*(self.groups[group] for group in waiting))
+        # With its history a result of the graph would hold the node that holds it.
+        values = [
+            TensorSpec.of(tensor) if k not in read else tensor if tensor.is_leaf else tensor.detach()
+            for k, tensor in enumerate(saved)
+            if tensor is not None
+        ]
+        if len(values) < len(saved):
+            return None
+        versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in values]
+        return KeptValues(self, waiting, values, versions)
+
+
+@dataclass
+class KeptValues:
+    """What is saved for the groups that no backward has come to; of the rest of it, how it looked."""
+
+    independent: IndependentResults
+    waiting: set[Sources]
+    values: list[torch.Tensor | TensorSpec]
+    versions: list[int]
+
+    def take(self, absent: Set[int], keep_graph: bool) -> list[torch.Tensor] | None:
+        """The saved tensors, with zeros for those that no waiting group reads; ``None`` if any other is asked for."""
+        groups = self.independent.groups
+        arrived = {group for group in groups if not group <= absent}
+        if not arrived <= self.waiting:
+            return None
+        for k in frozenset().union(*(groups[group] for group in arrived)):
+            tensor = self.values[k]
+            assert isinstance(tensor, torch.Tensor)
+            if tensor._version != self.versions[k]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: [{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; expected "
+                    f"version {self.versions[k]} instead"
+                )
+        found = [value.empty().zero_() if isinstance(value, TensorSpec) else value for value in self.values]
+        if not keep_graph:
+            self.waiting -= {group for group in arrived if groups[group]}
+            read = frozenset().union(*(groups[group] for group in self.waiting))
+            self.values = [
+                value if isinstance(value, TensorSpec) or k in read else TensorSpec.of(value)
+                for k, value in enumerate(self.values)
+            ]
+        return found
