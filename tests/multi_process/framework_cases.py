@@ -1,7 +1,7 @@
-"""Frameworks that wrap a module in DDP themselves, on each rank: what they train compiled equals what they train plainly.
+"""Frameworks that wrap a module in DDP themselves, on each rank: what trains compiled trains as it does plainly.
 
-Nothing of the frameworks is changed. Compiled is by us, or by torch.compile with our backend, before or after the
-framework has wrapped the module.
+Nothing of the frameworks is changed. Who compiles is this package, or torch.compile with its backend, before or after
+the framework has wrapped the module.
 """
 
 from __future__ import annotations
