@@ -34,6 +34,7 @@ WRITES = {
     "multiplied": first_row(lambda row: row[1:].mul_(5.0)),
     "out": first_row(lambda row: torch.sin(torch.ones(3), out=row)),
     "checkpointed": lambda b: checkpoint(lambda b: whole(lambda e: e.zero_())(b * 1), b, use_reentrant=False),
+    "same shape": lambda b: b.expand_as(b).mul_(-0.25),
     "strided": lambda b: b.as_strided((2, 2), (1, 1))[1].mul_(2),
     "vectorized": lambda b: torch.func.vmap(lambda row: whole(lambda e: e.zero_())(row * 1))(b.expand(2, 3)),
 }

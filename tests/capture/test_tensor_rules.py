@@ -123,3 +123,41 @@ def test_where_a_tensor_begins_in_its_storage(program, backend):
         x, y = (storage[offset : offset + 8].view(2, 4) for storage in (ours, plain))
         assert torch.equal(compiled(x), program(y))
         assert torch.equal(ours, plain)
+
+
+def strided_after_a_write(x):
+    y = x.mT * 2
+    y.index_add_(0, torch.tensor([0]), y[:1].clone())
+    return y.as_strided((2, 2), (1, 1))
+
+
+def strided_out_of_the_argument(x):
+    x[0].as_strided((6,), (1,)).add_(0.5)
+    return x * 2
+
+
+def strided_outside(row):
+    row.as_strided((6,), (1,)).add_(0.5)
+    return row * 2
+
+
+def writes_to_chunks(x):
+    first, second = x.unsafe_chunk(2)
+    first.add_(second)
+    torch.unsafe_split(x, 1)[1].mul_(3)
+    return first * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "of"),
+    [
+        (strided_after_a_write, lambda x: x),
+        (strided_out_of_the_argument, lambda x: x),
+        (strided_outside, lambda x: x[0]),
+        (writes_to_chunks, lambda x: x),
+    ],
+)
+def test_memory_that_functionalization_does_not_follow(program, of):
+    ours, plain = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(2, 4)
+    assert torch.equal(compile_core.compile(program, backend="triton")(of(ours)), program(of(plain)))
+    assert torch.equal(ours, plain)

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 from compile_core.errors import Unsupported
 from compile_core.ir.tensor_spec import TensorSpec
 
+_EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors"])
+
 
 class RefuseOverlappingWrites(TorchFunctionMode):
     """Watches a run of a program on fake tensors.
 
     Raises:
-        Unsupported: it changes a tensor through a view with overlapping elements, or through a view of that.
+        Unsupported: it changes a tensor through an expanded view, one with overlapping elements, or a view of these.
     """
 
     def __init__(self) -> None:
@@ -40,13 +42,18 @@ class RefuseOverlappingWrites(TorchFunctionMode):
         if [tensor._version for tensor in given] != versions or _writes_wrapped(func, given):
             raise Unsupported(
                 "overlapping-write",
-                f"{getattr(func, '__name__', func)} writes through a view whose elements share memory",
+                f"{getattr(func, '__name__', func)} writes through an expanded view or one whose elements share memory",
                 "write to the tensor before it is expanded",
             )
+        expands = getattr(func, "__name__", "").partition(".")[0] in _EXPANSIONS
         for leaf in tree_leaves(result):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
-            if TensorSpec.of(leaf).may_overlap or any(_may_share(leaf, tensor) for tensor in given):
+            if (
+                expands
+                or TensorSpec.of(leaf).may_overlap
+                or any(_may_share(leaf, tensor) for tensor in given)
+            ):
                 self._overlapping[id(leaf)] = leaf
         return result
 

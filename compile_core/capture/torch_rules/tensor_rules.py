@@ -70,11 +70,32 @@ def _storage_offset(
 def _as_strided(
     state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
 ) -> Value | None:
-    """An offset counts from where the storage begins, and a graph knows of an input only where that begins."""
+    """An offset counts from where the storage begins, and a graph knows of an input only where that begins.
+
+    Strides are those of the storage. Of an input a graph has only what that spans, and what lies in another order
+    than rows may change it as the graph's writes become operators that return new tensors.
+    """
     offset = kwargs.get("storage_offset", args[2] if len(args) > 2 else None)
     if offset is not None and not is_none(offset) and _guard_beginning(state, tensor):
         raise state.unsupported("storage-offset", f"as_strided with an offset in {tensor.describe()}")
-    return None
+    examples = (record.entry.example for record in state.graph.records)
+    own = tensor.fake if tensor.fake._base is None else tensor.fake._base
+    whole = next(
+        (e for e in examples if isinstance(e, torch.Tensor) and _C._is_alias_of(e, tensor.fake)), own
+    )
+    found = state.call_tensor_op("call_method", "as_strided", [tensor, *args], kwargs)
+    if not whole.is_contiguous() or (
+        isinstance(found, TensorValue) and _end(found.fake) > whole.storage_offset() + whole.numel()
+    ):
+        raise state.unsupported(
+            "strided-view", f"as_strided in other memory than the rows of {tensor.describe()}"
+        )
+    return found
+
+
+def _end(tensor: torch.Tensor) -> int:
+    steps = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + sum(steps) + 1) if tensor.numel() else 0
 
 
 @method_rule("fill_diagonal_")

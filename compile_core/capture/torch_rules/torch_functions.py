@@ -49,9 +49,12 @@ _FACTORIES = [
     "zeros",
 ]
 
-# Overridable, but their results are Python values, or they do more than compute.
+# Overridable, but their results are Python values, or they do more than compute, or share memory without saying so.
 _NOT_OPERATIONS = frozenset(
     [
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
         "allclose",
         "equal",
         "is_nonzero",

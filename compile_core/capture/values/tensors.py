@@ -101,6 +101,10 @@ _DENIED_METHODS = frozenset(
         "is_set_to",
         "equal",
         "allclose",
+        # Views that torch's schema calls new tensors: functionalization would not see writes to one in the others.
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
     ]
 )
 
