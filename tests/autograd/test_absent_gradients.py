@@ -178,7 +178,15 @@ def hooks(compile):
     return found
 
 
+def hooks_of_unread(compile):
+    """No gradient leads to a leaf, whose hook is not called."""
+    f, x, y, calls = compile(lambda x, y: (x.sin(), x == y)), leaf(3), leaf(3), []
+    y.register_hook(calls.append)
+    f(x, y)[0].sum().backward()
+    return calls, x.grad, y.grad
+
+
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("scenario", [changed_results, hooks])
+@pytest.mark.parametrize("scenario", [changed_results, hooks, hooks_of_unread])
 def test_what_is_seen_of_absent_gradients(scenario, backend):
     check_scenario(scenario, backend)

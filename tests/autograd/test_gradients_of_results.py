@@ -264,3 +264,15 @@ def test_a_history_that_no_gradient_leads_to() -> None:
     assert torch.equal(found, torch.tensor([2.0, 3.0]))
     (gradient,) = torch.autograd.grad(result.sum(), a)
     torch.testing.assert_close(gradient, a.detach().cos())
+
+
+def test_a_changed_history_that_no_gradient_leads_to() -> None:
+    def program(a: torch.Tensor) -> torch.Tensor:
+        h = a * 2
+        h.set_(h.clone())  # has no derivative, and ends a graph
+        h.data.mul_(2)
+        return a.sin()
+
+    a = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(compile_core.compile(program, backend="aot_eager")(a).sum(), a)
+    torch.testing.assert_close(gradient, a.detach().cos())

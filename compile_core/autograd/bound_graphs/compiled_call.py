@@ -119,7 +119,7 @@ class DifferentiableProgram:
             pick_gradients=picker(returned),
             tensor_inputs=tuple(k for k, name in enumerate(primals) if name not in numbers),
             changed=changed,
-            unread=frozenset(k for k, gradient in found if gradient is None) - undefined - changed,
+            unread=frozenset(k for k, gradient in found if gradient is None) - undefined,
             restored=getattr(backward, "restored", list),
             taken=taken,
             flags=ArrivalFlags.of(graph),
@@ -152,12 +152,14 @@ class DifferentiableProgram:
     def _edges_of_few(self) -> list[tuple[int, frozenset[int]]]:
         """The edges of the node whose gradients depend on some results only, and on which."""
         every = frozenset(self.signature.tangents)
-        return [(edge, of) for edge, of in enumerate(self.results_of_edges()) if of and of != every]
+        return [
+            (edge, of) for edge, of in enumerate(self.results_of_edges()) if of is not None and of != every
+        ]
 
     def edges_without(self, absent: set[int]) -> list[int]:
         """The edges to which no gradient comes where none arrived at these results."""
         if len(absent) == len(self.signature.tangents):
-            return [edge for edge, of in enumerate(self.results_of_edges()) if of]
+            return [edge for edge, of in enumerate(self.results_of_edges()) if of is not None]
         return [edge for edge, of in self._edges_of_few if of <= absent]
 
     def results_of_edges(self) -> list[frozenset[int] | None]:
@@ -252,7 +254,8 @@ class CompiledCall(torch.autograd.Function):
         wanted = frozenset() if taken is None else taken.communicator.wanted_values(taken.names)
         if absent and taken is not None and not wanted:
             taken.leave_out(ctx, {signature.tangents[k] for k in absent})
-        if absent and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
+        some_without = bool(absent or program.unread)
+        if some_without and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
             spare_leaves(ctx, program.edges_without({signature.tangents[k] for k in absent}))
         if len(absent) == len(arriving):
             if taken is not None and not wanted:
