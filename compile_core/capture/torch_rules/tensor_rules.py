@@ -10,6 +10,7 @@ import torch
 from compile_core.capture.values.base import CaptureState, Value
 from compile_core.capture.values.call_rules import CALL_RULES, CallRule
 from compile_core.capture.values.constants import ConstantValue, is_none
+from compile_core.capture.values.containers import SequenceValue
 from compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
 
 _C: Any = torch._C
@@ -173,7 +174,8 @@ REQUIRED_OPTIONS: dict[str, dict[str, bool]] = {
 
 
 def _tensors_asked_for(state: CaptureState, inputs: Value) -> list[Value]:
-    return [inputs] if isinstance(inputs, TensorValue) else state.items_of(inputs)
+    # An iterator is left to the call, which is made again where the graph has ended; so is None.
+    return inputs.all(state) if isinstance(inputs, SequenceValue) else [inputs]
 
 
 def _gradients_rule(names: Sequence[str]) -> CallRule:
