@@ -125,7 +125,7 @@ def test_installed_it_is_known_to_torch_by_name(tmp_path):
         "torch.compile(lambda x: (x * 3).sum(), backend='gradsplit')(x).backward()\n"
         "assert torch.equal(x.grad, torch.full((3,), 3.0))\n"
     )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=100
     )

@@ -16,8 +16,8 @@ def check_interpreted(name: str) -> None:
     """Runs the tests of ``tests/lowering/<name>.py``, which must all pass."""
     pytest.importorskip("triton")
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
-         "pythonpath=.", "-o", "addopts=", f"tests/lowering/{name}.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
+         "--import-mode=importlib", "-o", "pythonpath=.", "-o", "addopts=", f"tests/lowering/{name}.py"],
         cwd=_ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

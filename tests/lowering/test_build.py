@@ -223,6 +223,7 @@ def test_no_compiler_is_explained(
     tmp_path: Path, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     cpp_compiler.compiler.cache_clear()
     build_cpp._context_key.cache_clear()
     cpp_machine.compiler_version.cache_clear()

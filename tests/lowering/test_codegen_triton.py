@@ -3,10 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +39,8 @@ from tests.lowering.codegen_nests import (
     words_and_bias,
 )
 from tests.lowering.codegen_operations import OPERATIONS
+from tests.lowering.run_interpreted import check_interpreted
 
-ROOT = Path(__file__).parents[2]
 SM_90 = ("cuda", 90, 32)
 
 
@@ -130,17 +127,8 @@ def test_neighbours_share_their_random_bits(folder: Path) -> None:
     assert counts[0] <= 0.7 * counts[1]
 
 
-def test_they_run_in_the_interpreter(folder: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-o",
-         "pythonpath=.", "-o", "addopts=", "tests/lowering/interpreted_triton.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:]
+def test_they_run_in_the_interpreter() -> None:
+    check_interpreted("interpreted_triton")
 
 
 def test_a_missing_triton_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,10 @@ _library.define("lstm_layer" + _SCHEMA[_SCHEMA.index("(") :], tags=(torch.Tag.pt
 def _run(*arguments: Any) -> Any:
     # Nothing is differentiated here: no history is to be made of what the program knows to require gradients.
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-        return aten.mkldnn_rnn_layer.default(*arguments)
+        output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*arguments)
+    # Torch 2.11's states have another dimension of size 1 where gradients are enabled.
+    _, _, _, _, _, hidden_before, cell_before, *_ = arguments
+    return output, hidden.view_as(hidden_before), cell.view_as(cell_before), workspace
 
 
 def _with_workspace(*arguments: Any) -> Any:
