@@ -267,3 +267,12 @@ def test_results_given_as_out_are_resized(program: Any, size: tuple[int, ...], b
         x, out = torch.tensor([3.0, 1.0, 2.0]), torch.ones(size)
         both.append([run(x, out), x, out])
     torch.testing.assert_close(both[1], both[0], check_stride=True)
+
+
+def test_a_new_result_given_as_out_lies_as_the_kernel_lays_it() -> None:
+    def divided(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        new, stacked = torch.empty(0), torch.empty(0)
+        return torch.div(x, y, out=new), new, torch.cat([x, y], out=stacked), new.sin()
+
+    x, y = torch.randn(3, 4).t(), torch.randn(3, 4).t()
+    torch.testing.assert_close(compile_core.compile(divided)(x, y), divided(x, y), check_stride=True)

@@ -84,6 +84,8 @@ def of_two(x: torch.Tensor) -> list[torch.Tensor]:
         lambda x: 2 ** x.sin(),
         F.logsigmoid,
         lambda x: torch.complex(x, x).angle(),
+        lambda x: torch.complex(x[:1].contiguous().expand_as(x), x).real * 2,
+        lambda x: [F.rrelu(x), F.rrelu(x, 0.2, 0.2, training=True) * 2],
         lambda x: F.batch_norm(x, None, None, None, None, training=True),
         lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
         lambda x: [F.logsigmoid(x).reshape(-1)[part] for part in (slice(2), slice(3, None))],

@@ -308,18 +308,24 @@ def _as_given(arguments: Any) -> Any:
 
 
 def _refuse_resizing(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
-    """An ``out=`` of another size is resized, which no graph does to what shares its memory with something."""
+    """An ``out=`` of another size is resized, which no graph does to what shares its memory with something.
+
+    A new one without elements may be: the result takes its place. Fake tensors then lie in row-major order, kernels as
+    the result does, as a rule.
+    """
     given = [_fake_of(node) for node in out]
-    if all(
+    new = all(
         tensor.numel() == 0 and not tensor._is_view() and not node.users
         for node, tensor in zip(out, given, strict=True)
-    ):
-        return
+    )
     try:
         results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
     except Exception:  # whatever it is, the call itself tells
         return
-    if any(result.shape != tensor.shape for result, tensor in zip(results, given, strict=False)):
+    if any(
+        result.shape != tensor.shape and not (new and result.is_contiguous())
+        for result, tensor in zip(results, given, strict=False)
+    ):
         raise Unsupported(
             "resized-out",
             "a result given as out= is resized",
