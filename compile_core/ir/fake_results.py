@@ -109,6 +109,11 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     return in_memory_order(result, TensorSpec.of(torch.eq(args[0], args[1])))
 
 
+def _ldexp(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """A product with powers of two, which lie row-major."""
+    return _elementwise((args[0], args[1].contiguous()), result)
+
+
 def _margin_loss(args: tuple[Any, ...], loss: Tensor) -> Tensor:
     """The loss of a sample alone has no dims."""
     return loss.reshape(()) if args[1].dim() == 0 else loss
@@ -140,6 +145,7 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.multi_margin_loss.default: _margin_loss,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.complex.default: _elementwise,
+    aten.ldexp.Tensor: _ldexp,
     aten.heaviside.default: _elementwise,
     aten.logaddexp.default: _elementwise,
     aten.logaddexp2.default: _elementwise,

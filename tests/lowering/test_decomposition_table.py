@@ -86,3 +86,28 @@ def test_gradients_of_one_element(value: float, function: Callable[..., Any]) ->
     x = torch.tensor([value])
     expected = values_and_gradients(function, x)
     torch.testing.assert_close(values_and_gradients(decomposed(function), x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("position", [[0], [2], [4], [1, 4], [0, 1, 2, 3, 4], []])
+@pytest.mark.parametrize("function", [torch.var_mean, torch.std_mean])
+def test_the_mean_of_a_row_with_infinity(function: Callable[..., Any], position: list[int]) -> None:
+    """It is found step by step, so that a later element makes it NaN."""
+    x = torch.randn(3, 5)
+    x[1, position], x[2, :1] = -INF, NAN
+    for program in (function, functools.partial(function, dim=1), functools.partial(function, dim=0)):
+        torch.testing.assert_close(compile_core.compile(program)(x), program(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(min=NAN),
+        lambda x: (x * 2).clamp_(max=NAN),
+        lambda x: x.clamp(0.0, NAN) + 1,
+        lambda x: x.clamp_min(NAN) + x.clamp_max(NAN),
+    ],
+)
+def test_a_bound_that_is_no_number(function: Callable[..., Any]) -> None:
+    """Versions of torch disagree about it."""
+    x = torch.randn(20)
+    torch.testing.assert_close(compile_core.compile(function)(x), function(x), equal_nan=True)

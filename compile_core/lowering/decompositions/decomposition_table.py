@@ -60,7 +60,7 @@ _FROM_TORCH = (
     # arithmetic
     aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp, aten.logaddexp2,
     aten.nan_to_num, aten.frac, aten.sgn, aten.heaviside, aten.sinc, aten.isposinf, aten.isneginf,
-    aten.clamp_min, aten.clamp_max, aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill,
+    aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill,
     aten.addr, aten.addmv, aten.mv, aten.dot, aten.vdot,
     # reductions
     aten.std, aten.std_mean, aten.linalg_vector_norm, aten.norm, aten.dist, aten.count_nonzero, aten.trace,
@@ -198,6 +198,10 @@ def _var_mean(
     squares = torch.sum(centered * centered, dims, keepdim=True)
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = squares / divisor
+    if self.device.type == "cpu" and count > 1:  # mean + (x - mean) / n there: NaN behind a first infinity
+        last = x[tuple(slice(-1, None) if d in dims else slice(None) for d in range(x.dim()))]
+        only_last = last.isinf() & (torch.sum(x.isinf(), dims, keepdim=True) == 1)
+        mean = torch.where(mean.isinf() & ~only_last, torch.nan, mean)
     if not keepdim:
         shape = [size for d, size in enumerate(self.shape) if d not in dims]
         mean, variance = mean.reshape(shape), variance.reshape(shape)
@@ -263,7 +267,7 @@ def _nll_loss_backward(
     return torch.where(hit, slope.unsqueeze(class_dim), 0.0).to(self.dtype)
 
 
-# The two below choose as the kernels do, what is no number last; the registry's forms make 0 of its gradient.
+# Chooses as the kernels do, what is no number last; the registry's form makes 0 of its gradient.
 def _smooth_l1_loss_backward(
     grad_output: Tensor, self: Tensor, target: Tensor, reduction: int, beta: float
 ) -> Tensor:
@@ -271,13 +275,6 @@ def _smooth_l1_loss_backward(
     slope = grad_output * (1.0 / max(x.numel(), 1)) if reduction == _MEAN else grad_output
     inner = torch.where(x >= beta, slope, slope * x / beta)
     return torch.where(x <= -beta, -slope, inner).to(self.dtype)
-
-
-def _logit_backward(grad_output: Tensor, self: Tensor, eps: float | None = None) -> Tensor:
-    x = self.to(_compute_dtype(self.dtype))
-    low, outside = (0.0, torch.nan) if eps is None else (eps, 0.0)
-    is_outside = (x < low) | (x > 1 - low)
-    return torch.where(is_outside, outside, grad_output / (x * (1 - x))).to(self.dtype)
 
 
 def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
@@ -298,7 +295,6 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
-    aten.logit_backward.default: _logit_backward,
     aten.stack.default: _stack,
     aten._neg_view.default: aten.neg.default,  # loops read memory as it is, without the view's bit
     aten.embedding_dense_backward.default: embedding_dense_backward,
