@@ -109,6 +109,12 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     return in_memory_order(result, TensorSpec.of(torch.eq(args[0], args[1])))
 
 
+def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
+    """A copy of an expanded tensor has memory for each element."""
+    is_expanded = any(n != 1 and stride == 0 for n, stride in zip(result.shape, result.stride(), strict=True))
+    return result.clone() if is_expanded else result
+
+
 def _ldexp(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """A product with powers of two, which lie row-major."""
     return _elementwise((args[0], args[1].contiguous()), result)
@@ -146,6 +152,9 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.complex.default: _elementwise,
     aten.ldexp.Tensor: _ldexp,
+    aten.slice_scatter.default: _scattered,
+    aten.select_scatter.default: _scattered,
+    aten.diagonal_scatter.default: _scattered,
     aten.heaviside.default: _elementwise,
     aten.logaddexp.default: _elementwise,
     aten.logaddexp2.default: _elementwise,

@@ -111,3 +111,25 @@ def test_a_bound_that_is_no_number(function: Callable[..., Any]) -> None:
     """Versions of torch disagree about it."""
     x = torch.randn(20)
     torch.testing.assert_close(compile_core.compile(function)(x), function(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.hardtanh,
+        F.relu6,
+        F.hardswish,
+        F.elu,
+        lambda x: F.celu(x, 1.5),
+        F.selu,
+        lambda x: F.elu(x + 0, inplace=True),
+    ],
+)
+def test_gradients_of_whole_vectors(function: Callable[..., Any]) -> None:
+    x = torch.tensor(
+        [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.5, -0.5, 7.0, -4.0, 2.0, -2.0] * 8
+    )
+    expected = values_and_gradients(function, x)
+    torch.testing.assert_close(
+        values_and_gradients(compile_core.compile(function), x), expected, equal_nan=True
+    )

@@ -37,9 +37,9 @@ aten = torch.ops.aten
 
 _FROM_TORCH = (
     # activations
-    aten.gelu_backward, aten.silu, aten.silu_backward, aten.hardtanh, aten.hardtanh_backward, aten.hardswish,
-    aten.hardswish_backward, aten.hardsigmoid, aten.hardsigmoid_backward, aten.leaky_relu,
-    aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.celu, aten.selu, aten.softplus,
+    aten.gelu_backward, aten.silu, aten.silu_backward, aten.hardtanh, aten.hardswish,
+    aten.hardsigmoid, aten.hardsigmoid_backward, aten.leaky_relu,
+    aten.leaky_relu_backward, aten.elu, aten.celu, aten.selu, aten.softplus,
     aten.softplus_backward, aten.tanh_backward, aten.sigmoid_backward, aten.log_sigmoid_forward,
     aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.glu, aten.glu_backward, aten.threshold,
     aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink, aten._prelu_kernel,
@@ -277,6 +277,32 @@ def _smooth_l1_loss_backward(
     return torch.where(x <= -beta, -slope, inner).to(self.dtype)
 
 
+# Torch's kernels of these treat what is no number one way in whole vectors and another in the rest of a tensor, and the
+# registry's forms take the latter; these take that of vectors.
+def _hardtanh_backward(grad_output: Tensor, self: Tensor, min_val: float, max_val: float) -> Tensor:
+    return torch.where((self > min_val) & (self < max_val), grad_output, 0.0)
+
+
+def _hardswish_backward(grad_output: Tensor, self: Tensor) -> Tensor:
+    grad, x = grad_output.to(_compute_dtype(self.dtype)), self.to(_compute_dtype(self.dtype))
+    inner = torch.where(x >= 3, grad, grad * (x / 3 + 0.5))
+    return torch.where(x <= -3, 0.0, inner).to(self.dtype)
+
+
+def _elu_backward(
+    grad_output: Tensor,
+    alpha: float,
+    scale: float,
+    input_scale: float,
+    is_result: bool,
+    self_or_result: Tensor,
+) -> Tensor:
+    dtype = _compute_dtype(self_or_result.dtype)
+    grad, x = grad_output.to(dtype), self_or_result.to(dtype)
+    curve = x + alpha * scale if is_result else torch.exp(x * input_scale) * (alpha * scale)
+    return torch.where(x > 0, grad * scale, grad * input_scale * curve).to(self_or_result.dtype)
+
+
 def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
 
@@ -295,6 +321,9 @@ _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.hardtanh_backward.default: _hardtanh_backward,
+    aten.hardswish_backward.default: _hardswish_backward,
+    aten.elu_backward.default: _elu_backward,
     aten.stack.default: _stack,
     aten._neg_view.default: aten.neg.default,  # loops read memory as it is, without the view's bit
     aten.embedding_dense_backward.default: embedding_dense_backward,
