@@ -186,7 +186,12 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 
 def _var_mean(
-    self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    self: Tensor,
+    dim: list[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+    wants_mean: bool = True,
 ) -> Any:
     if self.is_complex():
         return NotImplemented
@@ -198,7 +203,9 @@ def _var_mean(
     squares = torch.sum(centered * centered, dims, keepdim=True)
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = squares / divisor
-    if self.device.type == "cpu" and count > 1:  # mean + (x - mean) / n there: NaN behind a first infinity
+    if (
+        wants_mean and self.device.type == "cpu" and count > 1
+    ):  # mean + (x - mean) / n there: NaN behind a first infinity
         last = x[tuple(slice(-1, None) if d in dims else slice(None) for d in range(x.dim()))]
         only_last = last.isinf() & (torch.sum(x.isinf(), dims, keepdim=True) == 1)
         mean = torch.where(mean.isinf() & ~only_last, torch.nan, mean)
@@ -211,7 +218,7 @@ def _var_mean(
 def _var(
     self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    both = _var_mean(self, dim, correction=correction, keepdim=keepdim)
+    both = _var_mean(self, dim, correction=correction, keepdim=keepdim, wants_mean=False)
     return both if both is NotImplemented else both[0]
 
 
