@@ -98,6 +98,18 @@ def test_the_mean_of_a_row_with_infinity(function: Callable[..., Any], position:
         torch.testing.assert_close(compile_core.compile(program)(x), program(x), equal_nan=True)
 
 
+def test_running_means_of_infinite_channels() -> None:
+    """Of a batch, the mean is a sum divided."""
+
+    def program(x: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
+        return F.batch_norm(x, mean, variance, training=True), mean, variance
+
+    x = torch.randn(4, 3)
+    x[0, 0], x[1, 1] = INF, NAN
+    found = compile_core.compile(program)(x, torch.zeros(3), torch.ones(3))
+    torch.testing.assert_close(found, program(x, torch.zeros(3), torch.ones(3)), equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "function",
     [

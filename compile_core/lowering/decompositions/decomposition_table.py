@@ -15,7 +15,9 @@ scatters run as torch's own kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -80,6 +82,9 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     decompositions see from their arguments.
     """
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
+    table.update(
+        {target: _normalisation(table[target]) for target in table if "_norm" in target._schema.name}
+    )
     table.update(foreach_decompositions())
     table.update(_OWN)
     if device_type == "cuda":
@@ -185,13 +190,30 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (shifted - torch.log(torch.sum(torch.exp(shifted), dim, keepdim=True))).to(result_dtype)
 
 
+_in_normalisation = ContextVar("_in_normalisation", default=False)
+
+
+def _normalisation(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's form of an operator whose kernel takes the mean of a sum, though the form asks ``var_mean`` for it."""
+
+    @functools.wraps(decomposition)
+    def run(*arguments: Any, **named: Any) -> Any:
+        token = _in_normalisation.set(True)
+        try:
+            return decomposition(*arguments, **named)
+        finally:
+            _in_normalisation.reset(token)
+
+    return run
+
+
 def _var_mean(
     self: Tensor,
     dim: list[int] | None = None,
     *,
     correction: float | None = None,
     keepdim: bool = False,
-    wants_mean: bool = True,
+    stepwise: bool = True,
 ) -> Any:
     if self.is_complex():
         return NotImplemented
@@ -203,9 +225,8 @@ def _var_mean(
     squares = torch.sum(centered * centered, dims, keepdim=True)
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = squares / divisor
-    if (
-        wants_mean and self.device.type == "cpu" and count > 1
-    ):  # mean + (x - mean) / n there: NaN behind a first infinity
+    if stepwise and not _in_normalisation.get() and count > 1 and self.device.type == "cpu":
+        # The kernel's mean + (x - mean) / n is NaN behind a first infinity.
         last = x[tuple(slice(-1, None) if d in dims else slice(None) for d in range(x.dim()))]
         only_last = last.isinf() & (torch.sum(x.isinf(), dims, keepdim=True) == 1)
         mean = torch.where(mean.isinf() & ~only_last, torch.nan, mean)
@@ -218,7 +239,7 @@ def _var_mean(
 def _var(
     self: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    both = _var_mean(self, dim, correction=correction, keepdim=keepdim, wants_mean=False)
+    both = _var_mean(self, dim, correction=correction, keepdim=keepdim, stepwise=False)
     return both if both is NotImplemented else both[0]
 
 
