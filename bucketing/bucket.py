@@ -1,16 +1,14 @@
 """What a bucket is: some parameters whose gradients share one flat buffer and one all-reduce.
 
 The buffer of a bucket has one dtype and lives on one device. Parameters lie in it in the order in which
-their gradients become ready, those that are sent in fewer bits before the others, each start aligned to
-``ALIGNMENT_BYTES``, which lets kernels write gradients with whole vector stores (stock DDP packs densely). The
-gaps are padding: whoever allocates the buffer fills it with zeros once, so the padding reduces to zero.
+their gradients become ready, each start aligned to ``ALIGNMENT_BYTES``, which lets kernels write gradients
+with whole vector stores (stock DDP packs densely). The gaps are padding: whoever allocates the buffer fills
+it with zeros once, so the padding reduces to zero.
 """
 
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
-# Of an element that is sent in another dtype than its buffer has.
-SENT_ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,7 @@ class Parameter:
 
     ``name`` is its qualified name in the module, ``numel`` its number of elements, ``itemsize`` the bytes
     of one element, ``dtype`` and ``device`` any strings that are equal exactly for what may share a buffer
-    (`torch.float32`, `cuda:0`). ``sent_dtype`` is the 16-bit dtype in which the gradient is exact and is sent,
-    where that is not the buffer's.
+    (`torch.float32`, `cuda:0`).
 
     Raises ValueError for a negative ``numel`` and for an ``itemsize`` that does not divide
     ``ALIGNMENT_BYTES``.
@@ -31,7 +28,6 @@ class Parameter:
     itemsize: int
     dtype: str
     device: str
-    sent_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.numel < 0:
@@ -45,10 +41,6 @@ class Parameter:
     def bytes(self) -> int:
         return self.numel * self.itemsize
 
-    @property
-    def sent_bytes(self) -> int:
-        return self.bytes if self.sent_dtype is None else self.numel * SENT_ITEMSIZE
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -56,8 +48,7 @@ class Bucket:
 
     ``offsets_elements[i]`` is where the gradient of ``parameters[i]`` starts; ``numel`` counts the buffer's
     elements, padding included. Raises ValueError when the parameters differ in dtype or device, overlap,
-    are unaligned or do not fill the buffer to its end, or when those with a ``sent_dtype`` differ in it or
-    stand behind others.
+    are unaligned or do not fill the buffer to its end.
     """
 
     index: int
@@ -73,14 +64,8 @@ class Bucket:
                 f"bucket {self.index} has {len(self.parameters)} parameters "
                 f"but {len(self.offsets_elements)} offsets"
             )
-        end_elements, sent_dtype = 0, self.sent_dtype
+        end_elements = 0
         for parameter, offset_elements in zip(self.parameters, self.offsets_elements, strict=True):
-            if parameter.sent_dtype not in (sent_dtype, None):
-                raise ValueError(
-                    f"bucket {self.index}: parameter {parameter.name!r} is sent as {parameter.sent_dtype}, "
-                    f"and the one before it as {sent_dtype or self.dtype}"
-                )
-            sent_dtype = parameter.sent_dtype
             if (parameter.dtype, parameter.device) != (self.dtype, self.device):
                 raise ValueError(
                     f"bucket {self.index} is {self.dtype} on {self.device}, "
@@ -105,28 +90,9 @@ class Bucket:
         return self.parameters[0].device
 
     @property
-    def sent_dtype(self) -> str | None:
-        """In which the first ``narrow_numel`` elements are sent; ``None`` where there are none."""
-        return self.parameters[0].sent_dtype
-
-    @property
-    def narrow_numel(self) -> int:
-        """The elements at the beginning that are sent in 16 bits, padding included."""
-        for parameter, offset_elements in zip(self.parameters, self.offsets_elements, strict=True):
-            if parameter.sent_dtype is None:
-                return offset_elements
-        return self.numel
-
-    @property
     def bytes(self) -> int:
-        """The size of the buffer, padding included."""
+        """The size of the buffer, padding included: what one all-reduce moves."""
         return self.numel * self.parameters[0].itemsize
-
-    @property
-    def sent_bytes(self) -> int:
-        """What one all-reduce moves."""
-        wide_numel = self.numel - self.narrow_numel
-        return self.narrow_numel * SENT_ITEMSIZE + wide_numel * self.parameters[0].itemsize
 
     @property
     def padding_bytes(self) -> int:
@@ -185,18 +151,15 @@ class BucketPlan:
                 f"{bucket.dtype} on {bucket.device}"
             )
             for parameter, offset_elements in zip(bucket.parameters, bucket.offsets_elements, strict=True):
-                sent = "" if parameter.sent_dtype is None else f", sent as {parameter.sent_dtype}"
-                lines.append(f"    {parameter.name:<{width}}  [{offset_elements}:+{parameter.numel}]{sent}")
+                lines.append(f"    {parameter.name:<{width}}  [{offset_elements}:+{parameter.numel}]")
         return "\n".join(lines)
 
 
 def pack_bucket(index: int, parameters: tuple[Parameter, ...]) -> Bucket:
-    """The bucket that holds ``parameters`` in this order but for those that are sent in fewer bits, which come first,
-    each at the next aligned place.
+    """The bucket that holds ``parameters`` in this order, each at the next aligned place.
 
     Raises ValueError when there are none, or when they differ in dtype or device.
     """
-    parameters = tuple(sorted(parameters, key=lambda parameter: parameter.sent_dtype is None))
     offsets_elements = []
     end_elements = 0
     for parameter in parameters:

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """An all-reduce of n bytes takes ``startup_s + n * seconds_per_byte``; of gradients sent in 16 bits each byte
-    counts ``narrow_share``, which is more than the half where it takes time to cast them.
+    """An all-reduce of n bytes takes ``startup_s + n * seconds_per_byte``.
 
-    Raises ValueError for negative or infinite costs and for a share that is not between 0 and 1.
+    Raises ValueError for negative or infinite costs.
     """
 
     startup_s: float
     seconds_per_byte: float
-    narrow_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.narrow_share <= 1:
-            raise ValueError(f"gradients in 16 bits cannot take {self.narrow_share} of the time of others")
         for cost in (self.startup_s, self.seconds_per_byte):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(
                     f"an all-reduce cannot cost {self.startup_s} s and {self.seconds_per_byte} s/byte"
                 )
 
-    def seconds(self, size_bytes: float) -> float:
+    def seconds(self, size_bytes: int) -> float:
         return self.startup_s + size_bytes * self.seconds_per_byte
-
-    def counted_bytes(self, size_bytes: int, sent_dtype: str | None) -> float:
-        """What these bytes of gradients count; see ``Parameter``."""
-        return size_bytes if sent_dtype is None else size_bytes * self.narrow_share
 
     def at_speed(self, share: float) -> LinkModel:
         """The same link when it sends with this share of its speed."""
-        return replace(self, seconds_per_byte=self.seconds_per_byte / share)
+        return LinkModel(self.startup_s, self.seconds_per_byte / share)
 
     @staticmethod
     def ring(ranks: int, hop_s: float, seconds_per_byte: float) -> LinkModel:

@@ -81,11 +81,10 @@ class _Kind:
         for before, after in pairwise(members):
             if costs.ready_s[after.name] < costs.ready_s[before.name]:
                 raise ValueError(f"{after.name!r} is ready before {before.name!r}, which stands before it")
-        # Of the first j gradients, as the link counts. Padding counts for nothing: it is less than 64 bytes a gradient.
-        self.bytes = [0.0]
+        # Bytes of the first j gradients. Padding counts for nothing: it is less than 64 bytes a gradient.
+        self.bytes = [0]
         for parameter in members:
-            counted = self.link.counted_bytes(parameter.bytes, parameter.sent_dtype)
-            self.bytes.append(self.bytes[-1] + counted)
+            self.bytes.append(self.bytes[-1] + parameter.bytes)
         self.ends_s = self._earliest_ends()
         self.deadline_s = self.ends_s[-1] * (1 + _ROUNDING) + tolerance * costs.end_s
 
@@ -175,7 +174,7 @@ class _Kind:
         return range(low, end)
 
     def _reason(self, begin: int, end: int, free_s: float) -> str:
-        size = format_bytes(sum(parameter.sent_bytes for parameter in self.members[begin:end]))
+        size = format_bytes(self.bytes[end] - self.bytes[begin])
         first_s, last_s = self.ready_s[begin], self.ready_s[end - 1]
         if end == len(self.members):
             why = "the last: nothing hides it, so it holds only what is ready last"

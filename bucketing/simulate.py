@@ -34,11 +34,8 @@ def simulate(plan: BucketPlan, costs: CostModel) -> Timeline:
         if compute.advance_to(ready_s, host.queued(names, started), link_free_s):
             intervals.append(Interval("compute", f"segment {bucket.index}", began_s, compute.now_s))
         start_s = max(compute.now_s, link_free_s, host.queued(names, started + 1))
-        counted = sum(costs.link.counted_bytes(part.bytes, part.sent_dtype) for part in bucket.parameters)
-        link_free_s = start_s + costs.link.seconds(counted + bucket.padding_bytes)
-        intervals.append(
-            Interval("all_reduce", f"bucket {bucket.index}", start_s, link_free_s, bucket.sent_bytes)
-        )
+        link_free_s = start_s + costs.link.seconds(bucket.bytes)
+        intervals.append(Interval("all_reduce", f"bucket {bucket.index}", start_s, link_free_s, bucket.bytes))
     began_s = compute.now_s
     if compute.advance_to(costs.end_s, host.ended(len(plan.buckets)), link_free_s):
         intervals.append(Interval("compute", "rest", began_s, compute.now_s))

@@ -26,9 +26,6 @@ class DDPOptions:
             multiprocessors to the backward, instead of by NCCL's kernels. ``None``: of two ranks, those in buckets of
             at least 1 MiB. ``True``: all, of any number of ranks. ``False``: none. Where it cannot be, NCCL is used,
             with the reason logged. Such buckets are not in the memory that ``torch.cuda.memory_allocated`` counts.
-        exact_16_bits: gradients that autocast computes in 16 bits and casts to float32 are sent in 16 bits and cast
-            when they are averaged, with the same means: between two ranks that copy, but not under CUDA graphs.
-            Elsewhere it changes nothing.
         step_in_backward: an optimizer over parameters of the module, which every synchronised backward steps: those
             of a bucket when its all-reduce is done and the rest of the backward does not read them.
             ``optimizer.step()`` is not called then. Gradients are as ever, to be set to zero as ever. It is for loops
@@ -45,7 +42,6 @@ class DDPOptions:
     agreement_timeout_s: float = 60.0
     gradient_compression: str | None = None
     copy_engines: bool | None = None
-    exact_16_bits: bool = True
     step_in_backward: torch.optim.Optimizer | None = None
     overlap: Overlap = "in_graph"
 

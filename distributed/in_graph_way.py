@@ -57,7 +57,6 @@ def what_is_reduced(ddp: DistributedDataParallel, options: DDPOptions, names: Na
         "static_graph": str(ddp.static_graph),
         "gradient_compression": str(options.gradient_compression),
         "copy_engines": str(options.copy_engines),
-        "exact_16_bits": str(options.exact_16_bits),
         "step_in_backward": type(options.step_in_backward).__name__,
     }
 
@@ -79,9 +78,7 @@ class InGraphWay:
         self._options = options
         group = process_group(ddp)
         self._agreement = agreement_of(group)
-        averaging = Averaging(
-            group, ddp.device, options.gradient_compression, options.copy_engines, options.exact_16_bits
-        )
+        averaging = Averaging(group, ddp.device, options.gradient_compression, options.copy_engines)
         parameters, stepper = reduced_parameters(ddp, names), None
         self._optimizer: PartialOptimizer | None = None
         if options.step_in_backward is not None:
@@ -92,9 +89,7 @@ class InGraphWay:
         self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
         self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group, self.buckets.wait)
-        # What a CUDA graph stores has one place for good.
-        sends_narrow = averaging.sends_narrow and not request.options.cuda_graphs
-        self._planner = DDPPlanner(ddp, self.buckets, sends_narrow)
+        self._planner = DDPPlanner(ddp, self.buckets)
         self._forms: list[GraphForms] = []
         self._make_functions()
 

@@ -43,16 +43,13 @@ class Communicator(Protocol):
         ...
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
-        """What ``destinations`` will give for these in the backward that has begun, if they have dtypes of their own,
-        where these are the tensors that a backward stores to as a rule: only another plan moves them. ``None`` in an
-        exceptional backward, whose results are not stored or come on top of others."""
+        """What ``destinations`` will give for these in the backward that has begun, where these are the tensors that
+        a backward stores to as a rule: only another plan moves them. ``None`` in an exceptional backward, whose results
+        are not stored or come on top of others."""
         ...
 
-    def destinations(
-        self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
-    ) -> Sequence[torch.Tensor]:
-        """The tensors into which the program stores the results of these destination names, of these dtypes or, for
-        ``None``, of the destination's own."""
+    def destinations(self, names: Sequence[str]) -> Sequence[torch.Tensor]:
+        """The tensors into which the program stores the results of these destination names."""
         ...
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:

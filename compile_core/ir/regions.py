@@ -32,7 +32,6 @@ def build_region(
     destinations: Mapping[str, Node] | None = None,
     factor: float = 1.0,
     strides: Mapping[str, tuple[int, ...]] | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Compute:
     """The region that computes ``nodes``, which lie in graph order.
 
@@ -45,7 +44,6 @@ def build_region(
             region's result for it is named after the buffer, with ``.stored`` behind.
         factor: by which every value is multiplied on its way to its destination.
         strides: of the buffers that are not contiguous, by their names.
-        dtypes: of the values that are stored in another dtype than their buffer's own, by its name.
     """
     destinations = destinations or {}
     # A parameter may bear the name of a node; no node has a dot in its name.
@@ -78,7 +76,6 @@ def build_region(
         strides={
             stored_names[name]: found for name, found in (strides or {}).items() if name in destinations
         },
-        dtypes={stored_names[name]: found for name, found in (dtypes or {}).items() if name in destinations},
     )
 
 

@@ -27,8 +27,6 @@ class Compute:
         destinations: which results must be stored into a persistent buffer of the caller, by result name -> destination
             name. The buffer has the result's shape and dtype.
         strides: of those buffers that are not contiguous, by result name.
-        dtypes: of the results that are stored in another dtype than their destination's own, by result name: the caller
-            has a buffer of that dtype for these.
         replaced: results that are new values of inputs, which nothing else needs, by result name -> input name. The
             region may store such a result in the input's memory, and then returns the input as the result.
         kept: results that nobody sees but another program. Several of them may share memory, which is free when none is
@@ -41,7 +39,6 @@ class Compute:
     outputs: tuple[str, ...]
     destinations: Mapping[str, str] = field(default_factory=dict)
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 

@@ -36,10 +36,8 @@ class Executable:
     observer: RegionObserver | None = None
     _last_reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _unread: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
-    # Of each region, with their dtypes.
-    _destinations: Sequence[tuple[tuple[str, ...], tuple[torch.dtype | None, ...]]] = field(
-        default=(), repr=False
-    )
+    # Of each region.
+    _destinations: Sequence[tuple[str, ...]] = field(default=(), repr=False)
     _only: Region | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -58,9 +56,9 @@ class Executable:
             arguments = [values[name] for name in compute.inputs]
             for name in self._last_reads[position]:
                 del values[name]
-            stored, dtypes = self._destinations[position]
+            stored = self._destinations[position]
             if communicator is not None:
-                arguments += communicator.destinations(stored, dtypes)
+                arguments += communicator.destinations(stored)
             if observer is not None:
                 observer.region_started(compute.name)
             results = self.regions[compute.name](arguments)
@@ -94,10 +92,7 @@ def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Commun
         communicator if reduces else None,
         _last_reads=last_reads,
         _unread=unread,
-        _destinations=[
-            (tuple(compute.destinations.values()), tuple(map(compute.dtypes.get, compute.destinations)))
-            for compute in schedule.computes
-        ],
+        _destinations=[tuple(compute.destinations.values()) for compute in schedule.computes],
         _only=None if reduces else _only_region(schedule, regions),
     )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distributed.collectives.copy_engines import CopyEngines, find_engines
 from distributed.collectives.mean_kernel import AVERAGED_TYPES
-from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
+from distributed.collectives.shared_buffers import SharedBuffer
 from distributed.collectives.work import StreamWork, Work
 from distributed.group_backend import backend_of
 from distributed.streams import current_stream
@@ -44,7 +44,6 @@ class Averaging:
         compression: a key of ``WIRE_TYPES``, in which float32 buckets travel; ``None`` for their own type.
         copy_engines: buckets are averaged by copies where the ranks' GPUs reach one another; not with ``compression``.
             ``None``: the large ones of two ranks.
-        exact_16_bits: buckets may have a ``NarrowPart``, where that is sent as such.
 
     Attributes:
         on_streams: collectives are ordered by streams, not waited for by the host.
@@ -58,7 +57,6 @@ class Averaging:
         device: torch.device,
         compression: str | None = None,
         copy_engines: bool | None = False,
-        exact_16_bits: bool = False,
     ) -> None:
         self.on_streams = backend_of(group, device) == "nccl"
         self.factor = 1.0 if self.on_streams else 1.0 / group.size()
@@ -66,7 +64,6 @@ class Averaging:
         self._device = device
         self._wire_type = None if compression is None else WIRE_TYPES[compression]
         self._copy_engines = copy_engines if compression is None else False
-        self._exact_16_bits = exact_16_bits
         self._least_copied_bytes = _LEAST_COPIED_BYTES if copy_engines is None else 0
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self.on_streams else dist.ReduceOp.SUM)
@@ -77,49 +74,31 @@ class Averaging:
         """What ranks must have in common."""
         copied = {None: "large ones between two", True: "all", False: "none"}[self._copy_engines]
         wire = str(self._wire_type or torch.float32).removeprefix("torch.")
-        exact = ", what is exact in 16 bits in these" if self._exact_16_bits else ""
-        return f"float32 is sent as {wire}, buckets by copy engines: {copied}{exact}"
+        return f"float32 is sent as {wire}, buckets by copy engines: {copied}"
 
-    @property
-    def sends_narrow(self) -> bool:
-        """Whether buckets may have a ``NarrowPart``. Where they turn out not to be copied, its values are cast when the
-        bucket starts."""
-        return self._exact_16_bits and self._may_copy and self._group.size() == 2 and self.factor == 1.0
-
-    def wire_bytes(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> int:
-        """What is sent of this buffer; see ``start``."""
-        if values is not None and self._is_copied(buffer):
-            return values.nbytes + (flat.numel() - values.numel()) * flat.itemsize
+    def wire_bytes(self, flat: torch.Tensor) -> int:
+        """What is sent of this buffer."""
         wire_type = self._wire_type if self._compresses(flat) else None
         return flat.numel() * (wire_type or flat.dtype).itemsize
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, narrow: NarrowPart | None = None
-    ) -> SharedBuffer:
-        """Zeros to store a bucket in; all ranks ask for theirs in one order.
-
-        Args:
-            narrow: what of it comes in 16 bits.
-        """
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
+        """Zeros to store a bucket in; all ranks ask for theirs in one order."""
         # Other devices are those of modules that are spread over several.
         fits = device == self._device and dtype in AVERAGED_TYPES
         is_large = numel * dtype.itemsize >= self._least_copied_bytes
         if fits and is_large and self._engines is not None:
-            return self._engines.allocate(numel, dtype, narrow)
-        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0, narrow)
+            return self._engines.allocate(numel, dtype)
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> Work:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Work:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
 
         Args:
             flat: where they are.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
-            values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         if self._is_copied(buffer) and self._engines is not None:
-            return self._engines.start(flat, buffer, values)
-        if values is not None:
-            flat[: values.numel()].copy_(values.clone())
+            return self._engines.start(flat, buffer)
         if not self._compresses(flat):
             return self._group.allreduce([flat], self._options)
         return self._start_on_streams(flat) if self.on_streams else self._start_on_host(flat)
@@ -141,7 +120,7 @@ class Averaging:
         """Asks all ranks, at the first bucket that they would serve."""
         if not self._may_copy:
             return None
-        engines, against = find_engines(self._group, self._device, self.sends_narrow)
+        engines, against = find_engines(self._group, self._device)
         if against:
             level = logging.INFO if self._copy_engines is None else logging.WARNING
             logger.log(level, "gradients are not averaged by copy engines: %s", against)

@@ -4,26 +4,22 @@ NCCL's kernels hold multiprocessors for as long as the link works, and a backwar
 needs none: of each buffer every rank pulls its own part from the others, averages it, which takes a short kernel, and
 pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes the
 ranks' streams meet.
-
-What is exact in 16 bits is sent as such, once (``narrow_average``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distributed.collectives.gpu_operations import GpuOperations
-from distributed.collectives.narrow_average import NarrowExchange
 from distributed.collectives.peer_access import reason_against
 from distributed.collectives.rank_operations import RankOperations
 from distributed.collectives.scratch import Scratch
-from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer, share
+from distributed.collectives.shared_buffers import SharedBuffer, share
 from distributed.collectives.work import StreamWork
 from distributed.streams import current_stream
 
@@ -32,17 +28,11 @@ _TRIED_ELEMENTS = 2**18
 _TRIED_S = 20.0
 
 
-def find_engines(
-    group: dist.ProcessGroup, device: torch.device, sends_narrow: bool
-) -> tuple[CopyEngines | None, str]:
-    """The engines over this group, or why it has none. A collective; all ranks get the same answer.
-
-    Args:
-        sends_narrow: buffers may have a ``NarrowPart``; only between two ranks.
-    """
+def find_engines(group: dist.ProcessGroup, device: torch.device) -> tuple[CopyEngines | None, str]:
+    """The engines over this group, or why it has none. A collective; all ranks get the same answer."""
     if against := reason_against(group, device):
         return None, against
-    engines = CopyEngines(group, device, sends_narrow)
+    engines = CopyEngines(group, device)
     # Nobody waits for a rank that cannot come so far.
     for tried in (engines.try_alone, engines.try_to_share, engines.try_to_average):
         faults: list[Any] = [None] * group.size()
@@ -68,7 +58,6 @@ def average(
     scratch: torch.Tensor,
     held: torch.Tensor | None,
     operations: RankOperations,
-    exchange: NarrowExchange | None = None,
 ) -> None:
     """The mean over ranks of what each has in ``flat``, which comes there; called on all of them.
 
@@ -78,19 +67,13 @@ def average(
         scratch: like this rank's part of the buffer.
         held: where ``flat`` is other memory, memory like the buffer for what that holds.
         operations: of this rank.
-        exchange: of the buffer's narrow part, if it has one.
     """
     mine, part, others = buffer.mine, buffer.part, buffer.part_on_others
     copy = operations.copy
     if held is not None:
-        begin = 0 if buffer.narrow is None else buffer.narrow.numel
         copy(held, mine)
-        copy(mine[begin:], flat[begin:])
-    if exchange is not None:
-        exchange.take_aside()
+        copy(mine, flat)
     operations.meet()
-    if exchange is not None:
-        exchange.send()
     for number, other in enumerate(others, start=1):
         divisor = len(buffer.of_ranks) if number == len(others) else 1
         copy(scratch, other)
@@ -98,8 +81,6 @@ def average(
     for other in others:
         copy(other, part)
     operations.meet()
-    if exchange is not None:
-        exchange.receive()
     if held is not None:
         copy(flat, mine)
         copy(mine, held)
@@ -111,42 +92,33 @@ class CopyEngines:
     Args:
         group: over which ranks.
         device: this rank's GPU.
-        sends_narrow: see ``find_engines``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, sends_narrow: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._sends_narrow = sends_narrow
         self._stream = torch.cuda.Stream(device)
         self._operations: GpuOperations | None = None
         self._trial: SharedBuffer | None = None
         # The last that was started: when, and the event behind it.
         self._last: tuple[float, Any] | None = None
-        # Of the parts of others, and of what a rank takes aside: both are in use at once.
-        self._scratch, self._aside = Scratch(), Scratch()
+        # Of the parts of others.
+        self._scratch = Scratch()
         # Behind what a backward has stored, of the bucket that begins.
         self._stored = torch.cuda.Event()
 
-    def allocate(self, numel: int, dtype: torch.dtype, narrow: NarrowPart | None = None) -> SharedBuffer:
-        """Zeros; a collective.
-
-        Args:
-            narrow: what of it will come in 16 bits.
-        """
+    def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
+        """Zeros; a collective."""
         assert self._operations is not None
-        self._operations.build(dtype, None if narrow is None else narrow.dtype)
-        return share(numel, dtype, self._group, self._device, narrow)
+        self._operations.build(dtype)
+        return share(numel, dtype, self._group, self._device)
 
-    def start(
-        self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None
-    ) -> StreamWork:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> StreamWork:
         """Begins to average what the current stream has stored, or will have.
 
         Args:
             flat: where: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
-            values: those of the narrow part in 16 bits, if it has no 32; they may lie in its memory.
         """
         operations = self._operations
         assert operations is not None
@@ -154,18 +126,13 @@ class CopyEngines:
         # Of the current stream, since the backward has given up as much memory of activations by now.
         whole, scratch = self._scratch.take(buffer.part, current)
         held = None if flat is buffer.mine else torch.empty_like(flat)
-        exchange, used = None, [flat, whole]
-        if buffer.narrow is not None:
-            values = flat[: buffer.narrow.numel] if values is None else values
-            whole, own = self._aside.take(values, current)
-            exchange = NarrowExchange(buffer, values, own, operations)
-            used += [values, whole]
-        average(flat, buffer, scratch, held, operations, exchange)
+        average(flat, buffer, scratch, held, operations)
         self._stored.record(current)
         self._stored.wait(self._stream)
         operations.queue(self._stream)
         done = self._stream.record_event()
         self._last = time.monotonic(), done
+        used = [flat, whole]
         if held is not None:
             used.append(held)
             # What the program computes next may read its views of the buffer.
@@ -175,7 +142,7 @@ class CopyEngines:
     def try_alone(self) -> None:
         """What is missing here is raised here, before anything else: compilers, or what the driver should know."""
         self._operations = GpuOperations(self._device)
-        self._operations.build(torch.float32, torch.bfloat16 if self._sends_narrow else None)
+        self._operations.build(torch.float32)
 
     def try_to_share(self) -> None:
         """What goes wrong with the memory is raised here. A collective, before all others."""
@@ -190,23 +157,15 @@ class CopyEngines:
         nothing. A collective, behind ``try_to_share``."""
         trial, self._trial = self._trial, None
         assert trial is not None
-        trials = [trial]
-        if self._sends_narrow:
-            trials.append(replace(trial, narrow=NarrowPart(trial.mine.numel() // 2 + 16, torch.bfloat16)))
-        for tried in trials:
-            trial.mine.fill_(self._group.rank())
-            # Of one rank they are in 16 bits, and of the other one not.
-            values = None
-            if tried.narrow is not None and self._group.rank() == 1:
-                values = tried.narrow_memory.to(tried.narrow.dtype)
-            work, deadline_s = self.start(trial.mine, tried, values), time.monotonic() + _TRIED_S
-            while not work.is_completed():
-                if time.monotonic() > deadline_s:
-                    self.let_go()
-                    raise RuntimeError("GPUs do not hear of one another")
-                time.sleep(1e-3)
-            if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
-                raise RuntimeError("copies between GPUs bring wrong values")
+        trial.mine.fill_(self._group.rank())
+        work, deadline_s = self.start(trial.mine, trial), time.monotonic() + _TRIED_S
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                self.let_go()
+                raise RuntimeError("GPUs do not hear of one another")
+            time.sleep(1e-3)
+        if not bool((trial.mine == (self._group.size() - 1) / 2).all()):
+            raise RuntimeError("copies between GPUs bring wrong values")
 
     def leave_trials(self) -> None:
         """Another stream is used from here on.

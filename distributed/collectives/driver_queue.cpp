@@ -6,14 +6,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum Operation : int64_t { COPY, COPY_ROWS, WRITE, WAIT, LAUNCH };
+enum Operation : int64_t { COPY, WRITE, WAIT, LAUNCH };
 
-constexpr int MOST_ARGUMENTS = 16, SIDE_WORDS = 7;
+constexpr int MOST_ARGUMENTS = 16;
 
 extern "C" {
 
 int (*gs_copy)(uint64_t, uint64_t, size_t, void*);
-int (*gs_copy_rows)(const void*, void*);
 int (*gs_write)(void*, uint64_t, uint32_t, unsigned);
 int (*gs_wait)(void*, uint64_t, uint32_t, unsigned);
 int (*gs_launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
@@ -26,11 +25,6 @@ int gs_queue(const int64_t* at, int64_t count, void* stream) {
         case COPY:
             error = gs_copy(at[1], at[2], at[3], stream);
             at += 4;
-            break;
-        case COPY_ROWS:
-            // CUDA_MEMCPY2D of the driver.
-            error = gs_copy_rows(at + 1, stream);
-            at += 1 + 2 * SIDE_WORDS + 2;
             break;
         case WRITE:
             error = gs_write(stream, at[1], at[2], 0);

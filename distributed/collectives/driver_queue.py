@@ -3,13 +3,10 @@
 Averaging a bucket takes a dozen of them. One by one, through torch, they took a slow host 0.2 to 0.4 ms, which a step
 notices that leaves the host no more time than that. What is noted, in 64-bit words:
 
-    COPY       target, source, bytes
-    COPY_ROWS  the driver's CUDA_MEMCPY2D: of the source, and then of the target, a place in it (two words), where it
-               is, an address of the host's, its own, an array's, and the pitch of its rows; then the rows' bytes and
-               their number
-    WRITE      address, a value of 32 bits
-    WAIT       address, a value of 32 bits, which what is there reaches, in the order of a clock
-    LAUNCH     kernel's handle, the grid's first two sizes, threads, shared bytes, count of arguments, their addresses
+    COPY    target, source, bytes
+    WRITE   address, a value of 32 bits
+    WAIT    address, a value of 32 bits, which what is there reaches, in the order of a clock
+    LAUNCH  kernel's handle, the grid's first two sizes, threads, shared bytes, count of arguments, their addresses
 
 ``driver_queue.cpp`` queues them.
 """
@@ -31,20 +28,17 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _DRIVER = "libcuda.so.1"
 _FUNCTIONS = {
     "gs_copy": "cuMemcpyAsync",
-    "gs_copy_rows": "cuMemcpy2DAsync_v2",
     "gs_write": "cuStreamWriteValue32_v2",
     "gs_wait": "cuStreamWaitValue32_v2",
     "gs_launch": "cuLaunchKernel",
 }
-_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class _Operation(IntEnum):
     COPY = 0
-    COPY_ROWS = 1
-    WRITE = 2
-    WAIT = 3
-    LAUNCH = 4
+    WRITE = 1
+    WAIT = 2
+    LAUNCH = 3
 
 
 @cache
@@ -74,18 +68,6 @@ class DriverQueue:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between contiguous tensors of one dtype and as many elements."""
         self._words += (_Operation.COPY, target.data_ptr(), source.data_ptr(), source.nbytes)
-
-    def copy_rows(self, target: int, pitch_bytes: int, source: int, row_bytes: int, rows: int) -> None:
-        """Rows that come to lie apart: copy engines do that, torch has kernels for it.
-
-        Args:
-            target: the address where the first row comes to lie; the others follow, each ``pitch_bytes`` behind the
-                last.
-            source: where they are, without gaps.
-        """
-        of_source = (0, 0, _ON_DEVICE, 0, source, 0, row_bytes)
-        of_target = (0, 0, _ON_DEVICE, 0, target, 0, pitch_bytes)
-        self._words += (_Operation.COPY_ROWS, *of_source, *of_target, row_bytes, rows)
 
     def write(self, address: int, value: int) -> None:
         """To a word that other GPUs may reach."""

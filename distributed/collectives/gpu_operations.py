@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from distributed.collectives.driver_queue import DriverQueue
-from distributed.collectives.landed_mean import LandedMean
 from distributed.collectives.mean_kernel import MeanKernel
 from distributed.collectives.stream_meeting import StreamMeeting
 
@@ -24,16 +23,12 @@ class GpuOperations:
         self._device = device
         self._queue = DriverQueue()
         self._meeting: StreamMeeting | None = None
-        self.copy, self.copy_rows = self._queue.copy, self._queue.copy_rows
+        self.copy = self._queue.copy
         self.add_and_divide = MeanKernel(device, self._queue.launch)
-        self._landed_mean = LandedMean(device, self._queue.launch)
 
-    def build(self, dtype: torch.dtype, sent_dtype: torch.dtype | None) -> None:
-        """The kernels for buffers of a dtype, and for narrow parts of another; before their first use. Raises
-        CompileError where Triton fails."""
+    def build(self, dtype: torch.dtype) -> None:
+        """The kernel for buffers of a dtype, before its first use. Raises CompileError where Triton fails."""
         self.add_and_divide.build(dtype)
-        if sent_dtype is not None:
-            self._landed_mean.build(sent_dtype)
 
     def queue(self, stream: torch.cuda.Stream) -> None:
         """What was noted is queued on a stream of this GPU. Raises RuntimeError where the driver cannot."""
@@ -51,14 +46,6 @@ class GpuOperations:
     def meet(self) -> None:
         assert self._meeting is not None
         self._meeting()
-
-    def tell(self, number: int) -> None:
-        assert self._meeting is not None
-        self._meeting.tell(number)
-
-    def average_landed(self, means: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> None:
-        assert self._meeting is not None
-        self._landed_mean(means, own, self._meeting.told_by_other(), dtype)
 
     def let_go(self) -> None:
         """See ``StreamMeeting``; for another thread."""

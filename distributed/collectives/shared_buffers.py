@@ -16,32 +16,17 @@ _ALIGNMENT_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
-class NarrowPart:
-    """The elements at the beginning of a float32 buffer whose values are exact in 16 bits, as a rule.
-
-    Attributes:
-        numel: how many.
-        dtype: of 16 bits.
-    """
-
-    numel: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class SharedBuffer:
     """One-dimensional memory that every rank has, and reaches of every other.
 
     Attributes:
         of_ranks: each rank's, this one's own included.
         rank: whose this process is.
-        narrow: what of it is averaged in another way than the rest, if anything.
         handle: keeps the others' reachable.
     """
 
     of_ranks: Sequence[torch.Tensor]
     rank: int
-    narrow: NarrowPart | None = None
     handle: Any = None
 
     @property
@@ -54,13 +39,8 @@ class SharedBuffer:
         return len(self.of_ranks) > 1
 
     @property
-    def narrow_memory(self) -> torch.Tensor:
-        """Where the means of the narrow part come to lie."""
-        return self.mine[: self._narrow_numel]
-
-    @property
     def part(self) -> torch.Tensor:
-        """Of the elements behind the narrow part those that this rank averages for all; maybe none."""
+        """The elements that this rank averages for all; maybe none."""
         # Not kept: who looks for a program's views of this memory would take it for one.
         return self.mine[self._part]
 
@@ -74,17 +54,11 @@ class SharedBuffer:
 
     @cached_property
     def _part(self) -> slice:
-        numel, skipped = self.mine.numel(), self._narrow_numel
-        begin, end = part_of(numel - skipped, len(self.of_ranks), self.rank)
-        return slice(skipped + begin, skipped + end)
-
-    @property
-    def _narrow_numel(self) -> int:
-        return 0 if self.narrow is None else self.narrow.numel
+        return slice(*part_of(self.mine.numel(), len(self.of_ranks), self.rank))
 
     def first(self, numel: int) -> SharedBuffer:
-        """The part of it with so many elements at the beginning, without a narrow part."""
-        return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, handle=self.handle)
+        """The part of it with so many elements at the beginning."""
+        return SharedBuffer([memory[:numel] for memory in self.of_ranks], self.rank, self.handle)
 
 
 def part_of(numel: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -93,13 +67,7 @@ def part_of(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * size, numel), min((rank + 1) * size, numel)
 
 
-def share(
-    numel: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    narrow: NarrowPart | None = None,
-) -> SharedBuffer:
+def share(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> SharedBuffer:
     """Zeros, on all ranks; a collective."""
     # Not ``symm_mem.empty``, whose pool hands freed memory out again, perhaps in another order on another rank.
     mine = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device).zero_()
@@ -110,6 +78,5 @@ def share(
     return SharedBuffer(
         [mine if other == rank else handle.get_buffer(other, (numel,), dtype) for other in ranks],
         rank,
-        narrow,
         handle,
     )

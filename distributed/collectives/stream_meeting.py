@@ -16,8 +16,6 @@ from distributed.collectives.driver_queue import DriverQueue
 from distributed.collectives.shared_buffers import share
 
 _CLOCK = 2**32
-# How far what ranks tell lies apart: kernels read it, whose arguments are aligned to 16 bytes.
-_TOLD_WORDS = 4
 
 
 class StreamMeeting:
@@ -31,17 +29,13 @@ class StreamMeeting:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, queue: DriverQueue) -> None:
         self._queue = queue
-        # One for every rank to meet by, and behind them all those for what they tell.
-        count = group.size() * _TOLD_WORDS
-        self._words = words = share(2 * count, torch.int32, group, device)
+        # One for every rank.
+        self._words = words = share(group.size(), torch.int32, group, device)
         rank, itemsize = words.rank, words.mine.itemsize
-        self._told_by = [words.mine[begin : begin + 1] for begin in range(count, 2 * count, _TOLD_WORDS)]
         others = [other for other in range(group.size()) if other != rank]
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
-        told = (count + rank * _TOLD_WORDS) * itemsize
-        self._to_tell = [words.of_ranks[other].data_ptr() + told for other in others]
-        self._met = self._told = 0
+        self._met = 0
         # Of another priority: streams of one may stand behind one another in a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -58,18 +52,6 @@ class StreamMeeting:
             self._queue.write(word, self._met)
         for word in self._from_others:
             self._queue.wait(word, self._met)
-
-    def tell(self, number: int) -> None:
-        """Between two meetings: behind the second, all others know this number of this rank."""
-        if number == self._told:
-            return
-        self._told = number
-        for word in self._to_tell:
-            self._queue.write(word, number)
-
-    def told_by_other(self) -> torch.Tensor:
-        """What the other of two ranks told last: one int32, of this GPU."""
-        return self._told_by[1 - self._words.rank]
 
     def let_go(self) -> None:
         """Nobody is waited for any longer; for another thread than the one that is blocked. No meeting holds from then

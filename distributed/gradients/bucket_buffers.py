@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from bucketing.bucket import ALIGNMENT_BYTES, Bucket, BucketPlan
+from bucketing.bucket import ALIGNMENT_BYTES, BucketPlan
 from compile_core.errors import CompileError
 from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
+from distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount
@@ -30,9 +30,6 @@ class BucketBuffers:
         flat: the buffer of each bucket, one-dimensional.
         places: by parameter, its gradient's part of a buffer, with the given strides.
         bucket_of: by parameter, the index of its bucket.
-        narrow_names: the parameters of each bucket whose gradients come in 16 bits, as a rule.
-        narrow_values: of each bucket those 16 bits, in the first half of the memory of its narrow part.
-        narrow_places: of those parameters, where the 16 bits lie.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class BucketBuffers:
         plan: BucketPlan,
         parameters: Mapping[str, torch.nn.Parameter],
         strides: Mapping[str, tuple[int, ...]],
-        allocate: Callable[[int, torch.dtype, torch.device, NarrowPart | None], SharedBuffer],
+        allocate: Callable[[int, torch.dtype, torch.device], SharedBuffer],
     ) -> None:
         self.plan = plan
         self.names = [tuple(parameter.name for parameter in bucket.parameters) for bucket in plan.buckets]
@@ -51,24 +48,18 @@ class BucketBuffers:
         self._offsets: dict[str, int] = {}
         self._ends: list[int] = []
         self.allocated: list[SharedBuffer] = []
-        self.narrow_names = [
-            frozenset(parameter.name for parameter in bucket.parameters if parameter.sent_dtype is not None)
-            for bucket in plan.buckets
-        ]
-        self.narrow_places: dict[str, torch.Tensor] = {}
         for bucket in plan.buckets:
             like = parameters[bucket.parameters[0].name]
             # Marks are aligned, too.
             aligned = ALIGNMENT_BYTES // like.itemsize
             self._ends.append(-(-bucket.numel // aligned) * aligned)
             numel = self._ends[-1] + len(bucket.parameters)
-            self.allocated.append(allocate(numel, like.dtype, like.device, _narrow_part(bucket)))
+            self.allocated.append(allocate(numel, like.dtype, like.device))
             self.bucket_of |= dict.fromkeys(self.names[bucket.index], bucket.index)
             self._offsets |= zip(self.names[bucket.index], bucket.offsets_elements, strict=True)
         self.flat = [buffer.mine for buffer in self.allocated]
         for index in range(len(self.flat)):
             self.marks(index).fill_(math.inf)
-        self.narrow_values = [*map(self._narrow_values_of, range(len(self.flat)))]
         self._find_places(self._offsets)
         self._owners = [parameters[name] for name in self.places]
         # As long as nobody else has any of them.
@@ -83,20 +74,6 @@ class BucketBuffers:
     def marks(self, bucket: int) -> torch.Tensor:
         """Of a bucket, one for each of its parameters."""
         return self.flat[bucket][self._ends[bucket] :]
-
-    def _narrow_values_of(self, bucket: int) -> torch.Tensor | None:
-        part = self.allocated[bucket].narrow
-        return None if part is None else self.flat[bucket][: part.numel].view(part.dtype)[: part.numel]
-
-    def cast_narrow_values(self, bucket: int) -> None:
-        """To the places of the 32 bits, which lie over those of the 16."""
-        values = self.narrow_values[bucket]
-        if values is not None:
-            self.flat[bucket][: values.numel()].copy_(values.clone())
-
-    def _place_in(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        # No view to autograd, so that programs may call ``grad.detach_()``.
-        return memory.as_strided(self._shapes[name], self._strides[name], self._offsets[name]).detach()
 
     def restore_places(self) -> None:
         """Places are given to the program, as gradients. It may have put other memory into them, by ``grad.data``; and
@@ -131,7 +108,6 @@ class BucketBuffers:
                 marks = self.marks(index)
                 self.flat[index] = torch.zeros_like(self.flat[index])
                 self.marks(index).copy_(marks)
-                self.narrow_values[index] = self._narrow_values_of(index)
                 self._find_places(names)
 
     def refuse_changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -167,28 +143,15 @@ class BucketBuffers:
 
     def _find_places(self, names: Iterable[str]) -> None:
         for name in names:
-            bucket = self.bucket_of[name]
-            self.places[name] = self._place_in(self.flat[bucket], name)
-            values = self.narrow_values[bucket]
-            if values is not None and name in self.narrow_names[bucket]:
-                self.narrow_places[name] = self._place_in(values, name)
+            memory, shape = self.flat[self.bucket_of[name]], self._shapes[name]
+            # No view to autograd, so that programs may call ``grad.detach_()``.
+            self.places[name] = memory.as_strided(shape, self._strides[name], self._offsets[name]).detach()
         self._addresses = [*map(_address_of, self.places.values())]
 
     def hold(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the buffer of this parameter's bucket."""
         place = self.places[name]
         return tensor is place or tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
-
-
-def _narrow_part(bucket: Bucket) -> NarrowPart | None:
-    if bucket.sent_dtype is None:
-        return None
-    return NarrowPart(bucket.narrow_numel, torch_dtype(bucket.sent_dtype))
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a plan calls so."""
-    return getattr(torch, name.removeprefix("torch."))
 
 
 def _views_of(flat: torch.Tensor) -> int:

@@ -43,7 +43,6 @@ from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from distributed.gradients.earlier_gradients import EarlierGradients
 from distributed.gradients.late_hooks import LateHooks
 from distributed.gradients.marks_of_use import MarksOfUse
-from distributed.gradients.narrow_values import NarrowValues
 from distributed.gradients.paths_of_backward import reached_results
 from distributed.gradients.reduction_round import ReductionRound
 from distributed.gradients.rounds_of_backward import is_next, note_round
@@ -120,7 +119,6 @@ class GradientBuckets:
         self.anchor = self._anchors.of_program
         self.wanted_values, self.take_values = self._anchors.wanted_values, self._anchors.take_values
         self._buffers: BucketBuffers | None = None
-        self._narrow: NarrowValues | None = None
         self._marks: MarksOfUse | None = None
         self._announced = AnnouncedPrograms()
         self.expect = self._announced.add
@@ -182,7 +180,7 @@ class GradientBuckets:
             raise InternalError("bucket plans cannot change during a backward")
         before = self._buffers
         self._buffers = BucketBuffers(plan, self.parameters, self._all_strides, self.averaging.allocate)
-        self._narrow, self._marks = NarrowValues(self._buffers), MarksOfUse(self._buffers)
+        self._marks = MarksOfUse(self._buffers)
         if before is None:
             return
         for name, parameter in self.parameters.items():
@@ -256,25 +254,23 @@ class GradientBuckets:
             return None
         return [*map(self._buffers.places.__getitem__, names)]
 
-    def destinations(
-        self, names: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...]
-    ) -> list[torch.Tensor]:
-        usual = self._narrow.places(names, dtypes) if self._narrow and self._are_first(*names) else None
-        return [*map(self._destination, names, dtypes)] if usual is None else usual
+    def destinations(self, names: Sequence[str]) -> Sequence[torch.Tensor]:
+        usual = self.usual_places(names)
+        return [*map(self._destination, names)] if usual is None else usual
 
-    def _destination(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        if self._narrow and self._are_first(name) and (usual := self._narrow.place(name, dtype)) is not None:
-            return usual
-        scratch = self._scratch[name] = torch.empty_like(self.place(name), dtype=dtype)
+    def _destination(self, name: str) -> torch.Tensor:
+        place = self.place(name)
+        if self._are_first(name):
+            return place
+        scratch = self._scratch[name] = torch.empty_like(place)
         return scratch
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         if not self._storing:
             self._scratch.clear()
             return
-        assert self._round is not None and self._buffers is not None and self._narrow is not None
+        assert self._round is not None and self._buffers is not None
         zeros = self._undefined.zeros.intersection(names) - self._round.stored
-        self._narrow.arrived({*names} - self._undefined.missing - zeros)
         for name, contribution in self._scratch.items():
             if not self._undefined.include(name):
                 self._round.refuse_late(name, self.static_graph is not None)
@@ -287,13 +283,11 @@ class GradientBuckets:
             names = self._late_hooks.take(names, self._round)
         for name in zeros:
             # What a program computes from zeros need not be zero: it may divide by another.
-            self._wide_place(name).zero_()
+            self._awaited_place(name).zero_()
         if missing := self._undefined.missing:
             self._round.nothing_comes([name for name in names if name in missing])
             names = [name for name in names if name not in missing]
         if names:
-            for name in names if torch.is_anomaly_enabled() else ():
-                self._wide_place(name)
             self._buffers.look_for_anomalies(names)
             self._note(names)
         if self._stepper is not None:
@@ -323,7 +317,7 @@ class GradientBuckets:
             if name in self._hooked:
                 # Hooks see all that has been accumulated by then, and not how it is reduced.
                 parameter.grad = found.clone() if self._buffers.hold(name, found) else found
-                torch.mul(found.detach(), self.factor, out=self._wide_place(name))
+                torch.mul(found.detach(), self.factor, out=self._awaited_place(name))
             else:
                 self._add(name, found.detach(), self.factor)
                 # Should more come, it comes alone.
@@ -333,27 +327,25 @@ class GradientBuckets:
             return
         elif name in self._hooked or name not in self._round.stored:
             # A function has left it undefined, or a hook has taken it: zeros, where the last round's mean may lie.
-            self._wide_place(name).zero_()
+            self._awaited_place(name).zero_()
         self._note((name,))
 
     def _add(self, name: str, value: torch.Tensor, factor: float = 1.0) -> None:
         """To what has come to a gradient in this round, if anything has."""
         assert self._round is not None
-        place = self._wide_place(name)
+        place = self._awaited_place(name)
         if name in self._round.stored:
             place.add_(value, alpha=factor)
         else:
             torch.mul(value, factor, out=place)
 
-    def _wide_place(self, name: str) -> torch.Tensor:
-        """Its place, for what no program stores: what programs have stored in 16 bits is cast before."""
-        assert self._buffers is not None and self._narrow is not None
+    def _awaited_place(self, name: str) -> torch.Tensor:
+        """Its place, after what other streams have stored."""
         self._writers.wait()
-        self._narrow.widen(name)
-        return self._buffers.places[name]
+        return self.place(name)
 
     def _open_round(self) -> None:
-        assert self._buffers is not None and self._narrow is not None
+        assert self._buffers is not None
         self._await_unfinished()
         note_round(self, self.parameters, backward_number())
         self._round_begins()
@@ -378,8 +370,6 @@ class GradientBuckets:
             if gradient is not None:
                 is_left = name in by_programs or not (name in by_engine or name in hooked)
                 self._earlier.note(name, gradient, self._buffers, is_left)
-                if not (is_left or self._earlier.is_users(name)):
-                    self._narrow.leave(name)  # the engine adds to it where it is
         self._is_due = reduces_what_it_reaches() and any(map(_requires_grad, self.parameters.values()))
         if self._stepper is not None:
             alone = by_programs - by_engine
@@ -403,8 +393,7 @@ class GradientBuckets:
                 self._start(bucket)
 
     def _start(self, bucket: int) -> None:
-        assert self._buffers is not None and self._round is not None
-        assert self._narrow is not None and self._marks is not None
+        assert self._buffers is not None and self._round is not None and self._marks is not None
         self._watch.at_point()
         self._writers.wait()
         names = self._buffers.names[bucket]
@@ -418,8 +407,7 @@ class GradientBuckets:
         flat = self._buffers.flat[bucket]
         if self.observer is not None:
             self.observer.collective_starting(bucket)
-        buffer, values = self._buffers.allocated[bucket], self._narrow.take(bucket)
-        work = self.averaging.start(flat, buffer, values)
+        work = self.averaging.start(flat, self._buffers.allocated[bucket])
         self._works.append(work)
         if self._stepper is not None:
             ours = [name for name in names if not (self._earlier.is_users(name) or name in without)]
@@ -428,8 +416,7 @@ class GradientBuckets:
             self._stepper.reducing(ours, work)
         if self.observer is not None:
             gradients = flat[: self._buffers.plan.buckets[bucket].numel]
-            size_bytes = self.averaging.wire_bytes(gradients, buffer, values)
-            self.observer.collective_started(bucket, size_bytes, work)
+            self.observer.collective_started(bucket, self.averaging.wire_bytes(gradients), work)
 
     def _complete(self, name: str) -> None:
         """Adds what the gradient was before this round, where that is not part of it yet."""
@@ -443,7 +430,7 @@ class GradientBuckets:
         elif not is_stored and before is not None:
             self._add(name, earlier.aside.get(name, before), self.factor)
         elif not is_stored:
-            self._wide_place(name).zero_()
+            self._awaited_place(name).zero_()
 
     def _end_round(self) -> None:
         assert self._round is not None and self._buffers is not None
@@ -495,5 +482,3 @@ class GradientBuckets:
         self._scratch.clear()
         self._late_hooks.clear()
         self._without.clear()
-        if self._narrow is not None:
-            self._narrow.clear()

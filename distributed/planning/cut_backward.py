@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
 from compile_core.errors import InternalError
@@ -37,7 +36,6 @@ def cut_backward(
     segments: Sequence[Segment],
     factor: float,
     strides: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Schedule:
     """The backward with a region for each segment.
 
@@ -47,7 +45,6 @@ def cut_backward(
         segments: in the order of the regions, with all nodes that compute.
         factor: by which gradients are multiplied when they are stored.
         strides: of places that are not contiguous, by parameter.
-        dtypes: of gradients that are not of their parameter's dtype, by parameter.
 
     Returns:
         A schedule whose destinations are named after the parameters.
@@ -62,7 +59,7 @@ def cut_backward(
         stored = {name: _result(results, gradients[name]) for name in segment.gradients}
         passed = [node for node in segment.nodes if node in later]
         name = f"backward_{number}"
-        computes.append(build_region(name, module, segment.nodes, passed, stored, factor, strides, dtypes))
+        computes.append(build_region(name, module, segment.nodes, passed, stored, factor, strides))
         later.update(stored.values())
         later.update(source for node in segment.nodes for source in node.all_input_nodes)
     return Schedule(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import ALIGNMENT_BYTES, SENT_ITEMSIZE, BucketPlan, Parameter
+from bucketing.bucket import BucketPlan, Parameter
 from bucketing.reducer_plan import reducer_plan
 from compile_core.ir.communicator import Communicator
 from compile_core.ir.graphs import PartitionedGraph
@@ -16,19 +16,12 @@ from compile_core.ir.regions import graph_results, whole_schedule
 from compile_core.ir.schedule import Schedule
 from distributed.gradients.gradient_buckets import GradientBuckets
 from distributed.planning.cut_backward import cut_backward
-from distributed.planning.narrow_gradients import with_narrow_gradients
 from distributed.planning.plan_segments import plan_segments
 from distributed.reducer.stock_buckets import bucket_limits
 
 
-def describe(
-    parameters: Mapping[str, torch.nn.Parameter], sent_dtypes: Mapping[str, str] | None = None
-) -> dict[str, Parameter]:
-    """Parameters as planning sees them, by name.
-
-    Args:
-        sent_dtypes: see ``Parameter.sent_dtype``, by name.
-    """
+def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Parameter]:
+    """Parameters as planning sees them, by name."""
     # Ranks compare plans, so a device is named by its place among the module's own, not by this rank's index.
     devices = list(dict.fromkeys(parameter.device for parameter in parameters.values()))
     labels = {
@@ -37,12 +30,7 @@ def describe(
     }
     return {
         name: Parameter(
-            name,
-            parameter.numel(),
-            parameter.element_size(),
-            str(parameter.dtype),
-            labels[parameter.device],
-            (sent_dtypes or {}).get(name),
+            name, parameter.numel(), parameter.element_size(), str(parameter.dtype), labels[parameter.device]
         )
         for name, parameter in parameters.items()
     }
@@ -57,19 +45,11 @@ class DDPPlanner:
     Attributes:
         buckets: where gradients go.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
-
-    Args:
-        sends_narrow: gradients are stored in 16 bits where they are exact in these.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, buckets: GradientBuckets, sends_narrow: bool = False
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
         self._ddp = ddp
         self.buckets = buckets
-        self._sends_narrow = sends_narrow
-        # By parameter; of one dtype.
-        self._sent_dtypes: dict[str, str] = {}
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
         # the same for all sizes, which ranks may differ in; the order of segments is not.
@@ -83,42 +63,27 @@ class DDPPlanner:
         gradients = self._gradients(graph, inputs)
         if not gradients:
             return whole_schedule("backward", graph.backward), None
-        backward, dtypes = graph.backward, {}
-        if self._sends_narrow:
-            backward, dtypes = with_narrow_gradients(backward, gradients, self._may_be_narrow)
-        segments = plan_segments(backward, gradients, narrow=dtypes)
+        backward, buckets = graph.backward, self.buckets
+        segments = plan_segments(backward, gradients)
         place = {node: number for number, node in enumerate(backward.graph.nodes)}
         results = graph_results(backward)
         self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
-        buckets = self.buckets
-        schedule = cut_backward(backward, gradients, segments, buckets.factor, buckets.strides, dtypes)
-        return schedule, buckets
-
-    def _may_be_narrow(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether this gradient has, or may still get, a place among those that are sent in this dtype: they lie there
-        without padding."""
-        fills_its_place = self.buckets.parameters[name].numel() * SENT_ITEMSIZE % ALIGNMENT_BYTES == 0
-        is_the_only_one = {*self._sent_dtypes.values()} <= {str(dtype)}
-        if self.buckets.plan is None and fills_its_place and is_the_only_one:
-            self._sent_dtypes[name] = str(dtype)
-        return self._sent_dtypes.get(name) == str(dtype)
+        return cut_backward(backward, gradients, segments, buckets.factor, buckets.strides), buckets
 
     def first_order(self) -> dict[str, Any]:
         """What the first plan is made of, as plain data for all ranks: the order in which gradients become ready as far
-        as the graphs tell, those that are sent in 16 bits, and the limits of buckets."""
+        as the graphs tell, and the limits of buckets."""
         # The engine runs the backwards of the last graphs first.
         known = [name for ready in reversed(self._ready) for name in ready]
         unknown = [name for name in reversed(self.buckets.parameters) if name not in set(known)]
         return {
             "ready": list(dict.fromkeys([*known, *unknown])),
-            "sent": self._sent_dtypes,
             "limits": bucket_limits(self._ddp),
         }
 
     def first_plan(self, order: Mapping[str, Any]) -> BucketPlan:
         """Stock DDP's buckets, for what the first rank says in ``first_order``."""
-        self._sent_dtypes = dict(order["sent"])
-        described = describe(self.buckets.parameters, self._sent_dtypes)
+        described = describe(self.buckets.parameters)
         return reducer_plan([described[name] for name in order["ready"]], order["limits"])
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -60,10 +60,7 @@ _LEAST_SHARE = 0.005
 
 
 def plan_segments(
-    module: GraphModule,
-    gradients: Mapping[str, int],
-    machine: Machine | None = None,
-    narrow: Collection[str] = (),
+    module: GraphModule, gradients: Mapping[str, int], machine: Machine | None = None
 ) -> tuple[Segment, ...]:
     """The backward's segments in the order in which they run.
 
@@ -71,7 +68,6 @@ def plan_segments(
         module: the backward graph, with fake values.
         gradients: for each parameter whose gradient is stored in a bucket, the position of it among the results.
         machine: by default, one with such devices as the gradients are on.
-        narrow: the parameters whose gradients are stored in half as many bits as they have when they are averaged.
 
     Returns:
         Segments that together hold every node that computes once, each behind what it reads; all but the last complete
@@ -86,8 +82,6 @@ def plan_segments(
     if machine is None:
         machine = CPU if all(node.meta["val"].device.type == "cpu" for node in stored.values()) else GPU
     facts = node_facts(module.graph.nodes, machine.rates)
-    # Narrow ones take a link more than half the time of others. As these they count, which leaves it some slack.
-    sizes = {name: facts[node].bytes * (2 if name in narrow else 1) for name, node in stored.items()}
 
     def costs_of(order: Sequence[Node]) -> OrderCosts:
         return OrderCosts(order, facts, stored.values(), returned)
@@ -101,15 +95,15 @@ def plan_segments(
         if max(settled.live_bytes(), default=0) <= limit:
             order, costs = settled.order, settled
         work = postponable(order, stored)
-    best = _Cuts(costs, stored, sizes, machine)
+    best = _Cuts(costs, stored, machine)
     best.refine()
     for count in _counts(len(work)):
         # The smallest last: nothing hides its all-reduce.
-        last = sorted([*work][-count:], key=lambda name: -sizes[name])
+        last = sorted([*work][-count:], key=lambda name: -facts[stored[name]].bytes)
         costs = costs_of(with_postponed(order, [work[name] for name in last]))
         if max(costs.live_bytes()) > limit:
             break
-        candidate = _Cuts(costs, stored, sizes, machine)
+        candidate = _Cuts(costs, stored, machine)
         if candidate.score > best.score + _FAR:
             break
         candidate.refine()
@@ -133,9 +127,7 @@ class _Cuts:
         score: the steps' lengths over the least possible ones, added up over the links.
     """
 
-    def __init__(
-        self, costs: OrderCosts, stored: Mapping[str, Node], sizes: Mapping[str, int], machine: Machine
-    ) -> None:
+    def __init__(self, costs: OrderCosts, stored: Mapping[str, Node], machine: Machine) -> None:
         self.machine = machine
         self.order = costs.order
         self.facts = costs.facts
@@ -145,11 +137,11 @@ class _Cuts:
         self.ready_at = [places[name] for name in self.ready]
         self.done_s = [0.0, *accumulate(costs.seconds(machine.rates))]
         self.split_s = [size / machine.rates.bytes_per_s for size in costs.split_bytes()]
-        sent = [0, *accumulate(sizes[name] for name in self.ready)]
+        sizes = [0, *accumulate(self.facts[stored[name]].bytes for name in self.ready)]
         # For each place of a cut, the number of gradients and the bytes that are ready there.
         self.ends = self._thinned(sorted({self._cut_behind(place) for place in self.ready_at}))
         self.count = {end: bisect_right(self.ready_at, end) for end in self.ends}
-        self.bytes = {end: sent[self.count[end]] for end in self.ends}
+        self.bytes = {end: sizes[self.count[end]] for end in self.ends}
         self.cuts, self.score = self._choose()
 
     def _cut_behind(self, place: int) -> int:

@@ -21,7 +21,6 @@ from bucketing.bucket import BucketPlan, Parameter
 from bucketing.cost_model import CostModel
 from bucketing.merge_plan import MergePlan, merge_plan
 from distributed.collectives.measure_costs import ReadyTimes, agreed_costs
-from distributed.gradients.bucket_buffers import torch_dtype
 from distributed.gradients.gradient_buckets import GradientBuckets
 
 Plan = TypeVar("Plan", BucketPlan, MergePlan)
@@ -72,10 +71,7 @@ def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, Mer
     assert plan is not None
     # All ranks name them in one order, whatever order their modules have.
     names = sorted(buckets.parameters)
-    # Those that are sent in 16 bits have one dtype.
-    sent = (torch_dtype(parameter.sent_dtype) for parameter in plan.parameters if parameter.sent_dtype)
-    sent_dtype = next(sent, None)
-    costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes, sent_dtype)
+    costs = agreed_costs(names, times, buckets.averaging, buckets.group, device, plan.bytes)
     chosen = None
     if buckets.group.rank() == 0:
         order = sorted(plan.parameters, key=lambda parameter: costs.ready_s[parameter.name])

@@ -191,9 +191,6 @@ SIDES: Mapping[str, Side] = {
     "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
     "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
     "ours-ddp-nccl": partial(_training, partial(_compiled_ddp, ddp_options=DDPOptions(copy_engines=False))),
-    "ours-ddp-32-bits": partial(
-        _training, partial(_compiled_ddp, ddp_options=DDPOptions(exact_16_bits=False))
-    ),
     "eager-ddp": partial(_training, _ddp),
     "inductor": partial(_training, torch.compile),
     "no-optimization": _stock("no_optimization"),
@@ -214,13 +211,12 @@ VARIANTS: Mapping[str, tuple[str, Variant]] = {
 # The peers whose best we compare with.
 PEERS = ("ddp-optimizer", "python-reducer", "no-optimization")
 # Ours under DDP.
-OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-nccl", "ours-ddp-32-bits", "ours-ddp-overhead", "bridge-ddp")
+OURS_UNDER_DDP = ("ours-ddp", "ours-ddp-nccl", "ours-ddp-overhead", "bridge-ddp")
 # What each is compared with, and hence measured in turns with.
 COMPARED_WITH: Mapping[str, str] = {
     "all-reduce": "ours",
     "ours-ddp": "ours",
     "ours-ddp-nccl": "ours",
-    "ours-ddp-32-bits": "ours",
     "ours-ddp-overhead": "ours-overhead",
     "bridge-ddp": "bridge",
     **{name: side for name, (side, _) in VARIANTS.items()},

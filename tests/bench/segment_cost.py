@@ -57,7 +57,7 @@ class _Buffers:
     def begin(self) -> None:
         pass
 
-    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+    def destinations(self, names: Sequence[str]) -> list[Tensor]:
         return [self.places[name] for name in names]
 
     def arrived(self, names: Sequence[str], values: Mapping[str, Tensor] | None) -> None:

@@ -24,30 +24,6 @@ def test_pack_keeps_empty_parameters():
     assert bucket.padding_bytes == 0
 
 
-def test_what_is_sent_in_16_bits_comes_first():
-    half = Parameter("half", 17, 4, "torch.float32", "cpu", "torch.bfloat16")
-    bucket = pack_bucket(0, (A, half, B))
-    assert bucket.parameters == (half, A, B)
-    assert (bucket.narrow_numel, bucket.sent_dtype) == (32, "torch.bfloat16")
-    assert bucket.bytes == 64 * 4
-    assert bucket.sent_bytes == 32 * 2 + 32 * 4
-    assert pack_bucket(0, (half,)).narrow_numel == 17
-    assert pack_bucket(0, (A,)).narrow_numel == 0
-    plan = BucketPlan((A, half, B), (bucket,))
-    assert "half  [0:+17], sent as torch.bfloat16" in str(plan)
-
-
-@pytest.mark.parametrize("last", [None, "torch.float16"])
-def test_bucket_refuses_mixed_ways_of_sending(last):
-    first = None if last is None else "torch.bfloat16"
-    members = [
-        Parameter("p", 16, 4, "torch.float32", "cpu", first),
-        Parameter("q", 16, 4, "torch.float32", "cpu", last or "torch.float16"),
-    ]
-    with pytest.raises(ValueError, match=r"'q' is sent as torch\.float16, and the one before it as"):
-        Bucket(0, tuple(members), (0, 16), 32)
-
-
 @pytest.mark.parametrize(
     ("members", "offsets", "numel", "message"),
     [

@@ -34,7 +34,7 @@ class Recorder(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append(f"expect {names}")
 
-    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+    def destinations(self, names: Sequence[str]) -> list[torch.Tensor]:
         self.events += [f"destination {name}" for name in names]
         return [self.place for _ in names]
 

@@ -41,7 +41,7 @@ class FakeCommunicator(SilentCommunicator):
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         return None if self.adds else [self.stored[name] for name in names]
 
-    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+    def destinations(self, names: Sequence[str]) -> list[torch.Tensor]:
         if self.adds:
             return [self._scratch.setdefault(name, torch.empty_like(self.stored[name])) for name in names]
         return [self.stored[name] for name in names]

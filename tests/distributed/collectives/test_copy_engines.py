@@ -102,7 +102,7 @@ def test_all_ranks_leave_engines_that_fail_on_one(
     monkeypatch.setattr(copy_engines, "reason_against", lambda group, device: "")
     monkeypatch.setattr(copy_engines, "CopyEngines", engines)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    found, against = find_engines(group, torch.device("cuda", 0), sends_narrow=True)
+    found, against = find_engines(group, torch.device("cuda", 0))
     assert against == (failing and f"RuntimeError: cannot {failing}")
     assert found is (None if failing else engines)
     # A rank that failed in one makes nobody wait in the next.

@@ -11,7 +11,6 @@ import torch
 
 from compile_core.ir.kernels import KernelSource
 from distributed.collectives import device_kernels
-from distributed.collectives.landed_mean import LandedMean
 from distributed.collectives.mean_kernel import MeanKernel
 
 CPU = torch.device("cpu")
@@ -47,15 +46,3 @@ def test_the_mean_kernel_is_told_sizes_and_divisor(calls: list[tuple[str, list[A
         ("mean_of_fp64", [[1.0] * 3, [2.0] * 3, [3, 2]]),
         ("mean_of_fp64", [[1.0] * 3, [1.0] * 3, [3, 5]]),
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_of_landed_means_gets_values_of_either_kind(
-    calls: list[tuple[str, list[Any]]], dtype: torch.dtype
-) -> None:
-    mean = LandedMean(CPU, launch)
-    mean.build(torch.bfloat16)
-    means, own, told = torch.zeros(2), torch.ones(2, dtype=dtype), torch.tensor([2], dtype=torch.int32)
-    mean(means, own, told, torch.bfloat16)
-    narrow, wide = ([1.0] * 2, [0.0] * 2) if dtype == torch.bfloat16 else ([0.0] * 4, [1.0] * 2)
-    assert calls == [("landed_mean_of_bf16", [[0.0] * 2, [0.0] * 4, narrow, wide, [2], [2, dtype.itemsize]])]

@@ -13,7 +13,6 @@ from compile_core.ir.kernels import BuiltKernel, CudaLaunch
 from compile_core.toolchain.torch_library import build_library
 from distributed.collectives import driver_queue
 from distributed.collectives.driver_queue import DriverQueue
-from distributed.collectives.landed_mean import BLOCK
 from distributed.collectives.mean_kernel import MeanKernel
 
 STREAM = 77
@@ -28,7 +27,6 @@ class Driver:
         self.failing = -1
         self._functions = {
             "gs_copy": ctypes.CFUNCTYPE(INT, U64, U64, ctypes.c_size_t, P)(self._note("copy")),
-            "gs_copy_rows": ctypes.CFUNCTYPE(INT, P, P)(self._copy_rows),
             "gs_write": ctypes.CFUNCTYPE(INT, P, U64, U32, U32)(self._note("write")),
             "gs_wait": ctypes.CFUNCTYPE(INT, P, U64, U32, U32)(self._note("wait")),
             "gs_launch": ctypes.CFUNCTYPE(INT, P, *([U32] * 7), P, P, P)(self._launch),
@@ -43,9 +41,6 @@ class Driver:
             return 719 if len(self.asked) - 1 == self.failing else 0
 
         return note
-
-    def _copy_rows(self, copy: int, stream: int) -> int:
-        return self._note("copy rows")(*(U64.from_address(copy + 8 * k).value for k in range(16)), stream)
 
     def _launch(self, function: int, *arguments: Any) -> int:
         *sizes, stream, parameters, _ = arguments
@@ -74,7 +69,6 @@ def test_operations_are_queued_in_order_and_once(driver: Driver) -> None:
     queue.copy(first, second)
     queue.write(1000, 2**32 - 1)
     queue.wait(2000, 5)
-    queue.copy_rows(3000, 64, 4000, 32, 7)
     queue.launch(kernel_of((9, 8, 1)), first, second)
     assert not driver.asked
     queue.queue(STREAM)
@@ -84,7 +78,6 @@ def test_operations_are_queued_in_order_and_once(driver: Driver) -> None:
         ("copy", *addresses, 64, STREAM),
         ("write", STREAM, 1000, 2**32 - 1, 0),
         ("wait", STREAM, 2000, 5, 0),
-        ("copy rows", 0, 0, 2, 0, 4000, 0, 32, 0, 0, 2, 0, 3000, 0, 64, 32, 7, STREAM),
         ("launch", 4242, 9, 8, 1, 128, 1, 1, 1024, STREAM, *addresses, 0, 0),
     ]
 
@@ -105,19 +98,6 @@ def test_nothing_is_queued_behind_what_fails(driver: Driver) -> None:
 def test_kernels_that_need_more_are_refused(grid: tuple[int, int, int], begin: int, driver: Driver) -> None:
     with pytest.raises(ValueError, match="cannot launch"):
         DriverQueue().launch(kernel_of(grid), torch.zeros(8)[begin:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (33, BLOCK)])
-def test_rows_are_copied_to_where_they_lie_apart(shape: tuple[int, int]) -> None:
-    height, width = shape
-    source = torch.randn(shape, device="cuda").bfloat16()
-    target = torch.zeros(height, 2 * width, device="cuda", dtype=torch.bfloat16)
-    queue = DriverQueue()
-    queue.copy_rows(target.data_ptr(), 4 * width, source.data_ptr(), 2 * width, height)
-    queue.queue(torch.cuda.current_stream().cuda_stream)
-    assert torch.equal(target[:, :width], source)
-    assert not target[:, width:].any()
 
 
 @pytest.mark.gpu

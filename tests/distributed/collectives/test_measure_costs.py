@@ -9,7 +9,7 @@ import torch
 
 from distributed.collectives import measure_costs
 from distributed.collectives.measure_costs import ReadyTimes, measure_link
-from distributed.collectives.shared_buffers import NarrowPart, SharedBuffer
+from distributed.collectives.shared_buffers import SharedBuffer
 
 
 class SteppedClock:
@@ -106,25 +106,19 @@ def test_what_starting_an_all_reduce_takes(clock: SteppedClock) -> None:
 
 
 class Link:
-    """Averages in known times: a start-up, one more where 16 bits are sent, and for each byte."""
+    """Averages in known times: a start-up, and for each byte."""
 
     def __init__(self, clock: SteppedClock, seconds_per_byte: float = 1e-9) -> None:
         self.clock, self.seconds_per_byte = clock, seconds_per_byte
-        self.started: list[tuple[int, int]] = []
+        self.started: list[int] = []
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, narrow: NarrowPart | None = None
-    ) -> SharedBuffer:
-        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0, narrow)
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> SharedBuffer:
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer, values: torch.Tensor | None = None) -> Link:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Link:
         assert flat.data_ptr() == buffer.mine.data_ptr()
-        narrow = 0 if values is None else values.numel()
-        if values is not None:
-            assert buffer.narrow == NarrowPart(narrow, values.dtype) and narrow % 16 == 0
-        bytes_counted = 4 * (flat.numel() - narrow) + 0.6 * 4 * narrow
-        self.clock.now_s += 1e-5 + (3e-5 if narrow else 0) + self.seconds_per_byte * bytes_counted
-        self.started.append((flat.numel(), narrow))
+        self.clock.now_s += 1e-5 + self.seconds_per_byte * flat.nbytes
+        self.started.append(flat.numel())
         return self
 
     def wait(self) -> None:
@@ -133,25 +127,19 @@ class Link:
 
 def test_links_are_measured(clock: SteppedClock) -> None:
     averaging: Any = Link(clock)
-    wide = measure_link(averaging, torch.device("cpu"), 2**24)
-    assert (wide.startup_s, wide.seconds_per_byte) == pytest.approx((1e-5, 1e-9), rel=1e-6)
-    assert wide.narrow_share == 1.0
-    mixed = measure_link(averaging, torch.device("cpu"), 2**24, torch.bfloat16)
-    found = mixed.startup_s, mixed.seconds_per_byte, mixed.narrow_share
-    assert found == pytest.approx((4e-5, 1e-9, 0.6), rel=1e-6)
+    link = measure_link(averaging, torch.device("cpu"), 2**24)
+    assert (link.startup_s, link.seconds_per_byte) == pytest.approx((1e-5, 1e-9), rel=1e-6)
 
 
 def test_a_small_models_link_is_measured(clock: SteppedClock) -> None:
     averaging: Any = Link(clock)
-    link = measure_link(averaging, torch.device("cpu"), 64, torch.bfloat16)
-    assert link.startup_s > 0 and 0 < link.narrow_share <= 1
+    assert measure_link(averaging, torch.device("cpu"), 64).startup_s > 0
 
 
 def test_ranks_average_alike_whatever_they_measure(clock: SteppedClock) -> None:
     started = []
     for seconds_per_byte in (1e-9, 0.0):
         averaging: Any = Link(clock, seconds_per_byte)
-        link = measure_link(averaging, torch.device("cpu"), 2**20, torch.bfloat16)
-        assert 0 < link.narrow_share <= 1
+        measure_link(averaging, torch.device("cpu"), 2**20)
         started.append(averaging.started)
     assert started[0] == started[1]

@@ -61,7 +61,7 @@ class FakeCommunicator(SilentCommunicator):
     def expect(self, node: object, names: Sequence[str]) -> None:
         self.events.append("expect")
 
-    def destinations(self, names: Sequence[str], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
+    def destinations(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self.places[name] for name in names]
 
     def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:

@@ -155,14 +155,14 @@ def complex_numbers_are_nccls() -> None:
 class HostEngines:
     """All but the copies: a buffer for each rank, of which the others' are not theirs, and gloo's sums."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, sends_narrow: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
-    def allocate(self, numel: int, dtype: torch.dtype, narrow: Any) -> SharedBuffer:
+    def allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         of_ranks = [torch.zeros(numel, dtype=dtype) for _ in range(self._group.size())]
-        return SharedBuffer(of_ranks, self._group.rank(), narrow)
+        return SharedBuffer(of_ranks, self._group.rank())
 
-    def start(self, flat: torch.Tensor, buffer: SharedBuffer, *narrow: Any) -> Any:
+    def start(self, flat: torch.Tensor, buffer: SharedBuffer) -> Any:
         assert flat.shape == buffer.mine.shape
         return self._group.allreduce([flat])
 

@@ -230,7 +230,7 @@ class ReadLate(nn.Module):
         return self.tied(x @ self.late)
 
 
-def one_by_one(backward: torch.fx.GraphModule, gradients: Any, narrow: Any) -> list[Segment]:
+def one_by_one(backward: torch.fx.GraphModule, gradients: Any) -> list[Segment]:
     """A region for each gradient."""
     place = {node: number for number, node in enumerate(backward.graph.nodes)}
     results = graph_results(backward)
