@@ -2,7 +2,8 @@
 
 The engine calls the hooks of all results of a node when a gradient comes to any of them, and those of all that the node
 leads to; to autograd a compiled graph is one node. Where there is no gradient, it calls them with ``None``. Limit: so
-it does for hooks of what plain operators have computed before a compiled graph.
+it does for hooks of what plain operators have computed before a graph whose results are not separate; see
+``DifferentiableProgram.separate``.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from compile_core.autograd.bound_graphs.double_backward import DifferentiableBac
 from compile_core.autograd.bound_graphs.independent_results import IndependentResults
 from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from compile_core.autograd.bound_graphs.returned_draws import Program
+from compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
 from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
@@ -138,7 +139,23 @@ class DifferentiableProgram:
             return CompiledCall.apply(self, *primals)
         if self.taken is not None:
             return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
-        return _apply(self, *primals)
+        outputs = _apply(self, *primals)
+        separate = self.separate
+        if separate is not None and separate.matter_for(primals):
+            return separate.separate(outputs, primals)
+        return outputs
+
+    @functools.cached_property
+    def separate(self) -> SeparateResults | None:
+        """Limit: none if a communicator takes gradients or they are to be differentiated, which needs one node."""
+        if self.changeable is None or self.taken is not None:
+            return None
+        every = frozenset(self.signature.tangents)
+        of_inputs = dict(zip(self.tensor_inputs, self.results_of_edges(), strict=True))
+        of_inputs = {k: of_inputs[k] for k in self.signature.gradient_inputs}
+        return SeparateResults.of(
+            self.signature.tangents, {k: every if of is None else of for k, of in of_inputs.items()}
+        )
 
     @functools.cached_property
     def independent(self) -> IndependentResults | None:
@@ -292,7 +309,7 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
     except RuntimeError as error:
         kept = getattr(ctx, "kept", None)
         if kept is not None and "second time" in str(error):
-            found = kept.take(absent, _keeps_graph())
+            found = kept.take(absent, keeps_graph())
             if found is None:
                 raise
             return found
@@ -304,7 +321,7 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
         if found is None:
             raise
         return found
-    if absent and program.independent is not None and not _keeps_graph():
+    if absent and program.independent is not None and not keeps_graph():
         ctx.kept = program.independent.keep(saved, absent)
     return saved
 
@@ -368,9 +385,6 @@ def _register_hook_dict(node: Any, result: Any) -> None:
 
 # The class of the nodes, which torch makes of the function's.
 CompiledCall._backward_cls._register_hook_dict = _register_hook_dict  # type: ignore[attr-defined]
-
-# Whether the backward that runs keeps what is saved (``retain_graph``).
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 # ``Function.apply`` without the look at each argument that only functions under torch.func need.
 _apply: Any = super(torch.autograd.Function, CompiledCall).apply  # type: ignore[attr-defined]
