@@ -63,7 +63,8 @@ class SeparateResults:
     def separate(self, outputs: Sequence[Any], primals: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the node of the call, as results of nodes of their own."""
         first = outputs[self.results[0]]
-        call = _Call(first.grad_fn, len(outputs))
+        # A node of torch's own keeps the call's alive: up to torch 2.11 holding that in Python does not.
+        call = _Call(first.grad_fn, first.view_as(first).grad_fn, len(outputs))
         links = [
             (of, _link(call, of, positions, first.device, *[primals[k] for k in positions]))
             for of, positions in self.groups
@@ -105,8 +106,8 @@ class _Everything:
 
 
 class _Call:
-    def __init__(self, node: Any, count: int) -> None:
-        self.node = node
+    def __init__(self, node: Any, owner: Any, count: int) -> None:
+        self.node, self.owner = node, owner
         self.count = count
         self.nodes_of_results: dict[int, weakref.ref[Any]] = {}
         self.nodes_of_inputs: list[weakref.ref[Any]] = []
