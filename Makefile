@@ -11,7 +11,7 @@ INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c 
 .PHONY: demo test differential lint rank-failures test-gpu compile-time-growth clean python-version
 
 demo: $(VENV)/installed
-	$(VENV_PYTHON) -m launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
 
 test: $(VENV)/installed
 	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
@@ -37,8 +37,8 @@ test-gpu: python-version
 # All kinds of rank differences on four ranks, and random pairs of forwards on two.
 test-ranks: $(VENV)/installed
 	mkdir -p out/rank_differences
-	$(VENV_PYTHON) -m launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
-	$(VENV_PYTHON) -m launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
 
 # Processor seconds of compiling programs of up to 20,000 operations: an hour or two.
 compile-time-growth: $(VENV)/installed

@@ -1,31 +1,43 @@
 """Plans for gradient buckets and timelines of them: pure computation, no process group, no GPU."""
 
-from bucketing.bucket import ALIGNMENT_BYTES, Bucket, BucketPlan, Parameter, format_bytes, pack_bucket
-from bucketing.cost_model import CostModel
-from bucketing.host_model import HostModel
-from bucketing.link_model import LinkModel, fit_link_model
-from bucketing.merge_plan import MergePlan, merge_plan
-from bucketing.plot_timeline import plot_timeline
-from bucketing.reducer_plan import reducer_plan
-from bucketing.simulate import simulate
-from bucketing.timeline import Interval, Timeline
+if __name__ == "bucketing":
+    from gradsplit.give_way import give_way
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Bucket",
-    "BucketPlan",
-    "CostModel",
-    "HostModel",
-    "Interval",
-    "LinkModel",
-    "MergePlan",
-    "Parameter",
-    "Timeline",
-    "fit_link_model",
-    "format_bytes",
-    "merge_plan",
-    "pack_bucket",
-    "plot_timeline",
-    "reducer_plan",
-    "simulate",
-]
+    give_way(__name__)
+else:
+    from gradsplit.bucketing.bucket import (
+        ALIGNMENT_BYTES,
+        Bucket,
+        BucketPlan,
+        Parameter,
+        format_bytes,
+        pack_bucket,
+    )
+    from gradsplit.bucketing.cost_model import CostModel
+    from gradsplit.bucketing.host_model import HostModel
+    from gradsplit.bucketing.link_model import LinkModel, fit_link_model
+    from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
+    from gradsplit.bucketing.plot_timeline import plot_timeline
+    from gradsplit.bucketing.reducer_plan import reducer_plan
+    from gradsplit.bucketing.simulate import simulate
+    from gradsplit.bucketing.timeline import Interval, Timeline
+
+    __all__ = [
+        "ALIGNMENT_BYTES",
+        "Bucket",
+        "BucketPlan",
+        "CostModel",
+        "HostModel",
+        "Interval",
+        "LinkModel",
+        "MergePlan",
+        "Parameter",
+        "Timeline",
+        "fit_link_model",
+        "format_bytes",
+        "merge_plan",
+        "pack_bucket",
+        "plot_timeline",
+        "reducer_plan",
+        "simulate",
+    ]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bucketing.host_model import HostModel
-from bucketing.link_model import LinkModel
+from gradsplit.bucketing.host_model import HostModel
+from gradsplit.bucketing.link_model import LinkModel
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bucketing.bucket import BucketPlan, Parameter, format_bytes, pack_bucket
-from bucketing.cost_model import CostModel
+from gradsplit.bucketing.bucket import BucketPlan, Parameter, format_bytes, pack_bucket
+from gradsplit.bucketing.cost_model import CostModel
 
 # Sums of the same times in another order.
 _ROUNDING = 1e-9

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bucketing.bucket import format_bytes
-from bucketing.timeline import Interval, Span, Timeline, intersect
+from gradsplit.bucketing.bucket import format_bytes
+from gradsplit.bucketing.timeline import Interval, Span, Timeline, intersect
 
 COMPUTE_COLOUR = "#4c78a8"
 HIDDEN_COLOUR = "#54a24b"

@@ -13,7 +13,7 @@ are mixed) we order by the last parameter. Limits count the gradients themselves
 
 from collections.abc import Collection, Sequence
 
-from bucketing.bucket import BucketPlan, Parameter, pack_bucket
+from gradsplit.bucketing.bucket import BucketPlan, Parameter, pack_bucket
 
 MEBIBYTE = 1024**2
 # Those of a user who chooses none.

@@ -7,9 +7,9 @@ an all-reduce keeps the host from queueing what comes next.
 
 from __future__ import annotations
 
-from bucketing.bucket import BucketPlan
-from bucketing.cost_model import CostModel
-from bucketing.timeline import Interval, Timeline
+from gradsplit.bucketing.bucket import BucketPlan
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.timeline import Interval, Timeline
 
 
 def simulate(plan: BucketPlan, costs: CostModel) -> Timeline:

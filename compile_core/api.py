@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
-from compile_core.capture.directives import compiled_by_torch, leave_alone
-from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
-from compile_core.compiled_code import Programs, Settings
-from compile_core.compiled_function import CompiledFunction
-from compile_core.compiled_module import CompiledModule, wrap_module
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import CapturedGraph
-from compile_core.observe.compile_profiler import CompileProfiler
-from compile_core.observe.observer import Observer
-from compile_core.options import compilation_is_off
-from compile_core.pipeline import compile_graph
-from compile_core.planners import (
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
+from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
+from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
+from gradsplit.compile_core.compiled_code import Programs, Settings
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
+from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.options import compilation_is_off
+from gradsplit.compile_core.pipeline import compile_graph
+from gradsplit.compile_core.planners import (
     ClaimedModules,
     CompileRequest,
     claim,

@@ -21,19 +21,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from compile_core import config
-from compile_core.capture import normal_tensors
-from compile_core.errors import Unsupported
-from compile_core.ir.graphs import (
+from gradsplit.compile_core import config
+from gradsplit.compile_core.capture import normal_tensors
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.graphs import (
     GraphSignature,
     PartitionedGraph,
     ResultAlias,
     resolve_sizes,
     resolve_spec,
 )
-from compile_core.ir.lazy_modules import lazy_module
-from compile_core.ir.numbers import expression_of, has_backed_symbols, is_number, symbol_places
-from compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.lazy_modules import lazy_module
+from gradsplit.compile_core.ir.numbers import expression_of, has_backed_symbols, is_number, symbol_places
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.directives import is_disabled
-from compile_core.capture.object_model.libraries import is_library_name
+from gradsplit.compile_core.capture.directives import is_disabled
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name
 
 # The owner of a function that is bound to no object.
 NO_OWNER: Any = object()

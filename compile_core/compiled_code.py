@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from compile_core import config
-from compile_core.bound_calls import dispatch_function, plain_function
-from compile_core.call_targets import (
+from gradsplit.compile_core import config
+from gradsplit.compile_core.bound_calls import dispatch_function, plain_function
+from gradsplit.compile_core.call_targets import (
     NO_OWNER,
     Compiled,
     ModulesApart,
@@ -31,7 +31,7 @@ from compile_core.call_targets import (
     method_target,
     original_of,
 )
-from compile_core.capture import (
+from gradsplit.compile_core.capture import (
     COMPILED_APART,
     PlainCall,
     SizeHistory,
@@ -47,19 +47,19 @@ from compile_core.capture import (
     run_to_end,
     run_with_cells,
 )
-from compile_core.capture.code_objects.plain_frames import PlainFrames
-from compile_core.capture.directives import disabled_frame
-from compile_core.deep_calls import deeper_stack, with_room
-from compile_core.entry_table import CompiledGraph, Entry, EntryTable
-from compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
-from compile_core.hooked_modules import HookedCalls, has_hooks
-from compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
-from compile_core.ir.kept_random_state import kept_random_state
-from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
-from compile_core.observe.observer import Observer
-from compile_core.observe.stage_times import timed
+from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
+from gradsplit.compile_core.capture.directives import disabled_frame
+from gradsplit.compile_core.deep_calls import deeper_stack, with_room
+from gradsplit.compile_core.entry_table import CompiledGraph, Entry, EntryTable
+from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
+from gradsplit.compile_core.hooked_modules import HookedCalls, has_hooks
+from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
+from gradsplit.compile_core.ir.kept_random_state import kept_random_state
+from gradsplit.compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.observe.stage_times import timed
 
-logger = logging.getLogger("compile_core.capture")
+logger = logging.getLogger("gradsplit.compile_core.capture")
 
 CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
 

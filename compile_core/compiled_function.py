@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from compile_core.bound_calls import dispatch_function, plain_function
-from compile_core.call_targets import (
+from gradsplit.compile_core.bound_calls import dispatch_function, plain_function
+from gradsplit.compile_core.call_targets import (
     NO_OWNER,
     CalledCode,
     CalledForward,
@@ -26,21 +26,21 @@ from compile_core.call_targets import (
     original_of,
     shown_name,
 )
-from compile_core.capture import SizeHistory
-from compile_core.capture.directives import leave_alone
-from compile_core.compiled_code import (
+from gradsplit.compile_core.capture import SizeHistory
+from gradsplit.compile_core.capture.directives import leave_alone
+from gradsplit.compile_core.compiled_code import (
     CompiledCode,
     CompileGraph,
     Programs,
     Settings,
     forget_all,
 )
-from compile_core.entry_table import Entry, EntryTable
-from compile_core.errors import Unsupported
-from compile_core.hooked_modules import has_hooks
-from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from compile_core.ir.torchs_stance import stance
-from compile_core.observe.observer import Observer
+from gradsplit.compile_core.entry_table import Entry, EntryTable
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.hooked_modules import has_hooks
+from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.ir.torchs_stance import stance
+from gradsplit.compile_core.observe.observer import Observer
 
 
 @dataclass

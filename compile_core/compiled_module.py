@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from compile_core.state_dict_names import changed_names, with_fitting_names
+from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.state_dict_names import changed_names, with_fitting_names
 
 
 class CompiledModule(torch.nn.Module):

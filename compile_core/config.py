@@ -1,4 +1,4 @@
-"""Settings of the process, by name: ``compile_core.config.cache_size_limit = 8``.
+"""Settings of the process, by name: ``gradsplit.config.cache_size_limit = 8``.
 
 They are what a program sets once for everything that it compiles; what belongs to one compilation is an argument or
 option of ``compile``. Every name is checked, and so is the type of every value. A setting is read when it matters, so a
@@ -37,7 +37,7 @@ _to_stderr = _ToStderr()
 
 
 def _set_log_level(level: Any) -> None:
-    logger = logging.getLogger("compile_core")
+    logger = logging.getLogger("gradsplit")
     logger.setLevel(logging.NOTSET if level is None else level)
     if level is None:
         logger.removeHandler(_to_stderr)
@@ -91,7 +91,7 @@ SETTINGS: Mapping[str, Setting] = {
         None,
         lambda value: value is None or _is_number(value),
         "a level of the logging module, or None",
-        "level of the logger 'compile_core': WARNING tells of graph breaks, INFO of recompilations and graphs too",
+        "level of the logger 'gradsplit': WARNING tells of graph breaks, INFO of recompilations and graphs too",
         _set_log_level,
     ),
 }

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from compile_core.capture import explain_failure
-from compile_core.ir.captured import CapturedFrame, Guard
+from gradsplit.compile_core.capture import explain_failure
+from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
 
 CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 

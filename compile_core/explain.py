@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from compile_core.backends import triton
-from compile_core.backends.registry import RegionBackend
-from compile_core.capture.directives import leave_alone
-from compile_core.compiled_function import CompiledFunction
-from compile_core.compiled_module import CompiledModule
-from compile_core.errors import InternalError
-from compile_core.ir.captured import CapturedFrame, CapturedGraph
-from compile_core.ir.schedule import Compute
-from compile_core.lowering.fusion.fuse import fuse_and_explain
-from compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.observe.dump import StageDump
-from compile_core.observe.explanation import BreakReason, ExplainedGuard, ExplainOutput
-from compile_core.observe.observer import Observer
-from compile_core.observe.stage_times import Stopwatch, print_times, timed
-from compile_core.options import CompileOptions
-from compile_core.pipeline import compile_graph
-from compile_core.planners import claim
+from gradsplit.compile_core.backends import triton
+from gradsplit.compile_core.backends.registry import RegionBackend
+from gradsplit.compile_core.capture.directives import leave_alone
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.explanation import BreakReason, ExplainedGuard, ExplainOutput
+from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.observe.stage_times import Stopwatch, print_times, timed
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.pipeline import compile_graph
+from gradsplit.compile_core.planners import claim
 
 
 @leave_alone

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
-from compile_core.bind_sizes import GraphOfManySizes
-from compile_core.ir.captured import is_symbolic_number
-from compile_core.ir.fake_examples import fakes_like
-from compile_core.ir.numbers import value_at_compilation
-from compile_core.options import CompileOptions, parse_options
-from compile_core.pipeline import CompiledGraph, compile_module
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
+from gradsplit.compile_core.bind_sizes import GraphOfManySizes
+from gradsplit.compile_core.ir.captured import is_symbolic_number
+from gradsplit.compile_core.ir.fake_examples import fakes_like
+from gradsplit.compile_core.ir.numbers import value_at_compilation
+from gradsplit.compile_core.options import CompileOptions, parse_options
+from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ def gradsplit(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The default backend of ``compile_core.compile`` as a backend of ``torch.compile``.
+    """The default backend of ``gradsplit.compile`` as a backend of ``torch.compile``.
 
     Args:
         gm: a graph of torch-level operations that returns a flat tuple.
         example_inputs: a tensor, real or fake, or a symbolic number for each placeholder.
-        mode, options: as ``compile_core.compile`` takes them.
+        mode, options: as ``gradsplit.compile`` takes them.
 
     Returns:
         A function of the graph's inputs that equals it, gradients and changes of its inputs included. A graph that the

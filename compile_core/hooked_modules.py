@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.code_objects.plain_frames import PlainFrames
-from compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
+from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
+from gradsplit.compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -230,7 +230,7 @@ def list_mode_options(mode: str | None = None) -> dict[str, Any]:
 
 
 def list_options() -> list[str]:
-    """The names that ``compile(options=...)`` takes; ``compile_core.options.OPTIONS`` has what they mean."""
+    """The names that ``compile(options=...)`` takes; ``gradsplit.compile_core.options.OPTIONS`` has what they mean."""
     return sorted(OPTIONS)
 
 

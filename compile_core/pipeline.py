@@ -13,38 +13,38 @@ from typing import Any, Protocol
 
 import torch
 
-from compile_core import config
-from compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
-from compile_core.autograd.bound_graphs.double_backward import differentiable_backward
-from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
-from compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
-from compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
-from compile_core.autograd.captured_graphs.known_masks import simplify_masks
-from compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
-from compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
-from compile_core.autograd.rewrites.pad_products import pad_products
-from compile_core.autograd.rewrites.random_to_counters import random_to_counters
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.autograd.tracing import random_decompositions
-from compile_core.backends.registry import Backend, GraphBackend, RegionBackend
-from compile_core.bind_sizes import GraphOfManySizes, has_numbers
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.communicator import Communicator
-from compile_core.ir.fake_examples import fakes_like
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.numbers import is_number, value_at_compilation
-from compile_core.ir.print_graph import print_graph, print_schedule
-from compile_core.ir.regions import graph_inputs, whole_schedule
-from compile_core.ir.schedule import Schedule
-from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
-from compile_core.observe.dump import StageDump
-from compile_core.observe.stage_times import timed
-from compile_core.options import CompileOptions
-from compile_core.runtime.cuda_graphs import with_cuda_graphs
-from compile_core.runtime.executable import Executable, link
+from gradsplit.compile_core import config
+from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
+from gradsplit.compile_core.autograd.bound_graphs.double_backward import differentiable_backward
+from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
+from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
+from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
+from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
+from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
+from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
+from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
+from gradsplit.compile_core.bind_sizes import GraphOfManySizes, has_numbers
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.fake_examples import fakes_like
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
+from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
+from gradsplit.compile_core.ir.regions import graph_inputs, whole_schedule
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
+from gradsplit.compile_core.runtime.executable import Executable, link
 
 logger = logging.getLogger(__name__)
 

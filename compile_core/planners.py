@@ -2,8 +2,8 @@
 that such a module may call.
 
 ``compile`` must know what to do with a ``DistributedDataParallel`` without this package importing the one that does it.
-A plug-in is a ``ModuleCompiler``; it is found under the entry-point group ``compile_core.planners``, or, in a checkout
-that was not installed, as the name ``PLUGIN`` in a module ``compile_core_plugin`` of a package beside this one.
+A plug-in is a ``ModuleCompiler``: that of ``gradsplit.distributed``, and those that other installed packages declare
+under the entry-point group ``gradsplit.planners``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from compile_core.backends.registry import (
+from gradsplit.compile_core.backends.registry import (
     DEFAULT_BACKEND,
     Backend,
     GraphBackend,
     RegionBackend,
     resolve_backend,
 )
-from compile_core.call_targets import ModulesApart
-from compile_core.compiled_module import CompiledModule
-from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.kept_random_state import kept_random_state
-from compile_core.options import CompileOptions, parse_options, refuse_both
+from gradsplit.compile_core.call_targets import ModulesApart
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.kept_random_state import kept_random_state
+from gradsplit.compile_core.options import CompileOptions, parse_options, refuse_both
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class CompileRequest:
         options: Mapping[str, Any] | None,
         recompile_limit: int | None = None,
     ) -> CompileRequest:
-        """Checks the arguments; see ``compile_core.compile``, which says what is raised."""
+        """Checks the arguments; see ``gradsplit.compile``, which says what is raised."""
         if not isinstance(fullgraph, bool):
             raise TypeError(f"fullgraph must be True or False, not {fullgraph!r}")
         if dynamic is not None and not isinstance(dynamic, bool):
@@ -185,13 +184,6 @@ _RECORD = "_gradsplit_compiled_calls"
 @functools.cache
 def _plugins() -> tuple[ModuleCompiler, ...]:
     with kept_random_state():  # some packages draw one when they are imported
-        found = {
-            point.value.partition(":")[0]: point.load()
-            for point in entry_points(group="compile_core.planners")
-        }
-        beside = Path(__file__).parent.parent
-        for path in sorted(beside.glob("*/compile_core_plugin.py")):
-            name = f"{path.parent.name}.{path.stem}"
-            if name not in found:
-                found[name] = importlib.import_module(name).PLUGIN
-    return tuple(found.values())
+        # Asked for by its name, since this package imports nothing of that one.
+        ddp = importlib.import_module("gradsplit.distributed.compile_core_plugin").PLUGIN
+        return (ddp, *(point.load() for point in entry_points(group="gradsplit.planners")))

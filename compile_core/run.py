@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from compile_core.capture import directives, run_only
-from compile_core.compiled_function import CompiledFunction, living_functions
-from compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.capture import directives, run_only
+from gradsplit.compile_core.compiled_function import CompiledFunction, living_functions
+from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
 
 
 @directives.leave_alone

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from compile_core.backends.registry import GraphCompiler, resolve_backend
-from compile_core.graph_compiler import compile_any_graph
-from compile_core.options import CompileOptions
+from gradsplit.compile_core.backends.registry import GraphCompiler, resolve_backend
+from gradsplit.compile_core.graph_compiler import compile_any_graph
+from gradsplit.compile_core.options import CompileOptions
 
 
 class CompileCounter:

@@ -1,17 +1,22 @@
 """Data parallelism for compiled programs: gradient buckets that are reduced under the backward that fills them."""
 
-from distributed.compile_ddp import CompiledDDP, compile_ddp, inspect_ddp
-from distributed.ddp_options import DDPOptions
-from distributed.explaining.ddp_explanation import DDPExplanation
-from distributed.explaining.explain_ddp import explain_ddp
-from distributed.explaining.record_timeline import record_timeline
+if __name__ == "distributed":
+    from gradsplit.give_way import give_way
 
-__all__ = [
-    "CompiledDDP",
-    "DDPExplanation",
-    "DDPOptions",
-    "compile_ddp",
-    "explain_ddp",
-    "inspect_ddp",
-    "record_timeline",
-]
+    give_way(__name__)
+else:
+    from gradsplit.distributed.compile_ddp import CompiledDDP, compile_ddp, inspect_ddp
+    from gradsplit.distributed.ddp_options import DDPOptions
+    from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation
+    from gradsplit.distributed.explaining.explain_ddp import explain_ddp
+    from gradsplit.distributed.explaining.record_timeline import record_timeline
+
+    __all__ = [
+        "CompiledDDP",
+        "DDPExplanation",
+        "DDPOptions",
+        "compile_ddp",
+        "explain_ddp",
+        "inspect_ddp",
+        "record_timeline",
+    ]

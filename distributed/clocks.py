@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distributed.streams import current_stream
+from gradsplit.distributed.streams import current_stream
 
 # About two milliseconds.
 _HEAD_START_CYCLES = 4_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.planners import ModuleCompiler
-from distributed.compile_ddp import CompiledDDP
-from distributed.explaining.explain_ddp import explain_ddp
-from distributed.reducer.graph_in_ddp import compile_in_ddp
+from gradsplit.compile_core.planners import ModuleCompiler
+from gradsplit.distributed.compile_ddp import CompiledDDP
+from gradsplit.distributed.explaining.explain_ddp import explain_ddp
+from gradsplit.distributed.reducer.graph_in_ddp import compile_in_ddp
 
 PLUGIN = ModuleCompiler(DistributedDataParallel, CompiledDDP, compile_in_ddp, explain_ddp)

@@ -14,30 +14,30 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import BucketPlan
-from bucketing.cost_model import CostModel
-from bucketing.merge_plan import MergePlan
-from compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend
-from compile_core.compiled_module import CompiledModule, wrap_module
-from compile_core.errors import CompileError
-from compile_core.hooked_modules import HookedCalls, has_hooks
-from compile_core.ir.torchs_stance import stance
-from compile_core.options import compilation_is_off
-from compile_core.pipeline import CompiledGraph
-from compile_core.planners import CompileRequest, forms_of, remember_call
-from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import parameter_names, process_group
-from distributed.ddp_options import DDPOptions
-from distributed.eligibility import (
+from gradsplit.bucketing.bucket import BucketPlan
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.merge_plan import MergePlan
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend
+from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.hooked_modules import HookedCalls, has_hooks
+from gradsplit.compile_core.ir.torchs_stance import stance
+from gradsplit.compile_core.options import compilation_is_off
+from gradsplit.compile_core.pipeline import CompiledGraph
+from gradsplit.compile_core.planners import CompileRequest, forms_of, remember_call
+from gradsplit.distributed.agreement.agreement import agreement_of
+from gradsplit.distributed.ddp_module import parameter_names, process_group
+from gradsplit.distributed.ddp_options import DDPOptions
+from gradsplit.distributed.eligibility import (
     Wrappings,
     is_joining,
     reason_for_reducer,
     reason_of_call,
     shares_parameters,
 )
-from distributed.gradients.gradient_buckets import GradientBuckets
-from distributed.in_graph_way import InGraphWay, is_synchronised, what_is_reduced
-from distributed.reducer_way import ReducerWay
+from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.in_graph_way import InGraphWay, is_synchronised, what_is_reduced
+from gradsplit.distributed.reducer_way import ReducerWay
 
 logger = logging.getLogger(__name__)
 
@@ -234,19 +234,19 @@ def compile_ddp(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``compile_core.compile`` for a ``DistributedDataParallel`` module, with settings of data parallelism.
+    """``gradsplit.compile`` for a ``DistributedDataParallel`` module, with settings of data parallelism.
 
     Args:
         ddp: the module.
         ddp_options: the settings.
-        fullgraph, dynamic, backend, mode, options: as ``compile_core.compile`` takes them.
+        fullgraph, dynamic, backend, mode, options: as ``gradsplit.compile`` takes them.
 
     Returns:
         A module with the same parameters, attributes and state_dict.
 
     Raises:
         TypeError: another module, or an argument of the wrong type.
-        ValueError: as ``compile_core.compile`` does.
+        ValueError: as ``gradsplit.compile`` does.
         CompileError: at the first call, when ranks disagree or one does not come.
     """
     if isinstance(ddp, CompiledModule):
@@ -267,7 +267,7 @@ def inspect_ddp(compiled: Any) -> CompiledDDP:
     """What runs a compiled DDP module: its plan, its buckets, its graphs.
 
     Args:
-        compiled: what ``compile_core.compile`` made of a ``DistributedDataParallel`` module; or the module itself, if
+        compiled: what ``gradsplit.compile`` made of a ``DistributedDataParallel`` module; or the module itself, if
             it was compiled because a compiled program called it, and of several such forms the last.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from distributed.collectives.averaging import WIRE_TYPES
+from gradsplit.distributed.collectives.averaging import WIRE_TYPES
 
 Overlap = Literal["in_graph", "reducer"]
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.ddp_module import process_group
-from distributed.group_backend import backend_of
-from distributed.reducer.parked_reducer import has_hook_in_c
-from distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
+from gradsplit.distributed.ddp_module import process_group
+from gradsplit.distributed.group_backend import backend_of
+from gradsplit.distributed.reducer.parked_reducer import has_hook_in_c
+from gradsplit.distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
 # How each backend is told to average: by the operator, or by scaling before a sum.
 _REDUCING_BACKENDS = ("gloo", "nccl")

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from compile_core.bind_sizes import GraphOfManySizes
-from compile_core.capture import normal_tensors
-from compile_core.ir.captured import CapturedGraph
-from compile_core.ir.pick import picker
-from compile_core.pipeline import CompiledGraph, compile_graph
-from compile_core.planners import CompileRequest
-from distributed.agreement.agreement import Agreement
-from distributed.planning.ddp_planner import DDPPlanner
+from gradsplit.compile_core.bind_sizes import GraphOfManySizes
+from gradsplit.compile_core.capture import normal_tensors
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.ir.pick import picker
+from gradsplit.compile_core.pipeline import CompiledGraph, compile_graph
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed.agreement.agreement import Agreement
+from gradsplit.distributed.planning.ddp_planner import DDPPlanner
 
 logger = logging.getLogger(__name__)
 

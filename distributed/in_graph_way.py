@@ -17,26 +17,26 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.compiled_function import CompiledFunction
-from compile_core.ir.captured import CapturedGraph
-from compile_core.pipeline import CompiledGraph, compile_graph
-from compile_core.planners import CompileRequest
-from distributed.agreement.agreement import agreement_of
-from distributed.agreement.failure_watch import describe_error
-from distributed.collectives.averaging import Averaging
-from distributed.collectives.broadcast_buffers import BufferBroadcast
-from distributed.ddp_module import Names, process_group
-from distributed.ddp_options import DDPOptions
-from distributed.gradients.bucket_buffers import described
-from distributed.gradients.gradient_buckets import GradientBuckets
-from distributed.gradients.static_graph import StaticGraph, changed, shown
-from distributed.graph_forms import GraphForms
-from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
-from distributed.optimizer_steps.step_in_backward import StepInBackward
-from distributed.planning.ddp_planner import DDPPlanner
-from distributed.planning.settle_plan import PlanSettler
-from distributed.reducer.parked_reducer import park_again, park_reducer
-from distributed.reducer.wrapped_parameters import reduced_parameters
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.pipeline import CompiledGraph, compile_graph
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed.agreement.agreement import agreement_of
+from gradsplit.distributed.agreement.failure_watch import describe_error
+from gradsplit.distributed.collectives.averaging import Averaging
+from gradsplit.distributed.collectives.broadcast_buffers import BufferBroadcast
+from gradsplit.distributed.ddp_module import Names, process_group
+from gradsplit.distributed.ddp_options import DDPOptions
+from gradsplit.distributed.gradients.bucket_buffers import described
+from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.static_graph import StaticGraph, changed, shown
+from gradsplit.distributed.graph_forms import GraphForms
+from gradsplit.distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
+from gradsplit.distributed.planning.ddp_planner import DDPPlanner
+from gradsplit.distributed.planning.settle_plan import PlanSettler
+from gradsplit.distributed.reducer.parked_reducer import park_again, park_reducer
+from gradsplit.distributed.reducer.wrapped_parameters import reduced_parameters
 
 _FIRST_CALL = "plans the gradient buckets of a module"
 

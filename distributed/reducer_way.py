@@ -15,15 +15,15 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.compiled_function import CompiledFunction
-from compile_core.compiled_module import CompiledModule
-from compile_core.ir.captured import CapturedGraph
-from compile_core.pipeline import compile_graph
-from compile_core.planners import CompileRequest
-from distributed.agreement.agreement import Agreement, agreement_of
-from distributed.ddp_module import process_group
-from distributed.eligibility import has_own_forward
-from distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.pipeline import compile_graph
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed.agreement.agreement import Agreement, agreement_of
+from gradsplit.distributed.ddp_module import process_group
+from gradsplit.distributed.eligibility import has_own_forward
+from gradsplit.distributed.reducer.graph_in_ddp import GraphInDDP, compile_in_ddp
 
 
 class ReducerWay:

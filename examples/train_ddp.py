@@ -1,6 +1,6 @@
 """Trains a small GPT data-parallel, eager and compiled side by side, and shows what compiling gained.
 
-    python -m launch --nproc-per-node 2 examples/train_ddp.py
+    python -m gradsplit.launch --nproc-per-node 2 examples/train_ddp.py
 
 Both models start equal and see equal batches. Their steps alternate, so that whatever else the machine does meets
 both. Rank 0 prints a table and writes to ``--out``: ``report.json`` with every figure, ``overlap.png`` and
@@ -31,9 +31,8 @@ from rich.table import Table
 from text_data import batch, load_tokens
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-import distributed
-from bucketing import Timeline, plot_timeline
+import gradsplit
+from gradsplit.bucketing import Timeline, plot_timeline
 
 LEARNING_RATE = 5e-4
 # Compiling, allocating and clock ramps happen in the first steps; medians leave them out.
@@ -71,7 +70,7 @@ def main() -> None:
         config,
         device,
         options.bucket_mb,
-        lambda ddp: compile_core.compile(ddp, options={"trace_folder": trace_folder}),
+        lambda ddp: gradsplit.compile(ddp, options={"trace_folder": trace_folder}),
     )
     difference = gradient_difference(eager.model, compiled.model, batch_of(0))
     with make_progress(rank) as progress:
@@ -175,7 +174,7 @@ def gradient_difference(
 def measure_overlap(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> Timeline:
     model.zero_grad()
     dist.barrier()
-    with distributed.record_timeline(model) as recorder:
+    with gradsplit.distributed.record_timeline(model) as recorder:
         model(*data).backward()
     return recorder.timeline()
 
@@ -183,7 +182,7 @@ def measure_overlap(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tens
 def make_report(
     eager: Trainer, compiled: Trainer, difference: float, timeline: Timeline, tokens_per_step: int
 ) -> dict[str, Any]:
-    runner = distributed.inspect_ddp(compiled.model)
+    runner = gradsplit.distributed.inspect_ddp(compiled.model)
     if runner.plan is None:
         raise RuntimeError(f"gradients were not reduced inside the backward: {runner.reason_for_reducer}")
     segments = [

@@ -1,11 +1,11 @@
 """Start one training process per MPI rank, with the environment variables that torchrun would set.
 
-``python -m launch --nproc-per-node 2 train.py`` (console script: ``mpi-torchrun``) starts ``mpiexec``;
-``mpiexec -n 4 python -m launch train.py`` uses the ranks that are there already, on any number of nodes.
+``python -m gradsplit.launch --nproc-per-node 2 train.py`` (console script: ``mpi-torchrun``) starts ``mpiexec``;
+``mpiexec -n 4 python -m gradsplit.launch train.py`` uses the ranks that are there already, on any number of nodes.
 
 Who runs what::
 
-    python -m launch            job.py        finds an MPI, starts mpiexec, hands on signals and the exit code
+    python -m gradsplit.launch  job.py        finds an MPI, starts mpiexec, hands on signals and the exit code
       mpiexec -n N
         supervisor, one a rank  worker.py     takes part in MPI: agrees on addresses, spreads a failure
           the user's script     plain Python  sees torchrun's variables and nothing of MPI
@@ -24,3 +24,8 @@ because
 The price: a script that itself wants ``MPI.COMM_WORLD`` has to be started by ``mpiexec`` directly, and each
 rank costs one idle supervisor (some 30 MB, asleep but for a glance every few milliseconds).
 """
+
+if __name__ == "launch":
+    from gradsplit.give_way import give_way
+
+    give_way(__name__)

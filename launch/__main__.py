@@ -1,7 +1,7 @@
-"""``python -m launch``."""
+"""``python -m gradsplit.launch``."""
 
 import sys
 
-from launch.cli import main
+from gradsplit.launch.cli import main
 
 sys.exit(main())

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launch.entry import check_entry
-from launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
-from launch.job import run_job
-from launch.launch_spec import EntryKind, LaunchSpec
-from launch.mpi_variables import mpi_rank
-from launch.process_count import parse_process_count
-from launch.worker import run_rank
+from gradsplit.launch.entry import check_entry
+from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
+from gradsplit.launch.job import run_job
+from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
+from gradsplit.launch.mpi_variables import mpi_rank
+from gradsplit.launch.process_count import parse_process_count
+from gradsplit.launch.worker import run_rank
 
 HELP = """\
 usage: mpi-torchrun [options] script.py [script arguments]
@@ -23,8 +23,8 @@ usage: mpi-torchrun [options] script.py [script arguments]
        mpiexec -n 4 [...] mpi-torchrun [options] script.py [script arguments]
 
 Starts one process per MPI rank with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, ...). Without an MPI job around it, it starts mpiexec itself, on this machine. `python -m launch`
-is the same command.
+MASTER_ADDR, ...). Without an MPI job around it, it starts mpiexec itself, on this machine.
+`python -m gradsplit.launch` is the same command.
 
   --nproc-per-node N|cpu|gpu|auto  processes on each node (default 1; under mpiexec: must match, if given)
   --nnodes N                       number of nodes (under mpiexec: must match; otherwise only 1)

@@ -7,8 +7,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from launch.errors import LaunchError
-from launch.launch_spec import EntryKind, LaunchSpec
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 
 
 def check_entry(spec: LaunchSpec) -> None:

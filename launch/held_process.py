@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from launch.parent_death import end_with_parent
+from gradsplit.launch.parent_death import end_with_parent
 
 _CANNOT_RUN = 126
 """What shells return for a program that exists and cannot be run."""

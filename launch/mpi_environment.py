@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from launch.errors import LaunchError
+from gradsplit.launch.errors import LaunchError
 
 
 class Flavour(StrEnum):

@@ -12,9 +12,9 @@ from array import array
 from itertools import accumulate
 from typing import Any
 
-from launch.errors import LaunchError
-from launch.mpi_environment import find_running_library
-from launch.mpi_variables import mpi_size
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.mpi_environment import find_running_library
+from gradsplit.launch.mpi_variables import mpi_size
 
 
 class MpiWorld:

@@ -7,7 +7,7 @@ machine talk through shared memory, so that none of them listens on a network.
 
 from collections.abc import Sequence
 
-from launch.mpi_environment import Flavour, MpiInstallation
+from gradsplit.launch.mpi_environment import Flavour, MpiInstallation
 
 
 def mpiexec_command(installation: MpiInstallation, processes: int, program: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 
-from launch.errors import LaunchError
+from gradsplit.launch.errors import LaunchError
 
 
 def parse_process_count(text: str) -> int:

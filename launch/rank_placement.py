@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.errors import LaunchError
-from launch.launch_spec import LaunchSpec
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.launch_spec import LaunchSpec
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import socket
 import uuid
 from dataclasses import dataclass
 
-from launch.launch_spec import LaunchSpec
-from launch.rank_placement import RankPlacement
+from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.rank_placement import RankPlacement
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import FrameType
 
-from launch.entry import check_entry
-from launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
-from launch.held_process import HeldProcess
-from launch.launch_spec import LaunchSpec
-from launch.mpi_variables import mpi_rank, without_mpi_variables
-from launch.mpi_world import MpiWorld, join_world
-from launch.parent_death import end_with_parent
-from launch.rank_placement import RankPlacement, check_placement, place_ranks
-from launch.rendezvous import Rendezvous, choose_rendezvous
+from gradsplit.launch.entry import check_entry
+from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
+from gradsplit.launch.held_process import HeldProcess
+from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.mpi_variables import mpi_rank, without_mpi_variables
+from gradsplit.launch.mpi_world import MpiWorld, join_world
+from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.rank_placement import RankPlacement, check_placement, place_ranks
+from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
 
 SPEC_VARIABLE = "GRADSPLIT_LAUNCH_SPEC"
 """Carries the spec (JSON) from the launcher that started ``mpiexec`` to its ranks."""

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Every test starts from the same random state, and with nothing compiled: equal code shares its programs."""
-    compile_core.reset()
+    gradsplit.reset()
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-import compile_core
+import gradsplit
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def operations(backend):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torchs_front_end_sees_neither_a_compiled_module_nor_its_backward():
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    compiled = compile_core.compile(copy.deepcopy(plain))
+    compiled = gradsplit.compile(copy.deepcopy(plain))
     backend = EagerAndRecordGraphs()
 
     def train(model, x):
@@ -55,7 +55,7 @@ def test_torchs_front_end_sees_neither_a_compiled_module_nor_its_backward():
 
 
 def test_torchs_front_end_sees_no_capture_of_a_compiled_function():
-    inner = compile_core.compile(lambda x, k: x.sin() * k, backend="aot_eager")
+    inner = gradsplit.compile(lambda x, k: x.sin() * k, backend="aot_eager")
     backend = EagerAndRecordGraphs()
     outer = torch.compile(lambda x, k: inner(x + 1, k) * 3, backend=backend, dynamic=False)
     for size in (3, 3, 4):  # the second size is captured again, within the outer call
@@ -68,11 +68,11 @@ def test_what_torch_compiled_is_compiled_by_torch_where_plain_code_of_a_compiled
     backend = EagerAndRecordGraphs()
     theirs = torch.compile(lambda x: x.cos() + 1, backend=backend)
 
-    @compile_core.disable
+    @gradsplit.disable
     def plain(x):
         return theirs(x)
 
-    ours = compile_core.compile(lambda x: plain(x * 2) * 2, backend="aot_eager")
+    ours = gradsplit.compile(lambda x: plain(x * 2) * 2, backend="aot_eager")
     outer = torch.compile(lambda x: ours(x) - 1, backend=backend)
     x = torch.randn(3)
     torch.testing.assert_close(outer(x), ((x * 2).cos() + 1) * 2 - 1)

@@ -1,4 +1,4 @@
-"""``compile_core.compile`` as its users call it."""
+"""``gradsplit.compile`` as its users call it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
-from compile_core.compiled_module import CompiledModule
-from compile_core.errors import Unsupported
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.testing import CompileCounter
 
 
 def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
@@ -25,11 +25,11 @@ def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["aot_eager", "eager", "triton"])
 def test_function_module_and_decorator(backend: str) -> None:
     x = torch.randn(3, 4)
-    assert torch.allclose(compile_core.compile(scaled, backend=backend)(x, factor=3.0), scaled(x, 3.0))
+    assert torch.allclose(gradsplit.compile(scaled, backend=backend)(x, factor=3.0), scaled(x, 3.0))
     model = torch.nn.Linear(4, 4)
-    assert torch.allclose(compile_core.compile(model, backend=backend)(x), model(x), atol=1e-6)
+    assert torch.allclose(gradsplit.compile(model, backend=backend)(x), model(x), atol=1e-6)
 
-    @compile_core.compile(backend=backend, fullgraph=True)
+    @gradsplit.compile(backend=backend, fullgraph=True)
     def decorated(x: torch.Tensor) -> torch.Tensor:
         return scaled(x) + 1
 
@@ -44,7 +44,7 @@ def doubling(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return double
 
 
-@pytest.mark.parametrize("decorate", [doubling, compile_core.disable])
+@pytest.mark.parametrize("decorate", [doubling, gradsplit.disable])
 def test_a_decorated_forward_takes_the_module_as_one_of_its_arguments(decorate: Callable[..., Any]) -> None:
     class Decorated(torch.nn.Linear):
         @decorate
@@ -52,7 +52,7 @@ def test_a_decorated_forward_takes_the_module_as_one_of_its_arguments(decorate: 
             return super().forward(input) * factor
 
     model, x = Decorated(4, 4), torch.randn(3, 4)
-    compiled = compile_core.compile(model, backend="aot_eager")
+    compiled = gradsplit.compile(model, backend="aot_eager")
     assert torch.equal(compiled(x, factor=3.0), model(x, factor=3.0))
     model.register_forward_hook(lambda module, args, output: output + 1)
     assert torch.equal(compiled(x), model(x))
@@ -69,7 +69,7 @@ def test_a_function_that_is_made_of_something_else_is_compiled_again() -> None:
             return x + 1
 
     x, module = torch.ones(2), Shift()
-    compiled, compiled_module = compile_core.compile(scale), compile_core.compile(module)
+    compiled, compiled_module = gradsplit.compile(scale), gradsplit.compile(module)
     assert torch.equal(compiled(x), scale(x))
     assert torch.equal(compiled_module(x), x + 1)
     for name, value in (
@@ -90,38 +90,38 @@ def test_a_callable_backend_gets_graph_and_examples() -> None:
         seen.append((module, examples))
         return module
 
-    compile_core.compile(scaled, backend=backend)(torch.ones(2))
+    gradsplit.compile(scaled, backend=backend)(torch.ones(2))
     ((module, examples),) = seen
     assert isinstance(module, torch.fx.GraphModule)
     assert [tuple(example.shape) for example in examples] == [(2,)]
 
 
 def test_a_registered_backend_is_known_by_name() -> None:
-    @compile_core.register_backend(name="identity_for_test")
+    @gradsplit.register_backend(name="identity_for_test")
     def identity(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> torch.fx.GraphModule:
         return module
 
-    assert "identity_for_test" in compile_core.list_backends()
+    assert "identity_for_test" in gradsplit.list_backends()
     assert torch.equal(
-        compile_core.compile(scaled, backend="identity_for_test")(torch.ones(2)), scaled(torch.ones(2))
+        gradsplit.compile(scaled, backend="identity_for_test")(torch.ones(2)), scaled(torch.ones(2))
     )
     with pytest.raises(ValueError, match="exists already"):
-        compile_core.register_backend(lambda module, examples: module, name="identity_for_test")
+        gradsplit.register_backend(lambda module, examples: module, name="identity_for_test")
 
 
 def test_disable_returns_what_it_was_given() -> None:
-    assert compile_core.compile(scaled, disable=True) is scaled
+    assert gradsplit.compile(scaled, disable=True) is scaled
 
 
 def test_a_compiled_module_is_the_module_in_all_but_its_call() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
-    compiled = compile_core.compile(model)
+    compiled = gradsplit.compile(model)
     assert isinstance(compiled, CompiledModule) and isinstance(compiled, torch.nn.Sequential)
     assert list(compiled.state_dict()) == ["0.weight", "0.bias"]
     assert compiled.eval() is compiled and not model.training
     compiled.extra = 3
     assert model.extra == 3
-    assert compile_core.compile(compiled)._orig_mod is model
+    assert gradsplit.compile(compiled)._orig_mod is model
     assert type(pickle.loads(pickle.dumps(compiled))) is torch.nn.Sequential
     assert torch.equal(copy.deepcopy(compiled)[0].weight, model[0].weight)
 
@@ -144,7 +144,7 @@ def test_a_compiled_module_is_the_module_in_all_but_its_call() -> None:
 )
 def test_bad_input_is_one_clear_line(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as raised:
-        compile_core.compile(**{"model": scaled, **arguments})
+        gradsplit.compile(**{"model": scaled, **arguments})
     assert "\n" not in str(raised.value)
 
 
@@ -153,14 +153,14 @@ def test_fullgraph_names_the_users_line() -> None:
         print("here")
         return x + 1
 
-    with pytest.raises(compile_core.Unsupported) as raised:
-        compile_core.compile(prints, fullgraph=True)(torch.ones(2))
+    with pytest.raises(gradsplit.Unsupported) as raised:
+        gradsplit.compile(prints, fullgraph=True)(torch.ones(2))
     assert "test_api.py" in str(raised.value) and 'print("here")' in str(raised.value)
 
 
 def test_stages_are_written_to_the_trace_folder(tmp_path) -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    compile_core.compile(scaled, options={"trace_folder": tmp_path})(x).sum().backward()
+    gradsplit.compile(scaled, options={"trace_folder": tmp_path})(x).sum().backward()
     stages = {path.name.split(".", 1)[1] for path in tmp_path.iterdir()}
     assert {
         "captured.txt",
@@ -177,7 +177,7 @@ def test_what_a_stage_has_no_rule_for_runs_with_torchs_kernels(caplog: pytest.Lo
         return y, y.detach().view(torch.int32)
 
     x = torch.randn(2, 3, requires_grad=True)
-    first, second = compile_core.compile(shares)(x)
+    first, second = gradsplit.compile(shares)(x)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     first.sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
@@ -186,22 +186,22 @@ def test_what_a_stage_has_no_rule_for_runs_with_torchs_kernels(caplog: pytest.Lo
 
 def test_a_torchscript_module_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     module = torch.jit.script(torch.nn.Linear(3, 2))
-    assert compile_core.compile(module)(torch.ones(3)).shape == (2,)
+    assert gradsplit.compile(module)(torch.ones(3)).shape == (2,)
     assert "TorchScript" in caplog.text
     with pytest.raises(Unsupported, match="TorchScript"):
-        compile_core.compile(module, fullgraph=True)
+        gradsplit.compile(module, fullgraph=True)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: compile_core.compile(len, fullgraph="yes"), "fullgraph must be True or False, not 'yes'"),
-        (lambda: compile_core.compile(torch.sin, recompile_limit=0), "takes a positive number, not 0"),
-        (lambda: compile_core.mark_dynamic(3, 0), "sizes of tensors are marked, not of 3"),
-        (lambda: compile_core.mark_static(None), "sizes of tensors are marked, not of None"),
-        (lambda: compile_core.explain(3), "explain takes a function or a torch.nn.Module, not int"),
+        (lambda: gradsplit.compile(len, fullgraph="yes"), "fullgraph must be True or False, not 'yes'"),
+        (lambda: gradsplit.compile(torch.sin, recompile_limit=0), "takes a positive number, not 0"),
+        (lambda: gradsplit.mark_dynamic(3, 0), "sizes of tensors are marked, not of 3"),
+        (lambda: gradsplit.mark_static(None), "sizes of tensors are marked, not of None"),
+        (lambda: gradsplit.explain(3), "explain takes a function or a torch.nn.Module, not int"),
         (
-            lambda: compile_core.compile(lambda x: x + 1, backend=lambda module, inputs: None)(torch.ones(2)),
+            lambda: gradsplit.compile(lambda x: x + 1, backend=lambda module, inputs: None)(torch.ones(2)),
             "a backend returns what runs the graph, not None",
         ),
     ],
@@ -213,14 +213,14 @@ def test_a_wrong_argument_is_named(call, message: str) -> None:
 
 def test_arguments_that_only_torch_has_by_these_names() -> None:
     counter, x = CompileCounter(), torch.ones(4, 3)
-    compile_core.mark_dynamic(x, index=0)
-    compile_core.maybe_mark_dynamic(x, index=0)
-    compile_core.mark_static(x, index=1)
-    f = compile_core.compile(lambda x: x + 1, backend=counter, name="mine", recompile_limit=1, dynamic=False)
+    gradsplit.mark_dynamic(x, index=0)
+    gradsplit.maybe_mark_dynamic(x, index=0)
+    gradsplit.mark_static(x, index=1)
+    f = gradsplit.compile(lambda x: x + 1, backend=counter, name="mine", recompile_limit=1, dynamic=False)
     for size in (2, 3, 4):
         f(torch.ones(size))
     assert counter.frame_count == 1
-    assert compile_core.compile(lambda x: x + 1, backend=None)(x).sum() == 24
+    assert gradsplit.compile(lambda x: x + 1, backend=None)(x).sum() == 24
 
 
 def test_torchinductor_gets_its_own_options() -> None:
@@ -233,7 +233,7 @@ def test_torchinductor_gets_its_own_options() -> None:
         seen.append(inductor_config.max_autotune_gemm_backends)
 
     options = {"max_autotune_gemm_backends": "ATEN", "joint_custom_post_pass": note, "fallback_random": True}
-    assert compile_core.compile(torch.sin, backend="inductor", options=options)(x).shape == (4,)
+    assert gradsplit.compile(torch.sin, backend="inductor", options=options)(x).shape == (4,)
     assert seen == ["ATEN"]
     with pytest.raises(ValueError, match="unknown option 'max_autotune_gemm_backend'"):
-        compile_core.compile(torch.sin, backend="inductor", options={"max_autotune_gemm_backend": "ATEN"})
+        gradsplit.compile(torch.sin, backend="inductor", options={"max_autotune_gemm_backend": "ATEN"})

@@ -14,14 +14,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bucketing", "compile_core", "distributed", "launch")
-OURS = (*PACKAGES, "examples", "tests")
+OURS = (*PACKAGES, "gradsplit", "examples", "tests")
 
-# What each package may import of the others, as module prefixes.
+# What each package may import of the others, as module prefixes; here they are called as their folders are, and
+# `gradsplit` is what the folder of that name adds to them.
+GIVE_WAY = "gradsplit.give_way"
 PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
-    "launch": (),
-    "compile_core": (),
-    "bucketing": ("compile_core.ir", "compile_core.errors"),
-    "distributed": ("compile_core", "bucketing"),
+    "launch": (GIVE_WAY,),
+    "compile_core": (GIVE_WAY,),
+    "bucketing": ("compile_core.ir", "compile_core.errors", GIVE_WAY),
+    "distributed": ("compile_core", "bucketing", GIVE_WAY),
+    "gradsplit": ("compile_core", "bucketing", "distributed"),
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
@@ -75,7 +78,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
     "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_code", "compiled_function", "compiled_module"),
     "testing": (*BASE, "backends", "graph_compiler"),
-    "compile_core": (*BASE, *STAGES, "api", "compiled_function", "disable", "explain", "run", "testing"),
+    "compile_core": (),
 }
 
 # The same of `distributed`: its parts are one idea each, and the files beside them put them together.
@@ -281,19 +284,25 @@ def nodes_with_function_depth(node: ast.AST, in_function: bool = False) -> Itera
         yield from nodes_with_function_depth(child, inside)
 
 
+def folder_name(name: str) -> str:
+    """`compile_core.ir` of `gradsplit.compile_core.ir`."""
+    below = name.removeprefix("gradsplit.")
+    return below if below.partition(".")[0] in PACKAGES else name
+
+
 def read_imports(tree: ast.Module, package: str, module_names: frozenset[str]) -> Iterator[Import]:
     """All imports of a module whose package (itself, for an ``__init__``) is ``package``."""
     for node, in_function in nodes_with_function_depth(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, in_function)
+                yield Import(folder_name(alias.name), node.lineno, in_function)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
+            base = folder_name(node.module or "")
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
             for alias in node.names:
-                member = f"{base}.{alias.name}"
+                member = folder_name(f"{base}.{alias.name}")
                 # A name taken from a package of ours is a module only when there is such a file; of packages
                 # that are not ours the longer name is kept, so that `from torch import _dynamo` is seen.
                 is_module = member in module_names or base.split(".")[0] not in OURS
@@ -301,8 +310,10 @@ def read_imports(tree: ast.Module, package: str, module_names: frozenset[str]) -
 
 
 def read_modules(root: Path) -> list[Module]:
-    """The modules of the four packages under ``root``, parsed; packages that do not exist are left out."""
+    """The modules under ``root`` of `gradsplit` and its four packages, parsed; those that do not exist are left out."""
     files: dict[str, Path] = {}
+    for path in sorted((root / "gradsplit").glob("*.py")):
+        files["gradsplit" if path.stem == "__init__" else f"gradsplit.{path.stem}"] = path
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
@@ -349,6 +360,21 @@ def check_package_directions(modules: list[Module]) -> list[str]:
                 broken.append(
                     f"{module.path}:{item.line}: imports {item.target}, but {package} may import {may}"
                 )
+    return broken
+
+
+def check_one_import_name(modules: list[Module]) -> list[str]:
+    broken = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            broken += [
+                f"{module.path}:{node.lineno}: imports {name}, which is gradsplit.{name}"
+                for name in names
+                if name.partition(".")[0] in PACKAGES
+            ]
     return broken
 
 
@@ -457,6 +483,7 @@ def check_file_names(modules: list[Module]) -> list[str]:
 
 CHECKS: tuple[Callable[[list[Module]], list[str]], ...] = (
     check_package_directions,
+    check_one_import_name,
     check_layers,
     check_no_imports_inside_functions,
     check_no_foreign_compiler,
@@ -482,12 +509,26 @@ def test_every_arrow_is_used(package):
 
 # Each rule can fail: a small tree that breaks exactly it, and the place that the message must name.
 BROKEN_TREES = [
-    (check_package_directions, {"launch/a.py": "import bucketing\n"}, "launch/a.py:1:"),
-    (check_package_directions, {"bucketing/a.py": "from compile_core import api\n"}, "bucketing/a.py:1:"),
+    (check_package_directions, {"launch/a.py": "import gradsplit.bucketing\n"}, "launch/a.py:1:"),
+    (
+        check_package_directions,
+        {"bucketing/a.py": "from gradsplit.compile_core import api\n"},
+        "bucketing/a.py:1:",
+    ),
     (check_package_directions, {"distributed/a.py": "\nimport tests.conftest\n"}, "distributed/a.py:2:"),
     (
+        check_package_directions,
+        {"distributed/a.py": "from gradsplit import compile\n"},
+        "distributed/a.py:1:",
+    ),
+    (check_one_import_name, {"launch/a.py": "import launch.cli\n"}, "launch/a.py:1:"),
+    (check_one_import_name, {"launch/a.py": "from launch import cli\n"}, "launch/a.py:1:"),
+    (
         check_layers,
-        {"compile_core/ir/a.py": "from compile_core import pipeline\n", "compile_core/pipeline.py": ""},
+        {
+            "compile_core/ir/a.py": "from gradsplit.compile_core import pipeline\n",
+            "compile_core/pipeline.py": "",
+        },
         "compile_core/ir/a.py:1:",
     ),
     (
@@ -495,12 +536,12 @@ BROKEN_TREES = [
         {"compile_core/lowering/nests/a.py": "from ...runtime import b\n", "compile_core/runtime/b.py": ""},
         "compile_core/lowering/nests/a.py:1:",
     ),
-    (check_layers, {"compile_core/ir/a.py": "import compile_core\n"}, "compile_core/ir/a.py:1:"),
+    (check_layers, {"compile_core/ir/a.py": "import gradsplit.compile_core\n"}, "compile_core/ir/a.py:1:"),
     (check_layers, {"compile_core/novelty.py": ""}, "compile_core/novelty.py:1:"),
     (
         check_layers,
         {
-            "distributed/reducer/a.py": "from distributed.planning.b import x\n",
+            "distributed/reducer/a.py": "from gradsplit.distributed.planning.b import x\n",
             "distributed/planning/b.py": "",
         },
         "distributed/reducer/a.py:1:",
@@ -509,7 +550,7 @@ BROKEN_TREES = [
     (
         check_layers,
         {
-            "compile_core/capture/values/a.py": "from compile_core.capture.frames import b\n",
+            "compile_core/capture/values/a.py": "from gradsplit.compile_core.capture.frames import b\n",
             "compile_core/capture/frames/b.py": "",
         },
         "compile_core/capture/values/a.py:1:",
@@ -518,7 +559,7 @@ BROKEN_TREES = [
     (
         check_layers,
         {
-            "compile_core/lowering/cpp_kernels/a.py": "from compile_core.lowering.triton_kernels import b\n",
+            "compile_core/lowering/cpp_kernels/a.py": "from gradsplit.compile_core.lowering.triton_kernels import b\n",
             "compile_core/lowering/triton_kernels/b.py": "",
         },
         "compile_core/lowering/cpp_kernels/a.py:1:",
@@ -527,7 +568,7 @@ BROKEN_TREES = [
     (
         check_layers,
         {
-            "compile_core/autograd/partitioning/a.py": "from compile_core.autograd.rewrites import b\n",
+            "compile_core/autograd/partitioning/a.py": "from gradsplit.compile_core.autograd.rewrites import b\n",
             "compile_core/autograd/rewrites/b.py": "",
         },
         "compile_core/autograd/partitioning/a.py:1:",
@@ -535,7 +576,7 @@ BROKEN_TREES = [
     (check_layers, {"compile_core/autograd/novelty.py": ""}, "compile_core/autograd/novelty.py:1:"),
     (
         check_no_imports_inside_functions,
-        {"distributed/a.py": "def f():\n    import bucketing\n"},
+        {"distributed/a.py": "def f():\n    import gradsplit.bucketing\n"},
         "distributed/a.py:2:",
     ),
     (check_no_foreign_compiler, {"launch/a.py": "from torch import _dynamo\n"}, "launch/a.py:1:"),
@@ -543,7 +584,7 @@ BROKEN_TREES = [
     (check_no_foreign_compiler, {"launch/a.py": "import torch\ntorch._dynamo.reset()\n"}, "launch/a.py:2:"),
     (
         check_acyclic,
-        {"launch/a.py": "from launch.b import x\n", "launch/b.py": "from . import a\n"},
+        {"launch/a.py": "from gradsplit.launch.b import x\n", "launch/b.py": "from . import a\n"},
         "launch/a.py:1:",
     ),
     (
@@ -573,14 +614,14 @@ def test_rule_catches_its_breach(tmp_path, check, files, place):
 
 def test_rules_allow_what_they_should(tmp_path):
     files = {
-        "compile_core/__init__.py": "from compile_core.api import compile\n",
-        "compile_core/api.py": "from compile_core import pipeline\n",
-        "compile_core/pipeline.py": "from compile_core.backends import inductor\n",
+        "gradsplit/__init__.py": "from gradsplit.compile_core.api import compile\n",
+        "compile_core/api.py": "from gradsplit.compile_core import pipeline\n",
+        "compile_core/pipeline.py": "from gradsplit.compile_core.backends import inductor\n",
         "compile_core/backends/__init__.py": "",
         "compile_core/backends/inductor.py": "from torch._inductor import compile_fx\n",
         "bucketing/__init__.py": "from .plan import plan\n",
-        "bucketing/plan.py": "from compile_core.errors import A\ndef plan():\n    import matplotlib\n",
-        "distributed/compile_ddp.py": "import bucketing, compile_core\n",
+        "bucketing/plan.py": "from gradsplit.compile_core.errors import A\ndef plan():\n    import matplotlib\n",
+        "distributed/compile_ddp.py": "import gradsplit.bucketing, gradsplit.compile_core\n",
     }
     write_tree(tmp_path, files)
     modules = read_modules(tmp_path)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
-from compile_core.bind_sizes import GraphOfManySizes, bind_sizes
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import whole_schedule
-from compile_core.ir.verify_graphs import verify_schedule
-from compile_core.observe.stage_times import Stopwatch
+import gradsplit
+from gradsplit.compile_core.bind_sizes import GraphOfManySizes, bind_sizes
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import whole_schedule
+from gradsplit.compile_core.ir.verify_graphs import verify_schedule
+from gradsplit.compile_core.observe.stage_times import Stopwatch
 
 
 def function(x: torch.Tensor, n: int) -> Any:
@@ -24,7 +24,7 @@ def function(x: torch.Tensor, n: int) -> Any:
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_one_entry_and_one_trace_with_gradients(backend: str, dynamic: bool | None) -> None:
     watch = Stopwatch()
-    made = compile_core.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    made = gradsplit.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     for rows, n in ((4, 3), (6, 5), (9, 3), (6, 5)):
         x = torch.randn(rows, 3, requires_grad=True)
         found, expected = made(x, n), function(x, n)
@@ -45,7 +45,7 @@ def test_one_entry_and_one_trace_with_gradients(backend: str, dynamic: bool | No
 
 
 def open_graph(run: Any, *inputs: Any) -> GraphOfManySizes:
-    made = compile_core.compile(run, dynamic=True)
+    made = gradsplit.compile(run, dynamic=True)
     made(*inputs)
     compiled = made.entries[0].compiled
     assert isinstance(compiled, GraphOfManySizes)
@@ -72,7 +72,7 @@ def test_what_is_bound_has_no_numbers() -> None:
 def test_too_many_sizes_run_with_torchs_own_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compile_core.config, "cache_size_limit", 2)
+    monkeypatch.setattr(gradsplit.config, "cache_size_limit", 2)
     graph = open_graph(lambda x: x * x.shape[0], torch.ones(6))
     compiled: list[PartitionedGraph] = []
 
@@ -86,7 +86,7 @@ def test_too_many_sizes_run_with_torchs_own_kernels(
     for must_compile, count in ((False, 2), (True, 5)):
         compiled.clear()
         made = GraphOfManySizes(graph.partitioned, compile_programs, fallback, must_compile)
-        with caplog.at_level(logging.WARNING, "compile_core"):
+        with caplog.at_level(logging.WARNING, "gradsplit"):
             for rows in (2, 3, 4, 5, 2, 2):
                 assert torch.equal(made(torch.ones(rows))[0], torch.full((rows,), float(rows)))
         assert len(compiled) == count and len(made.programs) == 2
@@ -98,7 +98,7 @@ def test_a_backend_that_asks_for_a_size_gets_a_guard() -> None:
         columns = int(examples[0].shape[1])
         return lambda *inputs: (module(*inputs)[0] * 0 + columns,)
 
-    made = compile_core.compile(lambda x: x + 1, backend=backend, dynamic=True)
+    made = gradsplit.compile(lambda x: x + 1, backend=backend, dynamic=True)
     for rows, columns in ((3, 4), (5, 4), (5, 6), (7, 6)):
         assert torch.equal(made(torch.ones(rows, columns)), torch.full((rows, columns), float(columns)))
     assert len(made.entries) == 2
@@ -109,7 +109,7 @@ def test_programs_do_not_take_integers() -> None:
         y.mul_(n)
         return x * n, y[1:]
 
-    compiled = compile_core.compile(changed, dynamic=True, fullgraph=True)
+    compiled = gradsplit.compile(changed, dynamic=True, fullgraph=True)
     for n, rows in ((3, 4), (5, 4), (5, 7)):
         x, y = torch.randn(rows, requires_grad=True), torch.randn(rows)
         kept = y.clone()

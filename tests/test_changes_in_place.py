@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import compile_core
-from compile_core.backends import triton as default_backend
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, NestBatch
+import gradsplit
+from gradsplit.compile_core.backends import triton as default_backend
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, NestBatch
 
 
 def adds(x: Tensor, y: Tensor) -> None:
@@ -111,7 +111,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[LoopProgram]:
 
 @pytest.mark.parametrize("function", STORED, ids=lambda function: function.__name__)
 def test_inputs_end_up_as_in_eager(function: Callable[..., Any], programs: list[LoopProgram]) -> None:
-    compiled = compile_core.compile(function, fullgraph=True)
+    compiled = gradsplit.compile(function, fullgraph=True)
     for _ in range(2):
         plain = torch.randn(6, 6), torch.randn(6, 6)
         ours = [tensor.clone() for tensor in plain]
@@ -135,7 +135,7 @@ def test_a_saved_tensor_that_is_changed_is_noticed(programs: list[LoopProgram]) 
     weight = torch.randn(3, requires_grad=True)
     x = torch.randn(3)
     result = (weight * x).sum()
-    compile_core.compile(adds)(x, torch.ones(3))
+    gradsplit.compile(adds)(x, torch.ones(3))
     assert programs[0].overwritten
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
@@ -147,7 +147,7 @@ def test_a_call_that_fails_changes_nothing() -> None:
         return torch.nn.functional.embedding(index, table) * x
 
     x, table = torch.zeros(3), torch.randn(4, 3)
-    compiled = compile_core.compile(step)
+    compiled = gradsplit.compile(step)
     compiled(x, table, torch.tensor([1]))
     with pytest.raises(IndexError):
         compiled(x, table, torch.tensor([9]))
@@ -160,7 +160,7 @@ def test_a_call_that_fails_before_copies_changes_nothing() -> None:
         return torch.nn.functional.embedding(index, table) * x
 
     x, table = torch.tensor([0.0, 3.0, 6.0]), torch.randn(4, 3)
-    compiled = compile_core.compile(step)
+    compiled = gradsplit.compile(step)
     compiled(x, table, torch.tensor([1]))
     with pytest.raises(IndexError):
         compiled(x, table, torch.tensor([9]))
@@ -174,7 +174,7 @@ def test_statistics_of_batch_norms_are_no_results(programs: list[LoopProgram]) -
     ]
     plain = torch.nn.Sequential(*layers)
     ours = copy.deepcopy(plain)
-    compiled = compile_core.compile(ours)
+    compiled = gradsplit.compile(ours)
     x = torch.randn(4, 3, 8, 8)
     for _ in range(2):
         for module in (plain, compiled):
@@ -194,14 +194,14 @@ def test_statistics_of_batch_norms_are_no_results(programs: list[LoopProgram]) -
 def test_tensors_of_inference_mode() -> None:
     with torch.inference_mode():
         x = torch.zeros(3)
-        compile_core.compile(adds)(x, torch.ones(3))
+        gradsplit.compile(adds)(x, torch.ones(3))
         assert x.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_views_and_leaves() -> None:
     base = torch.zeros(4, 3)
     leaf = torch.zeros(3, requires_grad=True)
-    compiled = compile_core.compile(adds)
+    compiled = gradsplit.compile(adds)
     with torch.no_grad():
         compiled(base[1], torch.ones(3))
         compiled(leaf, torch.ones(3))
@@ -221,7 +221,7 @@ def test_windows(size: int, step: int, backend: str) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     (expected, gradient), (found, found_gradient) = (
         (result, *torch.autograd.grad(result.square().sum(), x))
-        for result in (triples_windows(x), compile_core.compile(triples_windows, backend=backend)(x))
+        for result in (triples_windows(x), gradsplit.compile(triples_windows, backend=backend)(x))
     )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_gradient, gradient)
@@ -232,7 +232,7 @@ def test_a_row_of_an_expanded_input() -> None:
         x[1:2] *= 2
 
     ours, plain = torch.ones(3), torch.ones(3)
-    for function, row in ((compile_core.compile(doubles), ours), (doubles, plain)):
+    for function, row in ((gradsplit.compile(doubles), ours), (doubles, plain)):
         function(row.expand(4, 3))
     assert torch.equal(ours, plain)
 
@@ -263,7 +263,7 @@ def into_what_the_program_made(x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("program", [into_part_of_an_input, into_a_viewed_input, into_what_the_program_made])
 def test_results_given_as_out_are_resized(program: Any, size: tuple[int, ...], backend: str) -> None:
     both = []
-    for run in (program, compile_core.compile(program, backend=backend)):
+    for run in (program, gradsplit.compile(program, backend=backend)):
         x, out = torch.tensor([3.0, 1.0, 2.0]), torch.ones(size)
         both.append([run(x, out), x, out])
     torch.testing.assert_close(both[1], both[0], check_stride=True)
@@ -275,4 +275,4 @@ def test_a_new_result_given_as_out_lies_as_the_kernel_lays_it() -> None:
         return torch.div(x, y, out=new), new, torch.cat([x, y], out=stacked), new.sin()
 
     x, y = torch.randn(3, 4).t(), torch.randn(3, 4).t()
-    torch.testing.assert_close(compile_core.compile(divided)(x, y), divided(x, y), check_stride=True)
+    torch.testing.assert_close(gradsplit.compile(divided)(x, y), divided(x, y), check_stride=True)

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import compile_core
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.backends.triton import generate_region
-from compile_core.ir.graphs import replaced_inputs
-from compile_core.ir.regions import whole_schedule
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.lowering.fusion import pieces
-from compile_core.observe.dump import StageDump
-from compile_core.options import parse_options
-from compile_core.runtime.instructions import instructions_of
+import gradsplit
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.backends.triton import generate_region
+from gradsplit.compile_core.ir.graphs import replaced_inputs
+from gradsplit.compile_core.ir.regions import whole_schedule
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.fusion import pieces
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import parse_options
+from gradsplit.compile_core.runtime.instructions import instructions_of
 from tests.autograd.compare_with_eager import captured, fakes
 from tests.bench.large_programs import PROGRAMS
 
@@ -121,7 +121,7 @@ def test_stages_take_as_many_lines_as_the_program_is_long(
 def test_capture_takes_as_many_lines_as_the_program_is_long() -> None:
     def lines(size: int) -> int:
         program = PROGRAMS["layers with norm"](size)
-        compiled = compile_core.compile(program.function, backend="eager")
+        compiled = gradsplit.compile(program.function, backend="eager")
         return lines_run(lambda: compiled(*program.arguments))
 
     lines(8)

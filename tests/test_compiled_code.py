@@ -6,8 +6,8 @@ import logging
 import pytest
 import torch
 
-import compile_core
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit.compile_core.testing import CompileCounter
 
 
 class Block(torch.nn.Module):
@@ -39,9 +39,9 @@ def test_equal_blocks_are_one_program(kind, apart):
     counter, x = counted()
     blocks = [kind() for _ in range(6)]
     if apart:
-        run = [compile_core.compile(block, backend=counter) for block in blocks]
+        run = [gradsplit.compile(block, backend=counter) for block in blocks]
     else:
-        run = [compile_core.compile(torch.nn.Sequential(*blocks), backend=counter)]
+        run = [gradsplit.compile(torch.nn.Sequential(*blocks), backend=counter)]
     found = wanted = x
     for _ in range(2):
         for block in run:
@@ -55,7 +55,7 @@ def test_equal_blocks_are_one_program(kind, apart):
 def test_functions_made_in_a_loop_are_one_program():
     counter, x = counted()
     for _ in range(20):
-        assert torch.equal(compile_core.compile(lambda x: x.sin() + 1, backend=counter)(x), x.sin() + 1)
+        assert torch.equal(gradsplit.compile(lambda x: x.sin() + 1, backend=counter)(x), x.sin() + 1)
     assert counter.frame_count == 1
 
 
@@ -70,7 +70,7 @@ def test_closures_and_defaults_are_each_function_s_own():
     made = [
         make(*numbers) for numbers in ((2.0, 3.0), (2.0, 3.0), ("ab" and 5.0, 3.0), (torch.tensor(7.0), 1.0))
     ]
-    compiled = [compile_core.compile(function, backend=counter) for function in made]
+    compiled = [gradsplit.compile(function, backend=counter) for function in made]
     for _ in range(2):
         for plain, function in zip(made, compiled, strict=True):
             assert torch.equal(function(x), plain(x))
@@ -91,7 +91,7 @@ def test_a_counter_in_a_cell_is_changed_where_it_belongs():
     counter, x = counted()
     pairs = [make() for _ in range(2)]
     for step, _ in pairs:
-        run = compile_core.compile(step, backend=counter)
+        run = gradsplit.compile(step, backend=counter)
         for number in (1, 2, 3):
             assert torch.equal(run(x), x + number)
     assert [read() for _, read in pairs] == [3, 3]
@@ -103,7 +103,7 @@ def test_a_forward_that_is_replaced_for_each_call(restore):
     """As Lightning's strategies do it, by turns with plain calls."""
     counter, x = counted()
     module = Block()
-    compiled = compile_core.compile(module, backend=counter)
+    compiled = gradsplit.compile(module, backend=counter)
     for _ in range(10):
         original = compiled.forward
 
@@ -123,11 +123,11 @@ def test_a_forward_that_is_replaced_for_each_call(restore):
 
 def test_the_limit_holds_for_a_code_object(caplog):
     counter = CompileCounter()
-    with caplog.at_level(logging.WARNING), compile_core.config.patch(cache_size_limit=3):
+    with caplog.at_level(logging.WARNING), gradsplit.config.patch(cache_size_limit=3):
         for number in range(10):
             module = Block()
             module.forward = functools.partial(lambda x, flag: x * len(flag), flag="a" * number)
-            compiled = compile_core.compile(module, backend=counter)
+            compiled = gradsplit.compile(module, backend=counter)
             assert torch.equal(compiled(torch.ones(2)), torch.ones(2) * number)
     assert counter.frame_count <= 3
     (line,) = [record.getMessage() for record in caplog.records if "the limit" in record.getMessage()]
@@ -146,9 +146,9 @@ def test_memory_that_two_buffers_share_is_seen_in_each_object():
             return x + self.other
 
     x = torch.zeros(2)
-    apart = compile_core.compile(Buffers(torch.zeros(2), torch.zeros(2)), backend="eager")
+    apart = gradsplit.compile(Buffers(torch.zeros(2), torch.zeros(2)), backend="eager")
     shared = torch.zeros(2)
-    together = compile_core.compile(Buffers(shared, shared.view(2)), backend="eager")
+    together = gradsplit.compile(Buffers(shared, shared.view(2)), backend="eager")
     assert apart(x).tolist() == [0.0, 0.0]
     assert together(x).tolist() == [1.0, 1.0]
 
@@ -158,11 +158,9 @@ def test_nothing_is_shared_under_other_settings():
         return x * 2
 
     x = torch.ones(2)
-    compiled = [
-        compile_core.compile(function, backend=backend) for backend in ("eager", "aot_eager", "eager")
-    ]
+    compiled = [gradsplit.compile(function, backend=backend) for backend in ("eager", "aot_eager", "eager")]
     assert all(torch.equal(run(x), x * 2) for run in compiled)
     first, second, third = (run.entries[0] for run in compiled)
     assert first is third and first is not second
-    compile_core.reset()
+    gradsplit.reset()
     assert not any(run.entries for run in compiled)

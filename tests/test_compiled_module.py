@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core.compiled_module import CompiledModule, wrap_module
+import gradsplit
+from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
 
 
 class Net(nn.Module):
@@ -112,7 +112,7 @@ def test_a_forward_that_is_replaced_after_the_first_call():
             return x * times
 
     module = Doubling()
-    compiled = compile_core.compile(module)
+    compiled = gradsplit.compile(module)
     x = torch.ones(3)
     assert compiled(x).tolist() == [2.0] * 3
     module.forward = lambda x, times=5: x * times

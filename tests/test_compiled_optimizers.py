@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-import compile_core
-from compile_core.observe.stage_times import Stopwatch
+import gradsplit
+from gradsplit.compile_core.observe.stage_times import Stopwatch
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False),
@@ -36,7 +36,7 @@ def train(
     def step() -> None:
         optimizer.step()
 
-    call = step if backend is None else compile_core.compile(step, backend=backend, fullgraph=True)
+    call = step if backend is None else gradsplit.compile(step, backend=backend, fullgraph=True)
     for index in range(STEPS):
         optimizer.zero_grad()
         model(torch.full((3, 4), index / 3, dtype=torch.float64, device=device)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""``compile_core.config``: checked names and values, and settings for a while."""
+"""``gradsplit.config``: checked names and values, and settings for a while."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 import pytest
 import torch
 
-import compile_core
-from compile_core import config
-from compile_core.config import SETTINGS
+import gradsplit
+from gradsplit import config
+from gradsplit.compile_core.config import SETTINGS
 
 
 def test_it_is_a_module_and_an_attribute():
-    assert importlib.import_module("compile_core.config") is compile_core.config is config
+    assert importlib.import_module("gradsplit.compile_core.config") is gradsplit.config is config
 
 
 def test_every_setting_has_its_default():
@@ -74,12 +74,12 @@ def test_a_patch_that_fails_changes_nothing():
 
 def test_log_level_is_that_of_the_logger():
     with config.patch(log_level=logging.ERROR):
-        assert logging.getLogger("compile_core.capture").getEffectiveLevel() == logging.ERROR
-    assert logging.getLogger("compile_core").level == logging.NOTSET
+        assert logging.getLogger("gradsplit.compile_core.capture").getEffectiveLevel() == logging.ERROR
+    assert logging.getLogger("gradsplit").level == logging.NOTSET
 
 
 def test_the_cache_limit_holds_for_functions_that_are_compiled_already(caplog):
-    graphs = compile_core.compile(lambda x, n: x + n, backend="eager")
+    graphs = gradsplit.compile(lambda x, n: x + n, backend="eager")
     with config.patch(cache_size_limit=2):
         for n in range(4):
             assert torch.equal(graphs(torch.ones(2), n), torch.ones(2) + n)
@@ -88,11 +88,11 @@ def test_the_cache_limit_holds_for_functions_that_are_compiled_already(caplog):
 
 
 def test_a_recompilation_is_an_error_on_request():
-    compiled = compile_core.compile(lambda x, n: x + n, backend="eager")
+    compiled = gradsplit.compile(lambda x, n: x + n, backend="eager")
     compiled(torch.ones(2), 1)
     with config.patch(error_on_recompile=True):
         compiled(torch.ones(2), 1)
-        with pytest.raises(compile_core.CompileError, match=r"would be compiled again.*because not: n == 1"):
+        with pytest.raises(gradsplit.CompileError, match=r"would be compiled again.*because not: n == 1"):
             compiled(torch.ones(2), 2)
 
 
@@ -100,7 +100,7 @@ def test_errors_of_a_backend_are_suppressed_on_request(caplog):
     def broken(module, examples):
         raise KeyError("no such operator")
 
-    compiled = compile_core.compile(lambda x: x + 1, backend=broken)
+    compiled = gradsplit.compile(lambda x: x + 1, backend=broken)
     with pytest.raises(KeyError, match="no such operator") as raised:
         compiled(torch.ones(2))
     assert raised.value.__notes__ == ["raised while the backend 'broken' compiled a graph"]

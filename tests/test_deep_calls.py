@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 
 def adds(x, depth):
@@ -38,12 +38,12 @@ class Nested(torch.nn.Module):
         return x if self.inner is None else self.inner(x + 1, depth)
 
 
-@compile_core.compile(backend="eager")
+@gradsplit.compile(backend="eager")
 def decorated(x, depth):
     return x if depth == 0 else decorated(x + 1, depth - 1)
 
 
-@compile_core.compile(backend="eager")
+@gradsplit.compile(backend="eager")
 def decorated_and_prints(x, depth):
     print(end="")
     return x if depth == 0 else decorated_and_prints(x + 1, depth - 1)
@@ -66,7 +66,7 @@ def test_a_deep_recursion(program, depth, caplog):
     x = torch.zeros(2, requires_grad=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            y = compile_core.compile(program, backend="eager")(x, depth)
+            y = gradsplit.compile(program, backend="eager")(x, depth)
             assert y.tolist() == [float(depth)] * 2
     y.sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
@@ -81,4 +81,4 @@ def test_a_recursion_without_end_is_python_s_error():
         return endless(x + 1)
 
     with pytest.raises(RecursionError):
-        compile_core.compile(endless, backend="eager")(torch.ones(2))
+        gradsplit.compile(endless, backend="eager")(torch.ones(2))

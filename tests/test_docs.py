@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import compile_core
+import gradsplit
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_prints_what_it_says(page):
     """All blocks of Python are one file, ``example.py``, with the blank lines between them that a reader would put."""
-    compile_core.reset()
+    gradsplit.reset()
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     program: list[str] = []
     expected = []

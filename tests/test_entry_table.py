@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-import compile_core
-from compile_core import config
-from compile_core.compiled_function import CompiledFunction
+import gradsplit
+from gradsplit import config
+from gradsplit.compile_core.compiled_function import CompiledFunction
 
 
 def add_number(x: torch.Tensor, n: int, flag: bool = False) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_entries_are_checked_most_recently_used_first():
 
 def test_the_limit_names_the_guard_that_kept_failing(caplog):
     compiled = compile_eager(add_number, cache_limit=5)
-    with caplog.at_level(logging.WARNING, logger="compile_core.capture"):
+    with caplog.at_level(logging.WARNING, logger="gradsplit.compile_core.capture"):
         for n in range(3):
             assert compiled(torch.zeros(1), n).item() == -n
         assert compiled(torch.zeros(1, 1), 2).item() == -2
@@ -77,7 +77,7 @@ def test_the_limit_of_the_configuration():
 
 def test_recompilations_are_logged_with_their_reason(caplog):
     compiled = compile_eager(add_number)
-    with caplog.at_level(logging.INFO, logger="compile_core.capture"):
+    with caplog.at_level(logging.INFO, logger="gradsplit.compile_core.capture"):
         compiled(torch.zeros(1), 1)
         compiled(torch.zeros(2), 1)
     (message,) = (text for text in caplog.messages if "recompiled" in text)
@@ -92,7 +92,7 @@ def test_threads_share_one_capture():
         time.sleep(0.05)
         return module
 
-    compiled = compile_core.compile(add_number, backend=slow_backend)
+    compiled = gradsplit.compile(add_number, backend=slow_backend)
     barrier = threading.Barrier(4)
     results = []
 
@@ -118,7 +118,7 @@ def test_a_call_that_fits_does_not_wait_for_a_capture():
             assert leave.wait(20)
         return module
 
-    compiled = compile_core.compile(add_number, backend=backend)
+    compiled = gradsplit.compile(add_number, backend=backend)
     compiled(torch.zeros(1), 1)
     compiled(torch.zeros(1), 2)
     thread = threading.Thread(target=lambda: compiled(torch.zeros(1, 1), 1))

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compile_core
-import distributed
-from compile_core.observe.stage_times import timed
+import gradsplit
+from gradsplit.compile_core.observe.stage_times import timed
 
 
 def toy_example(a, b):
@@ -22,7 +21,7 @@ def toy_example(a, b):
 
 
 def test_explain_counts_graphs_breaks_and_operations(capsys):
-    explanation = compile_core.explain(toy_example)(torch.ones(10), torch.ones(10))
+    explanation = gradsplit.explain(toy_example)(torch.ones(10), torch.ones(10))
     assert capsys.readouterr().out == "woo\n"
     assert (explanation.graph_count, explanation.graph_break_count, explanation.op_count) == (3, 2, 5)
     assert [len(ops) for ops in explanation.ops_per_graph] == [3, 1, 1]
@@ -39,13 +38,13 @@ def test_a_call_without_any_graph_says_why(capsys):
         print("here")
         return x
 
-    explanation = compile_core.explain(only_prints)(torch.ones(2))
+    explanation = gradsplit.explain(only_prints)(torch.ones(2))
     assert explanation.graph_count == 0
     assert [reason.user_stack[-1].line for reason in explanation.break_reasons] == ['print("here")']
 
 
 def test_explain_prints_as_a_report():
-    text = str(compile_core.explain(toy_example)(torch.ones(10), torch.ones(10)))
+    text = str(gradsplit.explain(toy_example)(torch.ones(10), torch.ones(10)))
     assert text.startswith(
         "Graph Count: 3\nGraph Break Count: 2\nOp Count: 5\nBreak Reasons:\n  Break Reason 1:\n"
     )
@@ -63,7 +62,7 @@ def test_explain_counts_operators_without_a_lowering_and_what_was_not_fused():
         hidden = torch.cumsum(x @ weight, 0).sin()
         return (hidden / hidden.sum(0)).cumsum(1) + (hidden * 2).sum(1, keepdim=True)
 
-    explanation = compile_core.explain(function)(torch.randn(64, 8), torch.randn(8, 33, requires_grad=True))
+    explanation = gradsplit.explain(function)(torch.randn(64, 8), torch.randn(8, 33, requires_grad=True))
     assert explanation.fallbacks["aten.cumsum.default"] == 4  # two of them in the backward
     assert explanation.unfused and all("bytes" in pair for pair in explanation.unfused)
     text = str(explanation)
@@ -73,18 +72,18 @@ def test_explain_counts_operators_without_a_lowering_and_what_was_not_fused():
 
 def test_explain_of_a_break_in_a_called_function_shows_both_lines():
     def inner(x):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return x + 1
 
     def outer(x):
         return inner(x * 2)
 
-    (reason,) = compile_core.explain(outer)(torch.ones(2)).break_reasons
+    (reason,) = gradsplit.explain(outer)(torch.ones(2)).break_reasons
     assert [line.name for line in reason.user_stack] == ["outer", "inner"]
 
 
 def test_the_older_form_of_explain():
-    explanation, out_guards, graphs, ops_per_graph = compile_core.explain(
+    explanation, out_guards, graphs, ops_per_graph = gradsplit.explain(
         toy_example, torch.ones(10), torch.ones(10)
     )
     assert "3 graphs, with 2 graph breaks and 5 ops" in explanation
@@ -93,16 +92,16 @@ def test_the_older_form_of_explain():
 
 
 def test_explain_uses_and_changes_no_entries():
-    compiled = compile_core.compile(toy_example, backend="eager")
-    explanation = compile_core.explain(compiled)(torch.ones(10), torch.ones(10))
+    compiled = gradsplit.compile(toy_example, backend="eager")
+    explanation = gradsplit.explain(compiled)(torch.ones(10), torch.ones(10))
     assert explanation.graph_count == 3
     assert not compiled.entries
 
 
 def test_explain_of_a_module():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    for module in (model, compile_core.compile(model)):
-        explanation = compile_core.explain(module)(torch.ones(1, 2))
+    for module in (model, gradsplit.compile(model)):
+        explanation = gradsplit.explain(module)(torch.ones(1, 2))
         assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
 
 
@@ -111,8 +110,8 @@ def test_the_profiler_reports_breaks_and_the_guards_that_fail(capsys):
         print(n)
         return x * n
 
-    with compile_core.CompileProfiler() as profiler:
-        compiled = compile_core.compile(repeats, backend=profiler, dynamic=False)
+    with gradsplit.CompileProfiler() as profiler:
+        compiled = gradsplit.compile(repeats, backend=profiler, dynamic=False)
         for n in range(4):
             compiled(torch.ones(2), n)
     assert profiler.frame_count == 4 and profiler.op_count == 4
@@ -122,50 +121,52 @@ def test_the_profiler_reports_breaks_and_the_guards_that_fail(capsys):
         r"'repeats' \(.*test_explain.py:\d+\)\n  recompiled 3 times:\n    not: n == 0\n    not: n == 1\n",
         report,
     )
-    assert "Set compile_core.config.cache_size_limit to 4" in report
+    assert "Set gradsplit.config.cache_size_limit to 4" in report
     (failures, *_) = profiler.get_metrics()["guard_failures"].values()
     assert len(failures) == 3
     capsys.readouterr()
 
 
 def test_a_profile_without_events():
-    profiler = compile_core.CompileProfiler()
-    compile_core.compile(lambda x: x + 1, backend=profiler)(torch.ones(2))
+    profiler = gradsplit.CompileProfiler()
+    gradsplit.compile(lambda x: x + 1, backend=profiler)(torch.ones(2))
     assert "No graph breaks detected." in profiler.report()
     assert "No recompilation detected." in profiler.report()
 
 
 def test_compile_times_name_the_stages():
-    compile_core.compile(lambda x: (x.sin() * 2).sum())(torch.ones(2, requires_grad=True))
-    stages, times = compile_core.compile_times(repr="csv", aggregate=True)
+    gradsplit.compile(lambda x: (x.sin() * 2).sum())(torch.ones(2, requires_grad=True))
+    stages, times = gradsplit.compile_times(repr="csv", aggregate=True)
     wanted = {"capture", "guards", "trace_joint", "partition", "lower", "fuse", "generate", "build", "link"}
     assert wanted <= set(stages)
     assert all(float(value) >= 0 for value in times)
-    assert re.search(r"trace_joint +\d+\.\d{4}", compile_core.compile_times())
+    assert re.search(r"trace_joint +\d+\.\d{4}", gradsplit.compile_times())
     with pytest.raises(ValueError, match="repr='json'"):
-        compile_core.compile_times("json")
+        gradsplit.compile_times("json")
 
 
 def test_a_stage_that_raises_is_timed_too():
     with pytest.raises(KeyError), timed("stage of this test"):
         raise KeyError
-    assert "stage of this test" in compile_core.compile_times()
+    assert "stage of this test" in gradsplit.compile_times()
 
 
 def test_a_hit_is_not_timed():
-    compiled = compile_core.compile(lambda x: x + 1, backend="eager")
+    compiled = gradsplit.compile(lambda x: x + 1, backend="eager")
     compiled(torch.ones(2))
-    before = compile_core.compile_times("csv")
+    before = gradsplit.compile_times("csv")
     compiled(torch.ones(2))
-    assert compile_core.compile_times("csv") == before
+    assert gradsplit.compile_times("csv") == before
 
 
 def test_a_ddp_module_is_explained_as_what_reduces_its_gradients() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-        for module in (ddp, compile_core.compile(ddp)):
-            assert isinstance(compile_core.explain(module)(torch.ones(4, 3)), distributed.DDPExplanation)
-        assert isinstance(compile_core.explain(ddp, torch.ones(4, 3)), distributed.DDPExplanation)
+        for module in (ddp, gradsplit.compile(ddp)):
+            assert isinstance(
+                gradsplit.explain(module)(torch.ones(4, 3)), gradsplit.distributed.DDPExplanation
+            )
+        assert isinstance(gradsplit.explain(ddp, torch.ones(4, 3)), gradsplit.distributed.DDPExplanation)
     finally:
         dist.destroy_process_group()

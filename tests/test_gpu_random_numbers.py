@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
+import gradsplit
 from tests.autograd.test_random_to_counters import DISTRIBUTIONS
 from tests.test_random_numbers import FALLBACK, Encoder, noisy
 
@@ -30,7 +30,7 @@ def train(model, x, steps=2):
 
 
 def test_seeds_of_torch_make_runs_reproducible():
-    run, x = compile_core.compile(noisy, fullgraph=True), torch.randn(40, 50, device=DEVICE)
+    run, x = gradsplit.compile(noisy, fullgraph=True), torch.randn(40, 50, device=DEVICE)
     torch.manual_seed(1)
     first, second = run(x), run(x)
     state = torch.cuda.get_rng_state()
@@ -47,7 +47,7 @@ def test_seeds_of_torch_make_runs_reproducible():
 def test_dropout_is_one_kernel_whose_mask_the_backward_makes_again(dtype, tmp_path):
     x = torch.randn(64, 100, device=DEVICE, dtype=dtype, requires_grad=True)
     options = {"trace_folder": tmp_path}
-    run = compile_core.compile(lambda x: F.dropout(x + 9, 0.25), fullgraph=True, options=options)
+    run = gradsplit.compile(lambda x: F.dropout(x + 9, 0.25), fullgraph=True, options=options)
     y = run(x)
     y.sum().backward()
     assert torch.equal(y != 0, x.grad != 0)
@@ -64,13 +64,13 @@ def test_distributions(name):
     program, mean, variance = DISTRIBUTIONS[name]
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 40_000, device=DEVICE)
-    values = compile_core.compile(program, fullgraph=True)(x).double()
+    values = gradsplit.compile(program, fullgraph=True)(x).double()
     assert abs(values.mean() - mean) < 5 * (variance / values.numel()) ** 0.5
     assert abs(values.var() - variance) < 0.2 * variance
 
 
 def test_a_model_trains_reproducibly():
-    model = compile_core.compile(Encoder().to(DEVICE), fullgraph=True)
+    model = gradsplit.compile(Encoder().to(DEVICE), fullgraph=True)
     x = torch.randn(4, 8, 16, device=DEVICE)
     first, again = train(model, x), train(model, x)
     for one, other in zip(first, again, strict=True):
@@ -80,7 +80,7 @@ def test_a_model_trains_reproducibly():
 @pytest.mark.parametrize("backend", ["triton", "aot_eager"])
 def test_fallback_is_eagers(backend):
     model, x = Encoder().double().to(DEVICE), torch.randn(4, 8, 16, dtype=torch.float64, device=DEVICE)
-    compiled = compile_core.compile(copy.deepcopy(model), fullgraph=True, backend=backend, options=FALLBACK)
+    compiled = gradsplit.compile(copy.deepcopy(model), fullgraph=True, backend=backend, options=FALLBACK)
     for one, other in zip(train(model, x), train(compiled, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -98,7 +98,7 @@ def test_attention_with_dropout_keeps_its_kernel(options, wrapped):
     def program(q, k, v):
         return checkpoint(attention, q, k, v, use_reentrant=False) if wrapped else attention(q, k, v)
 
-    run = compile_core.compile(program, fullgraph=True, options=options)
+    run = gradsplit.compile(program, fullgraph=True, options=options)
     y = run(q, k, v)
     y.sum().backward()
     assert v.grad is not None

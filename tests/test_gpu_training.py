@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 from examples.gpt import GPT, GPTConfig
 
 
@@ -15,7 +15,7 @@ def test_gpt_gradients_are_as_good_as_eagers(autocast: bool) -> None:
     config = GPTConfig(layers=2)
     torch.manual_seed(0)
     model = GPT(config).cuda()
-    compiled = compile_core.compile(model, fullgraph=True)
+    compiled = gradsplit.compile(model, fullgraph=True)
     tokens, targets = torch.randint(0, config.vocabulary, (2, 8, config.context), device="cuda")
 
     def gradients(run: torch.nn.Module, enabled: bool) -> list[torch.Tensor]:

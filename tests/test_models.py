@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import compile_core
+import gradsplit
 
 
 class Residual(nn.Module):
@@ -75,7 +75,7 @@ def test_a_training_step_equals_plain_torchs(name: str) -> None:
     make, shapes = MODELS[name]
     plain = make().double()
     options = {"fallback_random": True}
-    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True, options=options)
+    compiled = gradsplit.compile(copy.deepcopy(plain), fullgraph=True, options=options)
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes] or [torch.randint(0, 10, (3, 4))]
     for _ in range(2):
         expected, found = run(plain, inputs), run(compiled, inputs)
@@ -92,7 +92,7 @@ def test_a_training_step_equals_plain_torchs(name: str) -> None:
 def test_lstms_of_onednn_keep_what_their_backward_needs(hidden_given: bool) -> None:
     """Which it only does for float32 and where gradients are enabled: not so inside a compiled forward."""
     plain = nn.LSTM(4, 6, num_layers=2, batch_first=True)
-    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True, backend="aot_eager")
+    compiled = gradsplit.compile(copy.deepcopy(plain), fullgraph=True, backend="aot_eager")
     inputs: list[Any] = [torch.randn(2, 5, 4)]
     if hidden_given:
         inputs.append((torch.randn(2, 2, 6, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import compile_core
-from compile_core.backends import triton as default_backend
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.step_effects import writes
+import gradsplit
+from gradsplit.compile_core.backends import triton as default_backend
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.step_effects import writes
 
 SHAPES = [(8, 8), (8,), (8, 32), (32,), (3, 5), (1,), (2, 2, 2), (8, 8), (8,), (8, 8)]
 
@@ -45,7 +45,7 @@ def check_steps(plain: list[torch.nn.Parameter], name: str, foreach: bool) -> No
     """Four steps of an optimizer, plain and compiled, on the same gradients."""
     ours = copy.deepcopy(plain)
     plain_optimizer, our_optimizer = (OPTIMIZERS[name](parameters, foreach) for parameters in (plain, ours))
-    step = compile_core.compile(our_optimizer.step)
+    step = gradsplit.compile(our_optimizer.step)
     for _ in range(4):
         for one, other in zip(plain, ours, strict=True):
             one.grad = torch.randn_like(one)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import compile_core
-from compile_core.options import (
+import gradsplit
+from gradsplit.compile_core.options import (
     OPTIONS,
     CompileOptions,
     default_cache_folder,
@@ -64,9 +64,7 @@ def test_mode_and_options_exclude_each_other():
     with pytest.raises(RuntimeError, match="a mode or options, not both"):
         parse_options("default", {"verify": True})
     with pytest.raises(RuntimeError, match="not both"):
-        compile_core.compile(
-            lambda x: x, backend=lambda module, examples: module, mode="any", options={"a": 1}
-        )
+        gradsplit.compile(lambda x: x, backend=lambda module, examples: module, mode="any", options={"a": 1})
 
 
 def test_options_must_be_a_dictionary():
@@ -82,23 +80,23 @@ def test_every_option_has_a_meaning_and_a_default_it_accepts():
 
 
 def test_a_backend_that_has_no_use_for_an_option_says_so(caplog):
-    compile_core.compile(lambda x: x, backend="aot_eager", mode="max-autotune-no-cudagraphs")
+    gradsplit.compile(lambda x: x, backend="aot_eager", mode="max-autotune-no-cudagraphs")
     assert "'aot_eager' has no use for the options ['max_autotune']" in caplog.text
     caplog.clear()
-    compile_core.compile(lambda x: x, mode="max-autotune")
-    compile_core.compile(lambda x: x, backend="eager", options={"cache_size_limit": 3})
+    gradsplit.compile(lambda x: x, mode="max-autotune")
+    gradsplit.compile(lambda x: x, backend="eager", options={"cache_size_limit": 3})
     assert not caplog.records
 
 
 @pytest.mark.parametrize("mode", list_mode_options())
 def test_every_mode_runs_everywhere(mode):
     x = torch.linspace(-1, 1, 8)
-    assert torch.allclose(compile_core.compile(lambda x: (x * 2).relu(), mode=mode)(x), (x * 2).relu())
+    assert torch.allclose(gradsplit.compile(lambda x: (x * 2).relu(), mode=mode)(x), (x * 2).relu())
 
 
 def test_traces_are_written_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    compile_core.compile(lambda x: x + 3, backend="aot_eager", options={"trace.enabled": True})(torch.ones(2))
+    gradsplit.compile(lambda x: x + 3, backend="aot_eager", options={"trace.enabled": True})(torch.ones(2))
     folder = tmp_path / "gradsplit_trace" / f"pid_{os.getpid()}"
     assert any("add.Tensor" in path.read_text() for path in folder.glob("graph_*.joint.txt"))
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core import planners
-from compile_core.planners import ModuleCompiler, forms_of
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit.compile_core import planners
+from gradsplit.compile_core.planners import ModuleCompiler, forms_of
+from gradsplit.compile_core.testing import CompileCounter
 
 
 class Claimed(nn.Linear):
@@ -49,7 +49,7 @@ def calls_step(model, x):
 @pytest.mark.parametrize("function", [step, calls_step])
 def test_a_function_runs_the_form_between_its_graphs(function):
     counter = CompileCounter()
-    compiled = compile_core.compile(function, backend=counter)
+    compiled = gradsplit.compile(function, backend=counter)
     model, x = Claimed(2, 2), torch.ones(3, 2)
     for _ in range(2):
         assert torch.equal(compiled(model, x), function(model, x))
@@ -61,19 +61,19 @@ def test_a_function_runs_the_form_between_its_graphs(function):
 def test_programs_with_the_same_settings_share_a_form():
     model, x = Claimed(2, 2), torch.ones(3, 2)
     for function in (step, calls_step):
-        compile_core.compile(function, backend="eager")(model, x)
-    compile_core.compile(nn.Sequential(model, nn.ReLU()), backend="eager")(x)
+        gradsplit.compile(function, backend="eager")(model, x)
+    gradsplit.compile(nn.Sequential(model, nn.ReLU()), backend="eager")(x)
     (form,) = forms_of(model)
     assert form.calls == 3
-    compile_core.compile(step, backend="aot_eager")(model, x)
+    gradsplit.compile(step, backend="aot_eager")(model, x)
     assert len(forms_of(model)) == 2
 
 
 def test_a_form_that_was_asked_for_replaces_the_earlier_one():
     model, x = Claimed(2, 2), torch.ones(3, 2)
-    compiled = compile_core.compile(step, backend="eager")
+    compiled = gradsplit.compile(step, backend="eager")
     compiled(model, x)
-    own = compile_core.compile(model, backend="eager")
+    own = gradsplit.compile(model, backend="eager")
     compiled(model, x)
     compiled(own, x)
     assert forms_of(model) == (own._run,) and own._run.calls == 2
@@ -81,14 +81,14 @@ def test_a_form_that_was_asked_for_replaces_the_earlier_one():
 
 def test_a_disabled_module_stays_disabled():
     model, x = Claimed(2, 2), torch.ones(3, 2)
-    compile_core.compile(step, backend="eager")(compile_core.disable(model), x)
+    gradsplit.compile(step, backend="eager")(gradsplit.disable(model), x)
     assert not forms_of(model)
 
 
 @pytest.mark.parametrize("function", [step, calls_step])
 def test_fullgraph_allows_what_is_compiled_apart(function):
     counter = CompileCounter()
-    compiled = compile_core.compile(function, backend=counter, fullgraph=True)
+    compiled = gradsplit.compile(function, backend=counter, fullgraph=True)
     model, x = Claimed(2, 2), torch.ones(3, 2)
     assert torch.equal(compiled(model, x), function(model, x))
     assert forms_of(model)[0].request.fullgraph
@@ -96,31 +96,31 @@ def test_fullgraph_allows_what_is_compiled_apart(function):
 
 def test_fullgraph_holds_before_and_behind_it():
     def breaks_before(model, x):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return model(x)
 
     def breaks_behind(model, x):
         x = model(x)
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return x + 1
 
     for function in (breaks_before, breaks_behind):
-        with pytest.raises(compile_core.Unsupported, match="asks for a graph break"):
-            compile_core.compile(function, backend="eager", fullgraph=True)(Claimed(2, 2), torch.ones(3, 2))
+        with pytest.raises(gradsplit.Unsupported, match="asks for a graph break"):
+            gradsplit.compile(function, backend="eager", fullgraph=True)(Claimed(2, 2), torch.ones(3, 2))
 
 
 def test_fullgraph_where_the_frame_cannot_be_left():
     def inside(model, x):
         return next(model(x) for _ in range(1)) + 1
 
-    compiled = compile_core.compile(inside, backend="eager", fullgraph=True)
-    with pytest.raises(compile_core.Unsupported):
+    compiled = gradsplit.compile(inside, backend="eager", fullgraph=True)
+    with pytest.raises(gradsplit.Unsupported):
         compiled(Claimed(2, 2), torch.ones(3, 2))
 
 
 def test_copies_and_pickles_have_forms_of_their_own():
     model, x = Claimed(2, 2), torch.ones(3, 2)
-    compiled = compile_core.compile(step, backend="eager")
+    compiled = gradsplit.compile(step, backend="eager")
     compiled(model, x)
     for copied in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not forms_of(copied)
@@ -140,7 +140,7 @@ def test_a_plug_in_may_compile_graphs_of_any_function(monkeypatch):
     plugin = ModuleCompiler(Claimed, Form, compile_graph)
     monkeypatch.setattr(planners, "_plugins", lambda: (plugin,))
     counter = CompileCounter()
-    compiled = compile_core.compile(lambda *tensors: sum(tensors) * 2, backend=counter, fullgraph=True)
+    compiled = gradsplit.compile(lambda *tensors: sum(tensors) * 2, backend=counter, fullgraph=True)
     x = torch.ones(2)
     assert torch.equal(compiled(x), x * 2) and counter.frame_count == 0
     assert torch.equal(compiled(x, x + 1), x * 6) and counter.frame_count == 1
@@ -151,11 +151,11 @@ def test_plug_ins_draw_none_of_the_programs_random_numbers():
     program = """
 import random
 import torch
-import compile_core
+import gradsplit
 
 random.seed(1)
 before = random.getstate()
-compile_core.compile(torch.nn.Linear(2, 2))
+gradsplit.compile(torch.nn.Linear(2, 2))
 assert random.getstate() == before
 """
     subprocess.run([sys.executable, "-c", program], check=True)

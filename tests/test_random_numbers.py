@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
+import gradsplit
 from tests.autograd.test_random_to_counters import DISTRIBUTIONS
 
 FALLBACK = {"fallback_random": True}
@@ -29,7 +29,7 @@ def noisy(x):
 
 
 def test_seeds_of_torch_make_runs_reproducible():
-    run, x = compile_core.compile(noisy, fullgraph=True), torch.randn(40, 50)
+    run, x = gradsplit.compile(noisy, fullgraph=True), torch.randn(40, 50)
     torch.manual_seed(1)
     first, second = run(x), run(x)
     state = torch.get_rng_state()
@@ -49,7 +49,7 @@ def test_seeds_of_torch_make_runs_reproducible():
 def test_compiling_draws_nothing():
     x = torch.randn(4)
     torch.manual_seed(1)
-    compiled = compile_core.compile(noisy, fullgraph=True)
+    compiled = gradsplit.compile(noisy, fullgraph=True)
     first = compiled(x)
     torch.manual_seed(1)
     assert torch.equal(compiled(x), first)
@@ -69,7 +69,7 @@ def test_the_backward_sees_the_masks_of_the_forward(budget, wrapped):
 
     x = leaf(3, 60)
     options = {"activation_memory_budget": budget}
-    y = compile_core.compile(program, fullgraph=True, options=options)(x, scale)
+    y = gradsplit.compile(program, fullgraph=True, options=options)(x, scale)
     y.sum().backward()
     exponential = torch.exp(x * scale).detach()
     passed_both = (y - (2 * exponential + 1) / 0.75).abs() < 1e-4
@@ -82,7 +82,7 @@ def test_the_backward_sees_the_masks_of_the_forward(budget, wrapped):
 
 def test_a_second_backward_sees_the_same_masks():
     x = leaf(100)
-    y = compile_core.compile(noisy, fullgraph=True)(x).sum()
+    y = gradsplit.compile(noisy, fullgraph=True)(x).sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
@@ -90,7 +90,7 @@ def test_a_second_backward_sees_the_same_masks():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_compiled_call_replays_it(reentrant):
-    run, x = compile_core.compile(lambda x: F.dropout(x, 0.5), fullgraph=True), leaf(200)
+    run, x = gradsplit.compile(lambda x: F.dropout(x, 0.5), fullgraph=True), leaf(200)
     y = checkpoint(run, x, use_reentrant=reentrant)
     torch.rand(3)
     y.sum().backward()
@@ -101,7 +101,7 @@ def test_dropout_costs_one_kernel_and_no_mask(tmp_path):
     """Forward and backward are each one loop; what lies between them is the seed."""
     x = leaf(8, 16)
     options = {"trace_folder": tmp_path}
-    run = compile_core.compile(lambda x: F.dropout(torch.sin(x), 0.5) * 2, fullgraph=True, options=options)
+    run = gradsplit.compile(lambda x: F.dropout(torch.sin(x), 0.5) * 2, fullgraph=True, options=options)
     run(x).sum().backward()
     for part in ("forward", "backward"):
         (path,) = tmp_path.glob(f"*{part}.loops*")
@@ -136,7 +136,7 @@ def test_less_is_saved_than_with_torchs_numbers():
     saved = {}
     for name, options in {"counters": {}, "torch": FALLBACK}.items():
         torch.manual_seed(0)
-        compiled = compile_core.compile(Encoder(), fullgraph=True, options=options)
+        compiled = gradsplit.compile(Encoder(), fullgraph=True, options=options)
         compiled(torch.randn(4, 8, 16))
         (entry,) = compiled._run.entries
         saved[name] = entry.compiled.partitioned.saved_bytes
@@ -145,7 +145,7 @@ def test_less_is_saved_than_with_torchs_numbers():
 
 
 def test_a_model_trains_reproducibly_and_other_seeds_train_otherwise():
-    model = compile_core.compile(Encoder(), fullgraph=True)
+    model = gradsplit.compile(Encoder(), fullgraph=True)
     x = torch.randn(4, 8, 16)
     first, again = train(model, x), train(model, x)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -156,7 +156,7 @@ def test_eager_on_average():
     """The mean over many runs is that of eager; the deviation of an element's mean is known from the runs."""
     torch.manual_seed(0)
     model, x = Encoder(), torch.randn(1, 2, 16)
-    compiled = compile_core.compile(copy.deepcopy(model), fullgraph=True)
+    compiled = gradsplit.compile(copy.deepcopy(model), fullgraph=True)
     with torch.no_grad():
         plain = torch.stack([model(x) for _ in range(600)]).double()
         found = torch.stack([compiled(x) for _ in range(600)]).double()
@@ -169,7 +169,7 @@ def test_rows_of_vmap_draw_as_they_are_told(randomness, masks):
     def program(x):
         return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(x)
 
-    y = compile_core.compile(program, fullgraph=True)(torch.randn(6, 50))
+    y = gradsplit.compile(program, fullgraph=True)(torch.randn(6, 50))
     assert (y != 0).unique(dim=0).shape[0] == masks
 
 
@@ -181,7 +181,7 @@ def test_layouts_are_eagers():
         return F.dropout(x.permute(2, 0, 3, 1), 0.5), F.dropout(x.expand(2, *x.shape), 0.5), like
 
     for tensor in (x, x.to(memory_format=torch.channels_last), x[:0]):
-        found = compile_core.compile(program, fullgraph=True)(tensor)
+        found = gradsplit.compile(program, fullgraph=True)(tensor)
         for one, other in zip(found, program(tensor), strict=True):
             assert one.shape == other.shape
             assert not one.numel() or one.stride() == other.stride()
@@ -194,7 +194,7 @@ def test_layouts_are_eagers():
 def test_fallback_is_eager_bit_for_bit(backend):
     torch.manual_seed(0)
     model, x = Encoder().double(), torch.randn(4, 8, 16, dtype=torch.float64)
-    compiled = compile_core.compile(copy.deepcopy(model), fullgraph=True, backend=backend, options=FALLBACK)
+    compiled = gradsplit.compile(copy.deepcopy(model), fullgraph=True, backend=backend, options=FALLBACK)
     for one, other in zip(train(model, x), train(compiled, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -204,7 +204,7 @@ def test_fallback_gives_eagers_numbers_for_every_operator():
         return tuple(function(x) for function, _, _ in DISTRIBUTIONS.values())
 
     x = torch.linspace(-1, 1, 40_000)
-    compiled = compile_core.compile(program, fullgraph=True, options=FALLBACK)
+    compiled = gradsplit.compile(program, fullgraph=True, options=FALLBACK)
     torch.manual_seed(3)
     expected = program(x)
     state = torch.get_rng_state()
@@ -227,7 +227,7 @@ def test_fallback_gives_eagers_numbers_for_every_operator():
 )
 def test_recurrent_networks_of_open_sizes_drop_out_between_layers(network, batch_first):
     network.batch_first = batch_first
-    compiled = compile_core.compile(network, dynamic=True, fullgraph=True, options=FALLBACK)
+    compiled = gradsplit.compile(network, dynamic=True, fullgraph=True, options=FALLBACK)
     for length in (2, 3):
         found, expected = [], []
         for run, results in ((compiled, found), (network, expected)):
@@ -243,7 +243,7 @@ def test_recurrent_networks_of_open_sizes_drop_out_between_layers(network, batch
 
 def test_the_default_of_aot_eager_is_torchs_kernels():
     x = torch.randn(30)
-    run = compile_core.compile(noisy, fullgraph=True, backend="aot_eager")
+    run = gradsplit.compile(noisy, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
     expected = noisy(x)
     torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_numbers_of_a_failed_graph_are_not_drawn_twice(options, gradients):
         return F.dropout(x, 0.5).sum() + F.embedding(index, table) * torch.rand(3)
 
     x, table = torch.randn(20, requires_grad=gradients), torch.randn(4, 3)
-    compiled = compile_core.compile(program, fullgraph=True, options=options)
+    compiled = gradsplit.compile(program, fullgraph=True, options=options)
     compiled(x, table, torch.tensor([1]))
     states = []
     for run in (program, compiled):
@@ -278,13 +278,13 @@ def states():
     names, keys, *rest = numpy.random.get_state()
     return random.getstate(), (keys.tolist(), rest), torch.get_rng_state().tolist()
 before = states()
-import bucketing, compile_core, distributed, launch
+import gradsplit.bucketing, gradsplit.compile_core, gradsplit.distributed, gradsplit.launch
 assert states() == before, "imports"
-f = compile_core.compile(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()))
+f = gradsplit.compile(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()))
 before = states()
 f(torch.ones(2, 3)).sum().backward()
 assert states() == before, "a compilation"
-str(compile_core.explain(torch.sin)(torch.ones(2)))
+str(gradsplit.explain(torch.sin)(torch.ones(2)))
 assert states() == before, "an explanation"
 """
     environment = {**os.environ, "GRADSPLIT_CACHE": str(tmp_path)}

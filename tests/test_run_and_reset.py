@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-import compile_core
-from compile_core.testing import CompileCounter, CompileCounterWithBackend
+import gradsplit
+from gradsplit.compile_core.testing import CompileCounter, CompileCounterWithBackend
 
 
 def scale(x, n):
@@ -18,9 +18,9 @@ def scale(x, n):
 
 def test_run_uses_entries_and_makes_none():
     counter = CompileCounter()
-    compiled = compile_core.compile(scale, backend=counter)
+    compiled = gradsplit.compile(scale, backend=counter)
     compiled(torch.ones(2), 2)
-    for frozen in (compile_core.run(compiled), compile_core.run(scale)):
+    for frozen in (gradsplit.run(compiled), gradsplit.run(scale)):
         assert torch.equal(frozen(torch.ones(2), 2), torch.full((2,), 2.0))
         assert torch.equal(frozen(torch.ones(2), 3), torch.full((2,), 3.0))
         assert torch.equal(frozen(torch.ones(5), 2), torch.full((5,), 2.0))
@@ -39,9 +39,9 @@ def test_run_calls_the_compiled_entry():
 
         return run
 
-    compiled = compile_core.compile(scale, backend=backend)
+    compiled = gradsplit.compile(scale, backend=backend)
     compiled(torch.ones(2), 2)
-    frozen = compile_core.run(compiled)
+    frozen = gradsplit.run(compiled)
     frozen(torch.ones(2), 2)
     assert calls == [1, 1]
     frozen(torch.ones(3), 2)
@@ -50,55 +50,55 @@ def test_run_calls_the_compiled_entry():
 
 def test_run_holds_behind_graph_breaks_too():
     def parts(x, n):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return helper(x) * n
 
     def helper(x):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return x + 1
 
     counter = CompileCounter()
-    compiled = compile_core.compile(parts, backend=counter)
+    compiled = gradsplit.compile(parts, backend=counter)
     compiled(torch.ones(2), 2)
     before = counter.frame_count
-    assert torch.equal(compile_core.run(compiled)(torch.ones(3), 5), torch.full((3,), 10.0))
+    assert torch.equal(gradsplit.run(compiled)(torch.ones(3), 5), torch.full((3,), 10.0))
     assert counter.frame_count == before
 
 
 def test_run_of_what_was_never_compiled_and_of_a_module():
-    assert torch.equal(compile_core.run(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(gradsplit.run(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
     model = torch.nn.Linear(2, 2)
-    frozen = compile_core.run(compile_core.compile(model, backend="eager"))
+    frozen = gradsplit.run(gradsplit.compile(model, backend="eager"))
     assert isinstance(frozen, torch.nn.Linear) and frozen.weight is model.weight
     assert torch.equal(frozen(torch.ones(1, 2)), model(torch.ones(1, 2)))
     with pytest.raises(TypeError, match="callable"):
-        compile_core.run(3)
+        gradsplit.run(3)
 
 
 def test_compilation_goes_on_after_run_raises():
-    @compile_core.run
+    @gradsplit.run
     def fails(x):
         raise KeyError(x)
 
     with pytest.raises(KeyError):
         fails(1)
     counter = CompileCounter()
-    compile_core.compile(scale, backend=counter)(torch.ones(2), 2)
+    gradsplit.compile(scale, backend=counter)(torch.ones(2), 2)
     assert counter.frame_count == 1
 
 
 def test_reset_forgets_every_entry():
     def with_break(x):
         y = x + 1
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return y * 2
 
     counter = CompileCounter()
-    compiled = compile_core.compile(with_break, backend=counter)
+    compiled = gradsplit.compile(with_break, backend=counter)
     compiled(torch.ones(2))
     compiled(torch.ones(2))
     assert counter.frame_count == 2
-    compile_core.reset()
+    gradsplit.reset()
     assert not compiled.entries
     compiled(torch.ones(2))
     assert counter.frame_count == 4
@@ -109,7 +109,7 @@ def test_reset_forgets_every_entry():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "triton"])
 def test_a_counter_hands_graphs_on(backend):
     counter = CompileCounterWithBackend(backend)
-    compiled = compile_core.compile(lambda x: (x * 2).sin(), backend=counter)
+    compiled = gradsplit.compile(lambda x: (x * 2).sin(), backend=counter)
     x = torch.randn(3, requires_grad=True)
     result = compiled(x)
     assert torch.allclose(result, (x * 2).sin())
@@ -119,38 +119,38 @@ def test_a_counter_hands_graphs_on(backend):
 
 
 def test_disable_forms():
-    @compile_core.disable()
+    @gradsplit.disable()
     def decorated(x):
         """Adds one."""
         return x + 1
 
     assert decorated.__name__ == "decorated" and decorated.__doc__ == "Adds one."
     counter = CompileCounter()
-    compiled = compile_core.compile(scale, backend=counter)
-    assert torch.equal(compile_core.disable(compiled)(torch.ones(2), 2), torch.full((2,), 2.0))
+    compiled = gradsplit.compile(scale, backend=counter)
+    assert torch.equal(gradsplit.disable(compiled)(torch.ones(2), 2), torch.full((2,), 2.0))
     assert counter.frame_count == 0
-    model = compile_core.disable(torch.nn.Linear(2, 2))
-    outer = compile_core.compile(lambda x: model(x * 2) + 1, backend=counter)
+    model = gradsplit.disable(torch.nn.Linear(2, 2))
+    outer = gradsplit.compile(lambda x: model(x * 2) + 1, backend=counter)
     assert torch.equal(outer(torch.ones(1, 2)), model(torch.full((1, 2), 2.0)) + 1)
     assert counter.frame_count == 2 and counter.op_count == 2
     with pytest.raises(TypeError, match="callable"):
-        compile_core.disable(3)
+        gradsplit.disable(3)
 
 
 def test_disabled_static_methods_and_class_methods():
     class Model:
-        @compile_core.disable
+        @gradsplit.disable
         @staticmethod
         def static(x):
             return x + 1
 
-        @compile_core.disable
+        @gradsplit.disable
         @classmethod
         def of_class(cls, x):
             return cls.static(x) + 1
 
     counter = CompileCounter()
-    compiled = compile_core.compile(lambda x: Model.static(x * 2) + Model.of_class(x), backend=counter)
+    compiled = gradsplit.compile(lambda x: Model.static(x * 2) + Model.of_class(x), backend=counter)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 6.0))
     assert counter.op_count == 2
 
@@ -158,20 +158,20 @@ def test_disabled_static_methods_and_class_methods():
 def test_a_disabled_class_is_made_and_called_plainly():
     seen = []
 
-    @compile_core.disable
+    @gradsplit.disable
     class Scaler:
         def __init__(self, factor):
-            seen.append(compile_core.is_compiling())
+            seen.append(gradsplit.is_compiling())
             self.factor = factor
 
         def __call__(self, x):
-            seen.append(compile_core.is_compiling())
+            seen.append(gradsplit.is_compiling())
             return x * self.factor
 
     def uses(x):
         return Scaler(3)(x + 1) - 1
 
-    compiled = compile_core.compile(uses, backend="eager")
+    compiled = gradsplit.compile(uses, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 5.0))
     assert seen == [False, False]
 
@@ -179,22 +179,22 @@ def test_a_disabled_class_is_made_and_called_plainly():
 def test_static_methods_and_class_methods_in_either_order():
     class Model:
         @staticmethod
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         def inner_static(x):
             return x + 1
 
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         @staticmethod
         def outer_static(x):
             return x + 2
 
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         @classmethod
         def outer_class(cls, x):
             return cls.outer_static(x) + 1
 
         @property
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         def value(self):
             return torch.ones(2)
 
@@ -209,12 +209,12 @@ def test_static_methods_and_class_methods_in_either_order():
 def test_calls_of_the_instances_of_a_class():
     counter = CompileCounter()
 
-    @compile_core.compile(backend=counter)
+    @gradsplit.compile(backend=counter)
     class Scaler:
         def __call__(self, x):
             return x * 2
 
-    @compile_core.compile(backend=counter)
+    @gradsplit.compile(backend=counter)
     class Model(torch.nn.Module):
         def forward(self, x):
             return x * 3
@@ -226,25 +226,25 @@ def test_calls_of_the_instances_of_a_class():
     assert torch.equal(model(torch.ones(2)), torch.full((2,), 4.0))
     assert counter.frame_count == 2
     with pytest.raises(TypeError, match="has no method __call__"):
-        compile_core.compile(type("Empty", (), {}))
+        gradsplit.compile(type("Empty", (), {}))
 
 
 def test_a_module_whose_forward_is_compiled_is_captured_in_one():
     class Inner(torch.nn.Module):
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         def forward(self, x):
             return x * 3
 
     counter = CompileCounter()
     inner = Inner()
-    outer = compile_core.compile(lambda x: inner(x) + 1, backend=counter, fullgraph=True)
+    outer = gradsplit.compile(lambda x: inner(x) + 1, backend=counter, fullgraph=True)
     assert torch.equal(outer(torch.ones(2)), torch.full((2,), 4.0))
-    whole = compile_core.compile(inner, backend=counter, fullgraph=True)
+    whole = gradsplit.compile(inner, backend=counter, fullgraph=True)
     assert torch.equal(whole(torch.ones(2)), torch.full((2,), 3.0))
     assert counter.frame_count == 2
 
 
-@compile_core.compile(backend="eager")
+@gradsplit.compile(backend="eager")
 def known_by_name(x):
     return x + 1
 
@@ -252,15 +252,15 @@ def known_by_name(x):
 def test_copies_and_pickles():
     assert copy.deepcopy(known_by_name) is copy.copy(known_by_name) is known_by_name
     assert pickle.loads(pickle.dumps(known_by_name)) is known_by_name
-    compiled = compile_core.compile(scale, backend="eager")
+    compiled = gradsplit.compile(scale, backend="eager")
     assert pickle.loads(pickle.dumps(compiled)) is scale
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.factor = 2
-            self.scaled = compile_core.compile(self.multiply, backend="eager")
-            self.activation = compile_core.compile(torch.relu, backend="eager")
+            self.scaled = gradsplit.compile(self.multiply, backend="eager")
+            self.activation = gradsplit.compile(torch.relu, backend="eager")
 
         def multiply(self, x):
             return x * self.factor
@@ -281,11 +281,11 @@ def test_methods_are_compiled_in_a_class_body():
         def __init__(self):
             self.factor = 3
 
-        @compile_core.compile(backend="eager", fullgraph=True)
+        @gradsplit.compile(backend="eager", fullgraph=True)
         def scaled(self, x):
             return x * self.factor
 
-        @compile_core.compile(backend="eager")
+        @gradsplit.compile(backend="eager")
         def shifted(self, x, by=1):
             return x + by
 
@@ -296,16 +296,16 @@ def test_methods_are_compiled_in_a_class_body():
 
 
 def test_what_controls_compilation_is_not_compiled_itself():
-    inner = compile_core.compile(scale, backend="eager")
+    inner = gradsplit.compile(scale, backend="eager")
 
     def controls(x):
-        x = x + compile_core.explain(scale)(x, 2).graph_count
-        compile_core.reset()
-        x = compile_core.run(inner)(x, 2)
-        x = compile_core.compile(lambda y: y + 1, backend="eager")(x)
-        return compile_core.disable(scale)(x, 3)
+        x = x + gradsplit.explain(scale)(x, 2).graph_count
+        gradsplit.reset()
+        x = gradsplit.run(inner)(x, 2)
+        x = gradsplit.compile(lambda y: y + 1, backend="eager")(x)
+        return gradsplit.disable(scale)(x, 3)
 
-    compiled = compile_core.compile(controls, backend="eager")
+    compiled = gradsplit.compile(controls, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 15.0))
 
@@ -323,7 +323,7 @@ def test_guards_that_fail_at_once_leave_the_function_plain(caplog):
         STATE["count"] += 1
         return module.forward
 
-    compiled = compile_core.compile(function, backend=counting_backend)
+    compiled = gradsplit.compile(function, backend=counting_backend)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
     assert "runs as plain Python from now on" in caplog.text
     compiled(torch.ones(2))

@@ -9,26 +9,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-import distributed
-from compile_core.errors import CompileError
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.testing import CompileCounter
 
 
 @pytest.mark.parametrize("name", ["GRADSPLIT_DISABLE", "TORCH_COMPILE_DISABLE"])
 def test_a_process_can_do_without_compilation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     monkeypatch.setenv(name, "0")
-    assert compile_core.compile(model) is not model
+    assert gradsplit.compile(model) is not model
     monkeypatch.setenv(name, "1")
-    assert compile_core.compile(model) is model
-    assert compile_core.compile(fullgraph=True)(len) is len
+    assert gradsplit.compile(model) is model
+    assert gradsplit.compile(fullgraph=True)(len) is len
 
 
 def test_the_stance_of_torch_is_heeded() -> None:
     counter = CompileCounter()
-    f = compile_core.compile(lambda x, y=2: x * y, backend=counter)
-    module = compile_core.compile(torch.nn.Linear(3, 3), backend=counter)
+    f = gradsplit.compile(lambda x, y=2: x * y, backend=counter)
+    module = gradsplit.compile(torch.nn.Linear(3, 3), backend=counter)
     x = torch.ones(3)
 
     with torch.compiler.set_stance("force_eager"):
@@ -70,7 +69,7 @@ def ddp() -> Iterator[DistributedDataParallel]:
 def test_stock_ddp_runs_where_compilation_is_switched_off(
     ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled, x = compile_core.compile(ddp), torch.randn(4, 3)
+    compiled, x = gradsplit.compile(ddp), torch.randn(4, 3)
     gradients = []
     for stance in ("force_eager", "default", "force_eager"):
         with torch.compiler.set_stance(stance):
@@ -78,8 +77,8 @@ def test_stock_ddp_runs_where_compilation_is_switched_off(
         gradients.append(compiled.module.weight.grad)
         compiled.zero_grad()
     torch.testing.assert_close(gradients, gradients[:1] * 3)
-    stepping = distributed.DDPOptions(step_in_backward=torch.optim.SGD(ddp.parameters(), lr=0.1))
+    stepping = gradsplit.distributed.DDPOptions(step_in_backward=torch.optim.SGD(ddp.parameters(), lr=0.1))
     monkeypatch.setenv("GRADSPLIT_DISABLE", "1")
-    assert distributed.compile_ddp(ddp) is ddp
+    assert gradsplit.distributed.compile_ddp(ddp) is ddp
     with pytest.raises(ValueError, match="switched off"):
-        distributed.compile_ddp(ddp, stepping)
+        gradsplit.distributed.compile_ddp(ddp, stepping)

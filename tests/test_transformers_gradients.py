@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.capture.transformers_models import MODELS
 
 
@@ -52,7 +52,7 @@ def test_gradients_are_as_near_to_float64_as_eagers(name, device):
     inputs = {key: value.to(device) for key, value in MODELS[name].inputs(4).items()}
     exact = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     true = gradients(copy.deepcopy(plain).double(), exact)
-    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True)
+    compiled = gradsplit.compile(copy.deepcopy(plain), fullgraph=True)
     found = error(gradients(compiled, inputs), true)
     eager = error(gradients(plain, inputs), true)
     assert found <= 2 * eager, f"{found:.2e} is {found / eager:.2f} times eager's error"

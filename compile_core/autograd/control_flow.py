@@ -20,18 +20,18 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from compile_core.autograd.captured_graphs.calling_convention import dense_spec
-from compile_core.autograd.captured_graphs.replace_calls import copy_module
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.tracing.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
-from compile_core.autograd.tracing.record_operators import outside_of_recording
-from compile_core.errors import Unsupported
-from compile_core.ir import control_flow
-from compile_core.ir.graphs import JointGraph, PartitionedGraph, resolve_spec
-from compile_core.ir.kept_calls import KeptCall, in_layout
-from compile_core.ir.random_operators import is_random
-from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.autograd.captured_graphs.calling_convention import dense_spec
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.tracing.kept_calls import DifferentiableCall, KeptCalls, takes_gradients
+from gradsplit.compile_core.autograd.tracing.record_operators import outside_of_recording
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir import control_flow
+from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph, resolve_spec
+from gradsplit.compile_core.ir.kept_calls import KeptCall, in_layout
+from gradsplit.compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 TraceBody = Callable[[GraphModule, Sequence[torch.Tensor]], JointGraph]
 

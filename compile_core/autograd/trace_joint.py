@@ -23,38 +23,42 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from compile_core.autograd.captured_graphs.calling_convention import (
+from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
     as_leaf,
     dense_spec,
     failures_explained,
     find_calling_convention,
 )
-from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
-from compile_core.autograd.captured_graphs.replace_calls import replace_calls
-from compile_core.autograd.control_flow import ControlFlow
-from compile_core.autograd.operators.backward_marks import marked_as_backward
-from compile_core.autograd.rewrites.result_layouts import keep_layouts
-from compile_core.autograd.rewrites.separate_results import separate_results
-from compile_core.autograd.rewrites.simplify import simplify
-from compile_core.autograd.tracing.custom_operators import functional_custom_operators
-from compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
-from compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
-from compile_core.autograd.tracing.open_sizes import OpenSizes
-from compile_core.autograd.tracing.program_modes import (
+from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
+from gradsplit.compile_core.autograd.control_flow import ControlFlow
+from gradsplit.compile_core.autograd.operators.backward_marks import marked_as_backward
+from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
+from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
+from gradsplit.compile_core.autograd.rewrites.simplify import simplify
+from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
+from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
+from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
+from gradsplit.compile_core.autograd.tracing.open_sizes import OpenSizes
+from gradsplit.compile_core.autograd.tracing.program_modes import (
     noted_default_dtypes,
     refuse_modes,
     settle_default_dtypes,
 )
-from compile_core.autograd.tracing.recompute_regions import check_random_state, run_marked, run_tagged
-from compile_core.autograd.tracing.record_operators import Decompositions, record
-from compile_core.autograd.tracing.recurrent_layers import layered_networks
-from compile_core.errors import Unsupported
-from compile_core.ir import higher_order
-from compile_core.ir.fake_results import kernels_of_sizes
-from compile_core.ir.gradient_sources import gradient_sources
-from compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.ir.torch_switches import without_autocast
+from gradsplit.compile_core.autograd.tracing.recompute_regions import (
+    check_random_state,
+    run_marked,
+    run_tagged,
+)
+from gradsplit.compile_core.autograd.tracing.record_operators import Decompositions, record
+from gradsplit.compile_core.autograd.tracing.recurrent_layers import layered_networks
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir import higher_order
+from gradsplit.compile_core.ir.fake_results import kernels_of_sizes
+from gradsplit.compile_core.ir.gradient_sources import gradient_sources
+from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.torch_switches import without_autocast
 
 # torch exports it without declaring it.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

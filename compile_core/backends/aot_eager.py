@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.fx.graph import CodeGen
 
-from compile_core.ir.schedule import Compute
-from compile_core.observe.diagram import draw_graph
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
-from compile_core.runtime.executable import Region
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.observe.diagram import draw_graph
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.runtime.executable import Region
 
 
 def decompositions(device_type: str, options: CompileOptions) -> Mapping[Any, Callable[..., Any]]:

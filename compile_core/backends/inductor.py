@@ -22,15 +22,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from compile_core.errors import CompileError, Unsupported
-from compile_core.ir.kept_calls import KeptCall
-from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.ir.schedule import Compute
-from compile_core.observe.diagram import draw_graph
-from compile_core.observe.dump import StageDump
-from compile_core.observe.stage_times import timed
-from compile_core.options import CompileOptions
-from compile_core.runtime.executable import Region
+from gradsplit.compile_core.errors import CompileError, Unsupported
+from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.observe.diagram import draw_graph
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.runtime.executable import Region
 
 _NO_SETTINGS: Mapping[str, Any] = {}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from compile_core.backends import aot_eager, eager, inductor, triton
-from compile_core.options import OPTIONS, unknown_name
-from compile_core.runtime.executable import Region
+from gradsplit.compile_core.backends import aot_eager, eager, inductor, triton
+from gradsplit.compile_core.options import OPTIONS, unknown_name
+from gradsplit.compile_core.runtime.executable import Region
 
 # A user's backend: takes the captured graph and example inputs, returns a callable of the graph's inputs.
 GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
@@ -182,4 +182,4 @@ def _name_of(compiler: GraphCompiler) -> str:
 
 
 def _installed() -> Sequence[Any]:
-    return tuple(entry_points(group="compile_core.backends"))
+    return tuple(entry_points(group="gradsplit.backends"))

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from compile_core.errors import Unsupported
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.print_loops import print_program
-from compile_core.ir.schedule import Compute
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import build, generate, start_build
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.fusion.fuse import fuse_and_explain
-from compile_core.lowering.fusion.join_columns import join_and_explain
-from compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.products.choose_gemm import choose_gemm
-from compile_core.lowering.products.choose_products import choose_products
-from compile_core.lowering.products.gemm_speed import gemm_speed
-from compile_core.lowering.tiling.tiling_split import split_reductions
-from compile_core.lowering.triton_kernels.build_triton import start_workers
-from compile_core.observe.diagram import draw_program
-from compile_core.observe.dump import StageDump
-from compile_core.observe.stage_times import timed
-from compile_core.options import CompileOptions
-from compile_core.runtime.link_program import LinkedProgram, link_program
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.build import build, generate, start_build
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
+from gradsplit.compile_core.lowering.fusion.join_columns import join_and_explain
+from gradsplit.compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.products.choose_gemm import choose_gemm
+from gradsplit.compile_core.lowering.products.choose_products import choose_products
+from gradsplit.compile_core.lowering.products.gemm_speed import gemm_speed
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import start_workers
+from gradsplit.compile_core.observe.diagram import draw_program
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
 
 
 def prepare(device_type: str) -> None:

@@ -1,14 +1,14 @@
 """The front end: from a Python function and its arguments to a graph, without running the function."""
 
-from compile_core.capture.capture_frame import argument_names, capture
-from compile_core.capture.graph_breaks import resume_function, run_to_end, run_with_cells
-from compile_core.capture.guards.guards import compile_check, explain_failure
-from compile_core.capture.guards.source_writer import compile_function
-from compile_core.capture.object_model.modules import COMPILED_APART
-from compile_core.capture.open_numbers.size_history import SizeHistory
-from compile_core.capture.run_only import run_only
-from compile_core.capture.torch_rules.global_state import must_run_plain, normal_tensors
-from compile_core.capture.values.base import PlainCall
+from gradsplit.compile_core.capture.capture_frame import argument_names, capture
+from gradsplit.compile_core.capture.graph_breaks import resume_function, run_to_end, run_with_cells
+from gradsplit.compile_core.capture.guards.guards import compile_check, explain_failure
+from gradsplit.compile_core.capture.guards.source_writer import compile_function
+from gradsplit.compile_core.capture.object_model.modules import COMPILED_APART
+from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
+from gradsplit.compile_core.capture.run_only import run_only
+from gradsplit.compile_core.capture.torch_rules.global_state import must_run_plain, normal_tensors
+from gradsplit.compile_core.capture.values.base import PlainCall
 
 __all__ = [
     "COMPILED_APART",

@@ -14,34 +14,34 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.code_objects.resume import origin_of
-from compile_core.capture.frames.frame import BreakRequested, Frame
-from compile_core.capture.graph.fake_inputs import has_layout
-from compile_core.capture.graph.output_graph import InputRecord
-from compile_core.capture.graph_breaks import BreakWriter
-from compile_core.capture.guards.guards import compile_check
-from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.open_numbers.size_history import SizeHistory
-from compile_core.capture.reconstruct import RunnerWriter
-from compile_core.capture.state import Capture
-from compile_core.capture.torch_rules.global_state import (
+from gradsplit.compile_core.capture.code_objects.resume import origin_of
+from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
+from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
+from gradsplit.compile_core.capture.graph.output_graph import InputRecord
+from gradsplit.compile_core.capture.graph_breaks import BreakWriter
+from gradsplit.compile_core.capture.guards.guards import compile_check
+from gradsplit.compile_core.capture.object_model.functions import FunctionValue
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
+from gradsplit.compile_core.capture.reconstruct import RunnerWriter
+from gradsplit.compile_core.capture.state import Capture
+from gradsplit.compile_core.capture.torch_rules.global_state import (
     attention_kernels,
     autocast_state,
     default_device,
     global_state,
     normal_tensors,
 )
-from compile_core.capture.torch_rules.modes import restore_modes
-from compile_core.capture.torch_rules.tensor_rules import REQUIRED_OPTIONS
-from compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.wrap import wrap_cell
-from compile_core.errors import CompileError, Unsupported
-from compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from compile_core.ir.fake_results import quiet_fakes
-from compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
-from compile_core.ir.torch_switches import read_switches, turn_back
+from gradsplit.compile_core.capture.torch_rules.modes import restore_modes
+from gradsplit.compile_core.capture.torch_rules.tensor_rules import REQUIRED_OPTIONS
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, PlainCall, SymbolicRaise
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.wrap import wrap_cell
+from gradsplit.compile_core.errors import CompileError, Unsupported
+from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
+from gradsplit.compile_core.ir.fake_results import quiet_fakes
+from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
+from gradsplit.compile_core.ir.torch_switches import read_switches, turn_back
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
 _NEAR_STEPS = 64

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
-from compile_core.capture import directives
-from compile_core.capture.higher_order_calls.function_transforms import TransformedValue
-from compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.torch_rules.torch_functions import is_tensor_function, tensor_function_rule
-from compile_core.capture.values.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
-from compile_core.capture.values.call_rules import CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture import directives
+from gradsplit.compile_core.capture.higher_order_calls.function_transforms import TransformedValue
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.torch_rules.torch_functions import (
+    is_tensor_function,
+    tensor_function_rule,
+)
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
+from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 
 def directive_rule(function: Any) -> CallRule | None:

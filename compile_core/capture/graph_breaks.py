@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.code_objects.resume import (
+from gradsplit.compile_core.capture.code_objects.resume import (
     FIRST_ARGUMENT,
     HANDLED,
     LAST_INSTRUCTION,
@@ -30,14 +30,20 @@ from compile_core.capture.code_objects.resume import (
     split_locals,
     uses_super,
 )
-from compile_core.capture.directives import is_disabled, is_disabled_recursively
-from compile_core.capture.frames.frame import Frame
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.object_model.partials import PartialValue
-from compile_core.capture.reconstruct import RunnerWriter
-from compile_core.capture.values.base import HANDLED_BEFORE, NULL, CaptureState, LastInstruction, Value
-from compile_core.ir.captured import ResumePoint
+from gradsplit.compile_core.capture.directives import is_disabled, is_disabled_recursively
+from gradsplit.compile_core.capture.frames.frame import Frame
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.reconstruct import RunnerWriter
+from gradsplit.compile_core.capture.values.base import (
+    HANDLED_BEFORE,
+    NULL,
+    CaptureState,
+    LastInstruction,
+    Value,
+)
+from gradsplit.compile_core.ir.captured import ResumePoint
 
 
 class Continuation:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture.python_rules.itertools_rules import RealIterator
-from compile_core.capture.values.base import Value
-from compile_core.capture.values.constants import SequenceIterator
-from compile_core.capture.values.iterators import (
+from gradsplit.compile_core.capture.python_rules.itertools_rules import RealIterator
+from gradsplit.compile_core.capture.values.base import Value
+from gradsplit.compile_core.capture.values.constants import SequenceIterator
+from gradsplit.compile_core.capture.values.iterators import (
     ChainIterator,
     CountIterator,
     EnumerateIterator,
@@ -16,7 +16,7 @@ from compile_core.capture.values.iterators import (
     SliceIterator,
     ZipIterator,
 )
-from compile_core.capture.values.mappings import DictIterator
+from gradsplit.compile_core.capture.values.mappings import DictIterator
 
 
 def build_iterator(writer: Any, value: Value) -> str:

@@ -10,31 +10,41 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture.graph.side_effects import SideEffects
-from compile_core.capture.guards.source_writer import SourceWriter
-from compile_core.capture.numpy_arrays.arrays import ArrayValue
-from compile_core.capture.object_model.exceptions import ExceptionValue
-from compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
-from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.object_model.partials import PartialValue
-from compile_core.capture.open_numbers.growing_lists import GrowingList
-from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
-from compile_core.capture.operations.operator_rules import GetterValue
-from compile_core.capture.rebuild_iterators import build_iterator
-from compile_core.capture.torch_rules.modes import ModeValue
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
-from compile_core.capture.values.containers import ContainerValue, ListValue, SequenceValue, SliceValue
-from compile_core.capture.values.deques import DequeValue
-from compile_core.capture.values.iterators import IteratorValue
-from compile_core.capture.values.mappings import DictValue, ReadOnlyView
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.sets import SetValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir.captured import RunnerCode
-from compile_core.ir.sources import variable_of
-from compile_core.ir.torch_switches import preserved_switches
+from gradsplit.compile_core.capture.graph.side_effects import SideEffects
+from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue
+from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
+from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
+from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
+from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import (
+    BuiltinMethod,
+    ConstantValue,
+    SequenceIterator,
+    is_none,
+)
+from gradsplit.compile_core.capture.values.containers import (
+    ContainerValue,
+    ListValue,
+    SequenceValue,
+    SliceValue,
+)
+from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.iterators import IteratorValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir.captured import RunnerCode
+from gradsplit.compile_core.ir.sources import variable_of
+from gradsplit.compile_core.ir.torch_switches import preserved_switches
 
 
 class RunnerWriter(SourceWriter):

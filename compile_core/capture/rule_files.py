@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from compile_core.capture.frames import opcodes_build, opcodes_control, opcodes_data, opcodes_match
-from compile_core.capture.higher_order_calls import (
+from gradsplit.compile_core.capture.frames import opcodes_build, opcodes_control, opcodes_data, opcodes_match
+from gradsplit.compile_core.capture.higher_order_calls import (
     autograd_functions,
     checkpoints,
     control_flow,
     function_transforms,
     functional_calls,
 )
-from compile_core.capture.numpy_arrays import numpy_rules, numpy_wrapper
-from compile_core.capture.operations import operator_rules, type_tests
-from compile_core.capture.python_rules import (
+from gradsplit.compile_core.capture.numpy_arrays import numpy_rules, numpy_wrapper
+from gradsplit.compile_core.capture.operations import operator_rules, type_tests
+from gradsplit.compile_core.capture.python_rules import (
     attribute_rules,
     builtin_rules,
     copy_rules,
@@ -26,7 +26,7 @@ from compile_core.capture.python_rules import (
     logging_rules,
     object_rules,
 )
-from compile_core.capture.torch_rules import (
+from gradsplit.compile_core.capture.torch_rules import (
     function_modes,
     gradients,
     modes,

@@ -13,36 +13,41 @@ import torch
 from torch import fx
 from torch.utils._device import _device_constructors
 
-from compile_core.capture.frames.binding import bind_arguments
-from compile_core.capture.frames.frame import Frame
-from compile_core.capture.frames.generators import GeneratorValue
-from compile_core.capture.graph.output_graph import OutputGraph, is_fake
-from compile_core.capture.graph.side_effects import SideEffects
-from compile_core.capture.higher_order_calls.function_transforms import PullBackValue
-from compile_core.capture.object_model import enums
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.exceptions import ExceptionValue, raised_during
-from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.object_model.objects import bind_class_entry
-from compile_core.capture.object_model.opaque import wrap_opaque
-from compile_core.capture.object_model.type_forms import TYPE_FORMS
-from compile_core.capture.open_numbers.size_history import SizeHistory
-from compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
-from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
-from compile_core.capture.operations import comparisons, texts
-from compile_core.capture.operations.special_methods import special_call
-from compile_core.capture.python_rules.library_closures import CLOSURE_RULES
-from compile_core.capture.rule_files import RULE_FILES
-from compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
-from compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
-from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue, sequence_fields
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.sets import SetValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.capture.wrap import wrap
-from compile_core.errors import InternalError, Unsupported
-from compile_core.ir.captured import Guard
-from compile_core.ir.sources import Source
+from gradsplit.compile_core.capture.frames.binding import bind_arguments
+from gradsplit.compile_core.capture.frames.frame import Frame
+from gradsplit.compile_core.capture.frames.generators import GeneratorValue
+from gradsplit.compile_core.capture.graph.output_graph import OutputGraph, is_fake
+from gradsplit.compile_core.capture.graph.side_effects import SideEffects
+from gradsplit.compile_core.capture.higher_order_calls.function_transforms import PullBackValue
+from gradsplit.compile_core.capture.object_model import enums
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue, raised_during
+from gradsplit.compile_core.capture.object_model.functions import FunctionValue
+from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
+from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
+from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
+from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
+from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
+from gradsplit.compile_core.capture.operations import comparisons, texts
+from gradsplit.compile_core.capture.operations.special_methods import special_call
+from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
+from gradsplit.compile_core.capture.rule_files import RULE_FILES
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
+from gradsplit.compile_core.capture.values.containers import (
+    ListValue,
+    SequenceValue,
+    SliceValue,
+    sequence_fields,
+)
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.wrap import wrap
+from gradsplit.compile_core.errors import InternalError, Unsupported
+from gradsplit.compile_core.ir.captured import Guard
+from gradsplit.compile_core.ir.sources import Source
 
 # Named, so that whoever has a state has the rules.
 RULES = RULE_FILES

@@ -12,47 +12,52 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_core.capture.directive_rules import directive_rule
-from compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
-from compile_core.capture.higher_order_calls.function_transforms import transformed_function_rule
-from compile_core.capture.numpy_arrays.arrays import NUMPY_FUNCTIONS, wrap_array
-from compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.content import content_base
-from compile_core.capture.object_model.existing_objects import (
+from gradsplit.compile_core.capture.directive_rules import directive_rule
+from gradsplit.compile_core.capture.directives import beneath_torch_front_end, compiled_by_torch
+from gradsplit.compile_core.capture.higher_order_calls.function_transforms import transformed_function_rule
+from gradsplit.compile_core.capture.numpy_arrays.arrays import NUMPY_FUNCTIONS, wrap_array
+from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.content import content_base
+from gradsplit.compile_core.capture.object_model.existing_objects import (
     CallableReferenceValue,
     PropertyValue,
     PythonModuleValue,
     WeakReferenceValue,
 )
-from compile_core.capture.object_model.functions import (
+from gradsplit.compile_core.capture.object_model.functions import (
     BoundMethodValue,
     CellValue,
     FunctionValue,
 )
-from compile_core.capture.object_model.libraries import is_library_name
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
-from compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
-from compile_core.capture.object_model.partials import PartialValue
-from compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
-from compile_core.capture.open_numbers.growing_lists import GrowingList
-from compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
-from compile_core.capture.operations.operator_rules import GETTERS, existing_getter
-from compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
-from compile_core.capture.python_rules.cached_functions import CachedFunctionValue
-from compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.call_rules import find_call_rule
-from compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
-from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue, sequence_fields
-from compile_core.capture.values.deques import DequeValue
-from compile_core.capture.values.mappings import DictValue, ReadOnlyView
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.sets import SetValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir.captured import InputKind
-from compile_core.ir.sources import (
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue, is_plain_layout
+from gradsplit.compile_core.capture.object_model.opaque import ChangingText, wrap_opaque
+from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS, TypeFormValue
+from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicInt
+from gradsplit.compile_core.capture.operations.operator_rules import GETTERS, existing_getter
+from gradsplit.compile_core.capture.python_rules.builtin_methods import method_of_builtin_type
+from gradsplit.compile_core.capture.python_rules.cached_functions import CachedFunctionValue
+from gradsplit.compile_core.capture.torch_rules.torch_functions import find_torch_rule, tensor_function_rule
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.call_rules import find_call_rule
+from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
+from gradsplit.compile_core.capture.values.containers import (
+    ListValue,
+    SequenceValue,
+    SliceValue,
+    sequence_fields,
+)
+from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir.captured import InputKind
+from gradsplit.compile_core.ir.sources import (
     AttributeSource,
     ContentSource,
     ItemSource,

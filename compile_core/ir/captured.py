@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from compile_core.errors import InternalError, Unsupported
-from compile_core.ir.sources import Source
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.errors import InternalError, Unsupported
+from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 InputKind = Literal["parameter", "buffer", "argument", "state"]
 

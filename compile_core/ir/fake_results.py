@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 aten = torch.ops.aten
 

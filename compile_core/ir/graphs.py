@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

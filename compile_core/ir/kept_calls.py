@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 # While a graph is traced its kept calls are calls of this operator, with a number for each.
 _library = torch.library.Library("gradsplit", "DEF")

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.ir.numbers import SYMBOLIC_NUMBERS
-from compile_core.ir.schedule import Schedule
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 def print_graph(module: GraphModule) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     BandNest,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compile_core.ir.tensor_spec import contiguous_strides
+from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     BandNest,
     ExternCall,
     Load,

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from compile_core.ir.numbers import value_at_compilation
+from gradsplit.compile_core.ir.numbers import value_at_compilation
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.errors import InternalError
-from compile_core.ir.counter_random import COUNTER_OPERATORS, SEED_STRIDE
-from compile_core.ir.graphs import GraphSignature, JointGraph, OpenSize, PartitionedGraph
-from compile_core.ir.numbers import is_number
-from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.ir.schedule import Compute, Schedule
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS, SEED_STRIDE
+from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, OpenSize, PartitionedGraph
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.schedule import Compute, Schedule
 
 
 def verify_joint(joint: JointGraph) -> None:

@@ -13,8 +13,8 @@ from math import prod
 
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.loops import (
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.loops import (
     REDUCTIONS,
     SCALAR_OPERATIONS,
     Access,
@@ -33,9 +33,9 @@ from compile_core.ir.loops import (
     View,
     operands,
 )
-from compile_core.ir.print_loops import axis_name, print_statement
-from compile_core.ir.step_effects import mutated, reads, views_in, writes
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.print_loops import axis_name, print_statement
+from gradsplit.compile_core.ir.step_effects import mutated, reads, views_in, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _COMPUTE_DTYPES = frozenset(
     {

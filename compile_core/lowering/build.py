@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from compile_core.errors import Unsupported
-from compile_core.ir.kernels import BuiltKernel, KernelSource
-from compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.cpp_kernels.build_cpp import start_cpp
-from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
-from compile_core.lowering.cpp_kernels.codegen_cpp_batch import generate_cpp_batch
-from compile_core.lowering.nests.kernel_bases import rebased
-from compile_core.lowering.nests.passes import buffers_of
-from compile_core.lowering.triton_kernels.build_triton import start_triton
-from compile_core.lowering.triton_kernels.codegen_bands import generate_bands
-from compile_core.lowering.triton_kernels.codegen_product import generate_product
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
-from compile_core.lowering.triton_kernels.codegen_triton_batch import generate_triton_batch
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource
+from gradsplit.compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.cpp_kernels.build_cpp import start_cpp
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_batch import generate_cpp_batch
+from gradsplit.compile_core.lowering.nests.kernel_bases import rebased
+from gradsplit.compile_core.lowering.nests.passes import buffers_of
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import start_triton
+from gradsplit.compile_core.lowering.triton_kernels.codegen_bands import generate_bands
+from gradsplit.compile_core.lowering.triton_kernels.codegen_product import generate_product
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton_batch import generate_triton_batch
 
 
 def start_build(

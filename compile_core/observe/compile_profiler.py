@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.captured import CapturedFrame
-from compile_core.observe.observer import Observer
+from gradsplit.compile_core.ir.captured import CapturedFrame
+from gradsplit.compile_core.observe.observer import Observer
 
 
 class CompileProfiler(Observer):
@@ -76,7 +76,7 @@ class CompileProfiler(Observer):
             needed = 1 + max(len(reasons) for reasons in self._misses.values())
             lines += [
                 "",
-                f"Set compile_core.config.cache_size_limit to {needed} to keep all of these entries.",
+                f"Set gradsplit.config.cache_size_limit to {needed} to keep all of these entries.",
             ]
         else:
             lines.append("No recompilation detected.")

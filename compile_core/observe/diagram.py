@@ -12,9 +12,9 @@ from html import escape
 
 import torch
 
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.print_loops import print_step
-from compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.print_loops import print_step
+from gradsplit.compile_core.ir.step_effects import reads, writes
 
 _WIDTH, _HEIGHT, _GAP, _ROW_GAP, _MARGIN = 230, 34, 16, 34, 24
 _LETTERS = 34

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import Guard
-from compile_core.ir.sources import LocalSource, Source
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import Guard
+from gradsplit.compile_core.ir.sources import LocalSource, Source
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from compile_core.ir.captured import CapturedFrame
+from gradsplit.compile_core.ir.captured import CapturedFrame
 
 
 class Observer:

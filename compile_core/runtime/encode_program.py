@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
-from compile_core.ir.loops import ExternCall, GeneratedStep, View
-from compile_core.ir.step_effects import views_in
-from compile_core.runtime.instructions import (
+from gradsplit.compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, View
+from gradsplit.compile_core.ir.step_effects import views_in
+from gradsplit.compile_core.runtime.instructions import (
     Allocate,
     Call,
     Free,
@@ -47,8 +47,8 @@ from compile_core.runtime.instructions import (
     may_alias,
     returns_sequence,
 )
-from compile_core.runtime.native_operators import Kind, argument_names, native_call
-from compile_core.toolchain.torch_library import device_codes, dtype_code
+from gradsplit.compile_core.runtime.native_operators import Kind, argument_names, native_call
+from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_code
 
 Kernel = Callable[..., None]
 

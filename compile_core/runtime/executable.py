@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.communicator import Communicator, RegionObserver
-from compile_core.ir.pick import picker
-from compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.communicator import Communicator, RegionObserver
+from gradsplit.compile_core.ir.pick import picker
+from gradsplit.compile_core.ir.schedule import Schedule
 
 # A compiled region: takes the inputs and then the destinations, in the order of the ``Compute``; returns its
 # outputs, with the destination itself as the value of an output that was stored there. The list that it is

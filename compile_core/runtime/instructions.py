@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.kept_calls import in_layout
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.runtime.place_buffers import Place, Placement, place_buffers
+from gradsplit.compile_core.ir.kept_calls import in_layout
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.runtime.place_buffers import Place, Placement, place_buffers
 
 aten = torch.ops.aten
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.kernels import BuiltKernel, KernelSource
-from compile_core.ir.loops import LoopProgram
-from compile_core.runtime.encode_program import encode_program
-from compile_core.runtime.instructions import Launch, instructions_of
-from compile_core.runtime.region_interpreter import Run, region_interpreter
-from compile_core.runtime.write_program import write_program
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.runtime.encode_program import encode_program
+from gradsplit.compile_core.runtime.instructions import Launch, instructions_of
+from gradsplit.compile_core.runtime.region_interpreter import Run, region_interpreter
+from gradsplit.compile_core.runtime.write_program import write_program
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import ExternCall, View
-from compile_core.toolchain.torch_library import address_of
+from gradsplit.compile_core.ir.loops import ExternCall, View
+from gradsplit.compile_core.toolchain.torch_library import address_of
 
 aten = torch.ops.aten
 

@@ -20,9 +20,9 @@ from heapq import heappop, heappush
 
 import torch
 
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _LARGEST_BYTES = 1 << 17
 _LARGEST_RESULT_BYTES = 1 << 14

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.communicator import Communicator
-from compile_core.runtime.executable import Executable, Region
-from compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
+from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.runtime.executable import Executable, Region
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
 
 
 @dataclass(frozen=True)

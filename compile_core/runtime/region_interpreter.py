@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from compile_core.runtime.encode_program import EncodedProgram
-from compile_core.toolchain.cpp_compiler import builtin_function
-from compile_core.toolchain.torch_library import LoadErrors, load_library
+from gradsplit.compile_core.runtime.encode_program import EncodedProgram
+from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, load_library
 
 logger = logging.getLogger(__name__)
 

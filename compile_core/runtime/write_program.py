@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, GeneratedStep, View
-from compile_core.runtime.instructions import (
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, View
+from gradsplit.compile_core.runtime.instructions import (
     Allocate,
     Call,
     Free,

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from compile_core.errors import CompileError
+from gradsplit.compile_core.errors import CompileError
 
 _ANSWER_TIMEOUT_S = 600.0
 

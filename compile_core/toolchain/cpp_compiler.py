@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compile_core.errors import CompileError
-from compile_core.options import chosen_cpp_compiler
-from compile_core.toolchain.private_folders import MODE
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.options import chosen_cpp_compiler
+from gradsplit.compile_core.toolchain.private_folders import MODE
 
 _ERROR_LINES = 12
 

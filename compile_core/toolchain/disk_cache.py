@@ -28,8 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from compile_core import config
-from compile_core.toolchain.private_folders import MODE, fault_of_owner, temporary_parent, usable_folder
+from gradsplit.compile_core import config
+from gradsplit.compile_core.toolchain.private_folders import (
+    MODE,
+    fault_of_owner,
+    temporary_parent,
+    usable_folder,
+)
 
 logger = logging.getLogger(__name__)
 

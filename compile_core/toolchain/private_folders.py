@@ -21,7 +21,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from compile_core.errors import CompileError
+from gradsplit.compile_core.errors import CompileError
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.options import default_cache_folder
-from compile_core.toolchain.cpp_compiler import run_compiler
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.options import default_cache_folder
+from gradsplit.compile_core.toolchain.cpp_compiler import run_compiler
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 # What loading raises where it does not work here.
 LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from compile_core.errors import CompileError
-from distributed.agreement.bulletin import Bulletin
-from distributed.agreement.failure_watch import FailureWatch, describe_error
-from distributed.agreement.gloo_connections import GlooConnections
-from distributed.agreement.session import HandOut, device_of, meet
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement.failure_watch import FailureWatch, describe_error
+from gradsplit.distributed.agreement.gloo_connections import GlooConnections
+from gradsplit.distributed.agreement.session import HandOut, device_of, meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _DIFFERENCES_SHOWN = 3

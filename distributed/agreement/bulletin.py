@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
-from compile_core.errors import CompileError
+from gradsplit.compile_core.errors import CompileError
 
 logger = logging.getLogger(__name__)
 

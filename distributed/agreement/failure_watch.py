@@ -36,10 +36,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from compile_core.errors import CompileError
-from distributed.agreement.bulletin import Bulletin, StoreLost
-from distributed.agreement.rank_process import place_of_main_thread, this_process
-from distributed.agreement.ring import ALARM_S, Neighbour
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
+from gradsplit.distributed.agreement.rank_process import place_of_main_thread, this_process
+from gradsplit.distributed.agreement.ring import ALARM_S, Neighbour
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from types import FrameType
 _PROC = Path("/proc")
 # Where code lies that is not the user's.
 _OTHERS = tuple(
-    {str(Path(__file__).parents[2] / part) + os.sep for part in ("compile_core", "distributed", "launch")}
+    {"<", str(Path(__file__).parents[2]) + os.sep}
     | {sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")}
-    | {"<"}
 )
 
 

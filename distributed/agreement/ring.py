@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.agreement.bulletin import Bulletin
-from distributed.agreement.rank_process import State, state_of
+from gradsplit.distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement.rank_process import State, state_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from compile_core.errors import CompileError
-from distributed.agreement.bulletin import Bulletin
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.agreement.bulletin import Bulletin
 
 _SECRET_BYTES = 32
 

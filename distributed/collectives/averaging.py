@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.copy_engines import CopyEngines, find_engines
-from distributed.collectives.mean_kernel import AVERAGED_TYPES
-from distributed.collectives.shared_buffers import SharedBuffer
-from distributed.collectives.work import StreamWork, Work
-from distributed.group_backend import backend_of
-from distributed.streams import current_stream
+from gradsplit.distributed.collectives.copy_engines import CopyEngines, find_engines
+from gradsplit.distributed.collectives.mean_kernel import AVERAGED_TYPES
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.distributed.collectives.work import StreamWork, Work
+from gradsplit.distributed.group_backend import backend_of
+from gradsplit.distributed.streams import current_stream
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import ALIGNMENT_BYTES
+from gradsplit.bucketing.bucket import ALIGNMENT_BYTES
 
 # torch exports it without declaring it.
 _foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.gpu_operations import GpuOperations
-from distributed.collectives.peer_access import reason_against
-from distributed.collectives.rank_operations import RankOperations
-from distributed.collectives.scratch import Scratch
-from distributed.collectives.shared_buffers import SharedBuffer, share
-from distributed.collectives.work import StreamWork
-from distributed.streams import current_stream
+from gradsplit.distributed.collectives.gpu_operations import GpuOperations
+from gradsplit.distributed.collectives.peer_access import reason_against
+from gradsplit.distributed.collectives.rank_operations import RankOperations
+from gradsplit.distributed.collectives.scratch import Scratch
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer, share
+from gradsplit.distributed.collectives.work import StreamWork
+from gradsplit.distributed.streams import current_stream
 
 # What is averaged to see whether it works, and how long it may take.
 _TRIED_ELEMENTS = 2**18

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from compile_core.ir.kernels import BuiltKernel, KernelSource
-from compile_core.lowering.build import build
-from compile_core.options import default_cache_folder
+from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource
+from gradsplit.compile_core.lowering.build import build
+from gradsplit.compile_core.options import default_cache_folder
 
 # Given a kernel and the tensors of its buffers.
 Launch = Callable[..., object]

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from compile_core.ir.kernels import BuiltKernel
-from compile_core.toolchain.torch_library import build_library
+from gradsplit.compile_core.ir.kernels import BuiltKernel
+from gradsplit.compile_core.toolchain.torch_library import build_library
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _DRIVER = "libcuda.so.1"

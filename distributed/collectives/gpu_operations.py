@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.driver_queue import DriverQueue
-from distributed.collectives.mean_kernel import MeanKernel
-from distributed.collectives.stream_meeting import StreamMeeting
+from gradsplit.distributed.collectives.driver_queue import DriverQueue
+from gradsplit.distributed.collectives.mean_kernel import MeanKernel
+from gradsplit.distributed.collectives.stream_meeting import StreamMeeting
 
 
 class GpuOperations:

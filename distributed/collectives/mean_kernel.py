@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from distributed.collectives.device_kernels import DeviceKernels, Launch
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from gradsplit.distributed.collectives.device_kernels import DeviceKernels, Launch
 
 # Triton's names of dtypes, and of those that they are added in.
 _TYPES = {

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bucketing.cost_model import CostModel
-from bucketing.host_model import HostModel
-from bucketing.link_model import LinkModel, fit_link_model
-from distributed.clocks import clock_of
-from distributed.collectives.averaging import Averaging
-from distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.host_model import HostModel
+from gradsplit.bucketing.link_model import LinkModel, fit_link_model
+from gradsplit.distributed.clocks import clock_of
+from gradsplit.distributed.collectives.averaging import Averaging
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 
 _REPETITIONS = 4
 _IN_A_ROW = 4

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.group_backend import backend_of
+from gradsplit.distributed.group_backend import backend_of
 
 # Tells hosts of one name apart.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from distributed.collectives.driver_queue import DriverQueue
-from distributed.collectives.shared_buffers import share
+from gradsplit.distributed.collectives.driver_queue import DriverQueue
+from gradsplit.distributed.collectives.shared_buffers import share
 
 _CLOCK = 2**32
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distributed.streams import current_stream
+from gradsplit.distributed.streams import current_stream
 
 
 class Work(Protocol):

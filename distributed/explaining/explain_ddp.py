@@ -12,23 +12,23 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from bucketing.bucket import BucketPlan, pack_bucket
-from bucketing.simulate import simulate
-from bucketing.timeline import Timeline
-from compile_core.api import compile
-from compile_core.compiled_module import CompiledModule
-from compile_core.errors import CompileError
-from distributed.compile_ddp import CompiledDDP, inspect_ddp
-from distributed.ddp_module import process_group
-from distributed.explaining.ddp_explanation import DDPExplanation, Segment
-from distributed.explaining.record_timeline import (
+from gradsplit.bucketing.bucket import BucketPlan, pack_bucket
+from gradsplit.bucketing.simulate import simulate
+from gradsplit.bucketing.timeline import Timeline
+from gradsplit.compile_core.api import compile
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
+from gradsplit.distributed.ddp_module import process_group
+from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation, Segment
+from gradsplit.distributed.explaining.record_timeline import (
     Recorder,
     labelled_backwards,
     record_timeline,
 )
-from distributed.planning.ddp_planner import describe
-from distributed.reducer.stock_buckets import stock_buckets
-from distributed.reducer.wrapped_parameters import reduced_parameters
+from gradsplit.distributed.planning.ddp_planner import describe
+from gradsplit.distributed.reducer.stock_buckets import stock_buckets
+from gradsplit.distributed.reducer.wrapped_parameters import reduced_parameters
 
 # In the first steps programs are compiled and costs are measured; at most so many, then the plan is settled.
 _SETTLING_STEPS = 12

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from bucketing.timeline import Interval, Timeline
-from compile_core.errors import CompileError
-from compile_core.ir.communicator import RegionObserver
-from compile_core.runtime.executable import Executable
-from distributed.clocks import Clock, DeviceClock, HostClock
-from distributed.compile_ddp import CompiledDDP, inspect_ddp
+from gradsplit.bucketing.timeline import Interval, Timeline
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.communicator import RegionObserver
+from gradsplit.compile_core.runtime.executable import Executable
+from gradsplit.distributed.clocks import Clock, DeviceClock, HostClock
+from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
 
 
 class Recorder:
@@ -140,7 +140,7 @@ def record_timeline(compiled: Any) -> Iterator[Recorder]:
     """Records the backwards that run inside the context; afterwards the recorder's ``timeline()`` has them.
 
     Args:
-        compiled: what ``compile_core.compile`` made of a DDP module, called at least once before.
+        compiled: what ``gradsplit.compile`` made of a DDP module, called at least once before.
 
     Raises:
         TypeError: not a compiled DDP module.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from distributed.gradients.accumulation_nodes import AccumulationNodes
-from distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
-from distributed.gradients.running_backward import will_run
+from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
+from gradsplit.distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
+from gradsplit.distributed.gradients.running_backward import will_run
 
 
 class Anchors:

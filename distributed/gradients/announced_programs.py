@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from distributed.gradients.running_backward import current_node, will_run
+from gradsplit.distributed.gradients.running_backward import current_node, will_run
 
 _MANY = 16
 

@@ -22,13 +22,13 @@ from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessI
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from compile_core.errors import CompileError
-from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from distributed.gradients.accumulation_nodes import hooks_came_late, put_first
-from distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
-from distributed.gradients.rounds_of_backward import rounds_end_here
-from distributed.gradients.running_backward import backward_number
-from distributed.streams import current_stream
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.distributed.gradients.accumulation_nodes import hooks_came_late, put_first
+from gradsplit.distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
+from gradsplit.distributed.gradients.rounds_of_backward import rounds_end_here
+from gradsplit.distributed.gradients.running_backward import backward_number
+from gradsplit.distributed.streams import current_stream
 
 
 class Asked(Protocol):

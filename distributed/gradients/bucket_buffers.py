@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from bucketing.bucket import ALIGNMENT_BYTES, BucketPlan
-from compile_core.errors import CompileError
-from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.bucketing.bucket import ALIGNMENT_BYTES, BucketPlan
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount

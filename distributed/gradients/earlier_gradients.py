@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from distributed.gradients.bucket_buffers import BucketBuffers
+from gradsplit.distributed.gradients.bucket_buffers import BucketBuffers
 
 
 class EarlierGradients:

@@ -29,35 +29,35 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from bucketing.bucket import BucketPlan
-from compile_core.errors import InternalError
-from compile_core.ir.tensor_spec import contiguous_strides
-from distributed.collectives.averaging import Averaging
-from distributed.collectives.measure_costs import ReadyTimes
-from distributed.collectives.work import Work
-from distributed.gradients.accumulation_nodes import AccumulationNodes
-from distributed.gradients.anchors import Anchors
-from distributed.gradients.announced_programs import AnnouncedPrograms
-from distributed.gradients.asked_gradients import reduces_what_it_reaches, returns_values
-from distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
-from distributed.gradients.earlier_gradients import EarlierGradients
-from distributed.gradients.late_hooks import LateHooks
-from distributed.gradients.marks_of_use import MarksOfUse
-from distributed.gradients.paths_of_backward import reached_results
-from distributed.gradients.reduction_round import ReductionRound
-from distributed.gradients.rounds_of_backward import is_next, note_round
-from distributed.gradients.running_backward import backward_number, will_run
-from distributed.gradients.static_graph import StaticGraph
-from distributed.gradients.undefined_gradients import UndefinedGradients
-from distributed.gradients.watchers import GradientObserver, Watch
-from distributed.gradients.writing_streams import WritingStreams
-from distributed.optimizer_steps.step_in_backward import StepInBackward
+from gradsplit.bucketing.bucket import BucketPlan
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
+from gradsplit.distributed.collectives.averaging import Averaging
+from gradsplit.distributed.collectives.measure_costs import ReadyTimes
+from gradsplit.distributed.collectives.work import Work
+from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
+from gradsplit.distributed.gradients.anchors import Anchors
+from gradsplit.distributed.gradients.announced_programs import AnnouncedPrograms
+from gradsplit.distributed.gradients.asked_gradients import reduces_what_it_reaches, returns_values
+from gradsplit.distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
+from gradsplit.distributed.gradients.earlier_gradients import EarlierGradients
+from gradsplit.distributed.gradients.late_hooks import LateHooks
+from gradsplit.distributed.gradients.marks_of_use import MarksOfUse
+from gradsplit.distributed.gradients.paths_of_backward import reached_results
+from gradsplit.distributed.gradients.reduction_round import ReductionRound
+from gradsplit.distributed.gradients.rounds_of_backward import is_next, note_round
+from gradsplit.distributed.gradients.running_backward import backward_number, will_run
+from gradsplit.distributed.gradients.static_graph import StaticGraph
+from gradsplit.distributed.gradients.undefined_gradients import UndefinedGradients
+from gradsplit.distributed.gradients.watchers import GradientObserver, Watch
+from gradsplit.distributed.gradients.writing_streams import WritingStreams
+from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 class GradientBuckets:
-    """The communicator of one ``DistributedDataParallel`` module; see ``compile_core.ir.communicator``.
+    """The communicator of one ``DistributedDataParallel`` module; see ``gradsplit.compile_core.ir.communicator``.
 
     Args:
         parameters: those whose gradients are reduced, by name.

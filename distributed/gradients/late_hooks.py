@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from compile_core.errors import CompileError
-from distributed.gradients.accumulation_nodes import hooks_came_late
-from distributed.gradients.reduction_round import ReductionRound
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.gradients.accumulation_nodes import hooks_came_late
+from gradsplit.distributed.gradients.reduction_round import ReductionRound
 
 
 class LateHooks:

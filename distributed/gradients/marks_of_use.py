@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from distributed.gradients.bucket_buffers import BucketBuffers
+from gradsplit.distributed.gradients.bucket_buffers import BucketBuffers
 
 
 class MarksOfUse:

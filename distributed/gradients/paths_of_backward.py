@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from compile_core.autograd.bound_graphs.compiled_call import edges_behind
-from distributed.gradients.running_backward import backward_number, will_run
+from gradsplit.compile_core.autograd.bound_graphs.compiled_call import edges_behind
+from gradsplit.distributed.gradients.running_backward import backward_number, will_run
 
 Roots = Sequence[torch.Tensor | GradientEdge]
 # Of the backwards that run, by their start; and whether each is for all leaves.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from compile_core.errors import CompileError
-from distributed.gradients.static_graph import changed
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.gradients.static_graph import changed
 
 
 class ReductionRound:

@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from compile_core.errors import CompileError
-from distributed.gradients.running_backward import backward_number
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.gradients.running_backward import backward_number
 
 
 class RoundOwner(Protocol):

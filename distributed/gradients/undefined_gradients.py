@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributed.gradients.paths_of_backward import reached_results
+from gradsplit.distributed.gradients.paths_of_backward import reached_results
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distributed.streams import current_stream
+from gradsplit.distributed.streams import current_stream
 
 
 class WritingStreams:

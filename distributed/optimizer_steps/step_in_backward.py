@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from distributed.collectives.averaging import Work
-from distributed.optimizer_steps.parameter_readers import ParameterReaders
-from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
-from distributed.streams import current_stream
+from gradsplit.distributed.collectives.averaging import Work
+from gradsplit.distributed.optimizer_steps.parameter_readers import ParameterReaders
+from gradsplit.distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+from gradsplit.distributed.streams import current_stream
 
 
 class StepInBackward:

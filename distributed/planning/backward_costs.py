@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
-from compile_core.autograd.operators.kinds import is_fusible, is_view, packet
-from compile_core.autograd.operators.viewed_memory import memory_of
-from compile_core.ir.numbers import is_number
+from gradsplit.compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
+from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view, packet
+from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
+from gradsplit.compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten
 

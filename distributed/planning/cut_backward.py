@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from compile_core.errors import InternalError
-from compile_core.ir.regions import build_region, graph_inputs, graph_results
-from compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_results
+from gradsplit.compile_core.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)

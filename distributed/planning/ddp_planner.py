@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing.bucket import BucketPlan, Parameter
-from bucketing.reducer_plan import reducer_plan
-from compile_core.ir.communicator import Communicator
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_results, whole_schedule
-from compile_core.ir.schedule import Schedule
-from distributed.gradients.gradient_buckets import GradientBuckets
-from distributed.planning.cut_backward import cut_backward
-from distributed.planning.plan_segments import plan_segments
-from distributed.reducer.stock_buckets import bucket_limits
+from gradsplit.bucketing.bucket import BucketPlan, Parameter
+from gradsplit.bucketing.reducer_plan import reducer_plan
+from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import graph_results, whole_schedule
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.planning.cut_backward import cut_backward
+from gradsplit.distributed.planning.plan_segments import plan_segments
+from gradsplit.distributed.reducer.stock_buckets import bucket_limits
 
 
 def describe(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Parameter]:

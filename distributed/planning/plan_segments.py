@@ -21,14 +21,19 @@ from itertools import accumulate
 
 from torch.fx import GraphModule, Node
 
-from bucketing.bucket import Parameter
-from bucketing.cost_model import CostModel
-from bucketing.link_model import LinkModel
-from bucketing.merge_plan import merge_plan
-from compile_core.ir.regions import graph_results
-from distributed.planning.backward_costs import CPU_RATES, GPU_RATES, OrderCosts, Rates, node_facts
-from distributed.planning.cut_backward import Segment
-from distributed.planning.order_backward import may_be_ordered, postponable, settled_order, with_postponed
+from gradsplit.bucketing.bucket import Parameter
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.link_model import LinkModel
+from gradsplit.bucketing.merge_plan import merge_plan
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.distributed.planning.backward_costs import CPU_RATES, GPU_RATES, OrderCosts, Rates, node_facts
+from gradsplit.distributed.planning.cut_backward import Segment
+from gradsplit.distributed.planning.order_backward import (
+    may_be_ordered,
+    postponable,
+    settled_order,
+    with_postponed,
+)
 
 
 @dataclass(frozen=True)

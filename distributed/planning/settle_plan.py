@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from bucketing.bucket import BucketPlan, Parameter
-from bucketing.cost_model import CostModel
-from bucketing.merge_plan import MergePlan, merge_plan
-from distributed.collectives.measure_costs import ReadyTimes, agreed_costs
-from distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.bucketing.bucket import BucketPlan, Parameter
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
+from gradsplit.distributed.collectives.measure_costs import ReadyTimes, agreed_costs
+from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
 
 Plan = TypeVar("Plan", BucketPlan, MergePlan)
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.capture import normal_tensors
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import CapturedGraph
-from compile_core.observe.stage_times import timed
-from compile_core.pipeline import compile_graph, compile_pieces
-from compile_core.planners import CompileRequest
-from distributed.reducer.split_forward import SplitForward
-from distributed.reducer.stock_buckets import are_final, stock_buckets
-from distributed.reducer.unreached_parameters import look_at_unreached
+from gradsplit.compile_core.capture import normal_tensors
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.pipeline import compile_graph, compile_pieces
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed.reducer.split_forward import SplitForward
+from gradsplit.distributed.reducer.stock_buckets import are_final, stock_buckets
+from gradsplit.distributed.reducer.unreached_parameters import look_at_unreached
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,12 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.errors import CompileError
-from distributed.reducer.wrapped_parameters import as_wrapped, forget_parameters, remember_parameters
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.reducer.wrapped_parameters import (
+    as_wrapped,
+    forget_parameters,
+    remember_parameters,
+)
 
 # The logger holds the reducer, too.
 _ATTRIBUTES = ("reducer", "logger")

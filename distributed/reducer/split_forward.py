@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.captured_graphs.cut_points import find_cut_points
-from compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
-from distributed.reducer.arrival_order import arrival_order
+from gradsplit.compile_core.autograd.captured_graphs.cut_points import find_cut_points
+from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
+from gradsplit.distributed.reducer.arrival_order import arrival_order
 
 # The parameters that the reducer reduces together, in the order in which it starts the buckets.
 Buckets = Sequence[Sequence[torch.Tensor]]

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.reducer.wrapped_parameters import as_wrapped, looks_for_unused
+from gradsplit.distributed.reducer.wrapped_parameters import as_wrapped, looks_for_unused
 
 
 def are_final(ddp: DistributedDataParallel) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.ddp_module import Names, parameter_names
+from gradsplit.distributed.ddp_module import Names, parameter_names
 
 # What is known of a reducer that was let go.
 _REMEMBERED = "_gradsplit_reduced_parameters"

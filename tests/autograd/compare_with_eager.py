@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.ir.graphs import JointGraph, PartitionedGraph
-from compile_core.options import parse_options
-from compile_core.pipeline import CompiledGraph, SchedulePlanner, compile_stages
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
+from gradsplit.compile_core.options import parse_options
+from gradsplit.compile_core.pipeline import CompiledGraph, SchedulePlanner, compile_stages
 
 Program = Callable[..., Any]
 

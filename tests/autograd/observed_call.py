@@ -44,7 +44,7 @@ def check_call(
 
         return [observed_call(call, make_inputs(), seed) for seed in range(calls)]
 
-    with caplog.at_level(logging.WARNING, "compile_core"):
+    with caplog.at_level(logging.WARNING, "gradsplit"):
         check_scenario(scenario, backend, breaks=left_to_torch is not None)
     assert left_to_torch is None or f"[{left_to_torch}]" in caplog.text, caplog.text
 

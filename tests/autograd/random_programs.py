@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import track
 
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import assert_same, compile_program
 from tests.autograd.random_regions import (
     REGIONS,

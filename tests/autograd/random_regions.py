@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from compile_core.ir import control_flow, higher_order
+from gradsplit.compile_core.ir import control_flow, higher_order
 
 
 def _body(function: Callable[..., Any]) -> torch.fx.GraphModule:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from tests.capture.same_as_plain import assert_same
 
 Compile = Callable[[Any], Any]
@@ -52,11 +52,11 @@ def check_scenario(
         options = {"fallback_random": True, **(options or {})}
     expected = _observe(scenario, lambda function: function)
     reports = _Reports()
-    logger = logging.getLogger("compile_core")
+    logger = logging.getLogger("gradsplit")
     logger.addHandler(reports)
     try:
         found = _observe(
-            scenario, lambda function: compile_core.compile(function, backend=backend, options=options)
+            scenario, lambda function: gradsplit.compile(function, backend=backend, options=options)
         )
     finally:
         logger.removeHandler(reports)

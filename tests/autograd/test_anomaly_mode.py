@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer, leaf
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -67,7 +67,7 @@ def test_anomaly_mode(scenario, backend):
 
 
 def test_the_forward_call_is_shown():
-    compiled = compile_core.compile(lambda x: x.sqrt() * 0, backend="aot_eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x: x.sqrt() * 0, backend="aot_eager", fullgraph=True)
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     with (
         torch.autograd.detect_anomaly(),

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-import compile_core
-from compile_core.ir.graphs import PartitionedGraph
+import gradsplit
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from tests.capture.same_as_plain import check_same
 
 aten = torch.ops.aten
@@ -204,7 +204,7 @@ def test_random_numbers_that_the_recomputation_would_not_see_again_are_left_to_t
     def program(x):
         return checkpointed(lambda a: F.dropout(a.sin(), 0.5) * a, x, preserve_rng_state=False)
 
-    compiled = compile_core.compile(program, backend="aot_eager", fullgraph=True)
+    compiled = gradsplit.compile(program, backend="aot_eager", fullgraph=True)
     compiled(leaf(3))
     assert "checkpoint-random" in caplog.text
 
@@ -334,7 +334,7 @@ def test_orders_hold_under_a_memory_budget():
 
     counts = {}
     for budget in (0.0, 1.0):
-        compiled = compile_core.compile(
+        compiled = gradsplit.compile(
             program, backend="aot_eager", fullgraph=True, options={"activation_memory_budget": budget}
         )
         compiled(leaf(4, 4), leaf(4, 4))

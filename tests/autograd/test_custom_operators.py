@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import compile_core
+import gradsplit
 
 
 @torch.library.custom_op("gradsplit_tests::scale_", mutates_args={"x"})
@@ -53,7 +53,7 @@ def twice(x, y):
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 @pytest.mark.parametrize("program", [of_an_input, of_an_intermediate, of_a_list, twice])
 def test_changes_are_those_of_eager(program, backend, caplog):
-    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
     for seed in (0, 1):
         torch.manual_seed(seed)
         given = [torch.randn(3, 4), torch.randn(3, 4)]
@@ -70,7 +70,7 @@ def test_under_autograd_it_is_left_to_torch(caplog):
         return (z * w).sum()
 
     gradients = []
-    for run in (program, compile_core.compile(program)):
+    for run in (program, gradsplit.compile(program)):
         w = torch.full((3,), 2.0, requires_grad=True)
         run(torch.ones(3), w).backward()
         gradients.append(w.grad)
@@ -84,6 +84,6 @@ def test_only_what_is_differentiated_counts(caplog):
         return (x * w).sum()
 
     w = torch.ones(3, requires_grad=True)
-    compile_core.compile(program)(torch.ones(3), w).backward()
+    gradsplit.compile(program)(torch.ones(3), w).backward()
     assert w.grad.tolist() == [2, 2, 2]
     assert "torch's own kernels" not in caplog.text

@@ -10,9 +10,9 @@ from torch import nn
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.autograd.functional import hessian, hvp, jacobian, jvp
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
+from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import compile_program
 from tests.autograd.scenarios import check_scenario, for_each, layer, leaf, two_results
 
@@ -184,7 +184,7 @@ def test_gradients_asked_for_inside(form):
 
 @for_each(FORMS, "form")
 def test_numerical_check(form):
-    compiled = compile_core.compile(layer, fullgraph=True, **form)
+    compiled = gradsplit.compile(layer, fullgraph=True, **form)
     inputs = leaf(2, 2, dtype=torch.float64), leaf(2, 2, dtype=torch.float64)
     assert gradcheck(compiled, inputs, check_batched_grad=True)
     assert gradgradcheck(compiled, inputs, check_batched_grad=True)
@@ -228,7 +228,7 @@ def _changes(x):
 )
 @pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
 def test_graphs_left_to_torch(backend, program, message, caplog):
-    compiled = compile_core.compile(program, backend=backend, options=OPTION)
+    compiled = gradsplit.compile(program, backend=backend, options=OPTION)
     gradients = []
     for run in (program, compiled):
         torch.manual_seed(0)
@@ -299,7 +299,7 @@ PROGRAMS = {"saves its inputs": layer, "saves no input": lambda x, w: (x + w).ex
 @for_each(PROGRAMS, "program")
 @for_each(WITHOUT, "attempt")
 def test_without_the_option_it_is_an_error(attempt, program, backend):
-    compiled = functools.partial(compile_core.compile(program, backend=backend, fullgraph=True))
+    compiled = functools.partial(gradsplit.compile(program, backend=backend, fullgraph=True))
     with pytest.raises(Unsupported, match="double_backward") as raised:
         attempt(compiled)
     assert "\n" not in str(raised.value)

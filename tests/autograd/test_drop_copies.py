@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import compile_core
-from compile_core.autograd.trace_joint import trace_joint
+import gradsplit
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
 
 
 def copies(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
@@ -60,7 +60,7 @@ def test_results_that_were_copies_are_tensors_of_their_own() -> None:
         result = x.exp()
         return result, result.clone()
 
-    first, second = compile_core.compile(twice, backend="aot_eager")(torch.zeros(3))
+    first, second = gradsplit.compile(twice, backend="aot_eager")(torch.zeros(3))
     first.add_(1)
     assert second.tolist() == [1.0, 1.0, 1.0]
 
@@ -74,6 +74,6 @@ def test_a_copy_that_keeps_the_order_of_a_copy_is_not_made_of_the_original(backe
         return copied, torch.view_as_real(copied).sin()
 
     x = torch.randn(4, 6)
-    found, expected = compile_core.compile(turn, backend=backend, fullgraph=True)(x), turn(x)
+    found, expected = gradsplit.compile(turn, backend=backend, fullgraph=True)(x), turn(x)
     torch.testing.assert_close(found, expected)
     assert [result.stride() for result in found] == [result.stride() for result in expected]

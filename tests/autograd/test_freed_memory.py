@@ -11,12 +11,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
-from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import whole_schedule
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
+import gradsplit
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import whole_schedule
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
 from tests.autograd.compare_with_eager import partitioned_graph
 from tests.autograd.scenarios import BACKENDS, for_each, leaf
 
@@ -106,7 +106,7 @@ def _run(compiled, ending, watch):
 @pytest.mark.parametrize("backend", BACKENDS)
 @for_each(ENDINGS, "ending")
 def test_saved_tensors_are_freed(ending, backend):
-    compiled = compile_core.compile(deep, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(deep, backend=backend, fullgraph=True)
     for _ in range(2):
         watch = Watch()
         _run(compiled, ending, watch)
@@ -115,7 +115,7 @@ def test_saved_tensors_are_freed(ending, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_activations_go_with_their_results(backend):
-    compiled = compile_core.compile(deep, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(deep, backend=backend, fullgraph=True)
     x, w = leaf(3, 3), leaf(3, 3)
     compiled(x, w).sum().backward()
     gc.collect()
@@ -131,7 +131,7 @@ def test_activations_go_with_their_results(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_recomputation_that_a_checkpoint_ends_keeps_nothing(backend):
-    compiled = compile_core.compile(deep, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(deep, backend=backend, fullgraph=True)
     x, w = leaf(3, 3), leaf(3, 3)
     references: list[weakref.ref[torch.Tensor]] = []
 
@@ -147,7 +147,7 @@ def test_a_recomputation_that_a_checkpoint_ends_keeps_nothing(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_that_raises_keeps_nothing(backend):
-    compiled = compile_core.compile(lambda x, places: (x * 2)[places].sum(), backend=backend)
+    compiled = gradsplit.compile(lambda x, places: (x * 2)[places].sum(), backend=backend)
     x = leaf(3)
     compiled(x, torch.tensor([0, 1]))
     hidden = x * 2
@@ -159,7 +159,7 @@ def test_a_graph_that_raises_keeps_nothing(backend):
 
 
 def test_double_backward_keeps_nothing_after_it():
-    compiled = compile_core.compile(deep, backend="aot_eager", options={"double_backward": True})
+    compiled = gradsplit.compile(deep, backend="aot_eager", options={"double_backward": True})
     x, w = leaf(3, 3), leaf(3, 3)
     compiled(x, w)
     watch = Watch()

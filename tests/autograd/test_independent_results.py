@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compile_core import compile
+from gradsplit import compile
 
 
 def program(x, y):

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
-from compile_core.autograd.captured_graphs.known_masks import attention_laid_out, simplify_masks
+import gradsplit
+from gradsplit.compile_core.autograd.captured_graphs.known_masks import attention_laid_out, simplify_masks
 
 SIZE = 6
 
@@ -112,7 +112,7 @@ def simplified(
         graphs.append(simplify_masks(module, keep_random_numbers))
         return module.forward
 
-    compile_core.compile(function, backend=note, fullgraph=True)(*inputs)
+    gradsplit.compile(function, backend=note, fullgraph=True)(*inputs)
     return graphs[0]
 
 
@@ -148,7 +148,7 @@ def test_other_masks_stay(mask: Any) -> None:
 @pytest.mark.parametrize("mask", [*LEFT_OUT, *KEPT])
 def test_results_and_gradients_are_those_of_the_plain_call(mask: Any) -> None:
     function, plain, ours = masked(mask), some_inputs(), some_inputs()
-    expected, found = function(*plain), compile_core.compile(function, backend="aot_eager")(*ours)
+    expected, found = function(*plain), gradsplit.compile(function, backend="aot_eager")(*ours)
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
     for result in (expected, found):
@@ -172,7 +172,7 @@ def test_a_mask_is_left_out_and_returned() -> None:
 
     inputs = some_inputs()
     assert flags(simplified(attend, *inputs)) == [True]
-    torch.testing.assert_close(compile_core.compile(attend, backend="aot_eager")(*inputs), attend(*inputs))
+    torch.testing.assert_close(gradsplit.compile(attend, backend="aot_eager")(*inputs), attend(*inputs))
 
 
 def test_a_mask_that_takes_gradients_stays() -> None:
@@ -194,7 +194,7 @@ def test_a_mask_for_more_samples_is_the_error_that_it_is() -> None:
         return module.forward
 
     with pytest.raises(RuntimeError, match="shape"):
-        compile_core.compile(masked(mask), backend=note)(*some_inputs(samples=1))
+        gradsplit.compile(masked(mask), backend=note)(*some_inputs(samples=1))
     assert flags(graphs[0]) == [None]
 
 
@@ -227,7 +227,7 @@ def test_a_mask_that_a_checkpoint_is_given_is_left_out_of_its_body() -> None:
     module = simplified(attend, *inputs)
     (body,) = [part for part in module.children() if isinstance(part, GraphModule)]
     assert flags(body) == [False]
-    torch.testing.assert_close(compile_core.compile(attend, backend="aot_eager")(*inputs), attend(*inputs))
+    torch.testing.assert_close(gradsplit.compile(attend, backend="aot_eager")(*inputs), attend(*inputs))
 
 
 def test_only_calls_that_change_are_copied() -> None:
@@ -238,7 +238,7 @@ def test_only_calls_that_change_are_copied() -> None:
         graphs.append(module)
         return module.forward
 
-    compile_core.compile(masked(window), backend=note)(*some_inputs())
+    gradsplit.compile(masked(window), backend=note)(*some_inputs())
     assert len(graphs) == 1
 
 

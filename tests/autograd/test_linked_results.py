@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from tests.autograd.scenarios import check_scenario, for_each, layer, leaf
 
 OPTION = {"linked_results": True}
@@ -144,9 +144,9 @@ def modes_turned(x, w):
 
 
 def test_what_cannot_be_cut_is_left_to_torch(caplog):
-    compiled = compile_core.compile(modes_turned, backend="aot_eager", options=OPTION)
+    compiled = gradsplit.compile(modes_turned, backend="aot_eager", options=OPTION)
     x, w = leaf(3, 3), leaf(3, 3)
-    with caplog.at_level(logging.WARNING, "compile_core"):
+    with caplog.at_level(logging.WARNING, "gradsplit"):
         hidden, y = compiled(x, w)
     assert "[linked-results]" in caplog.text
     expected_hidden, expected = modes_turned(x, w)
@@ -155,7 +155,7 @@ def test_what_cannot_be_cut_is_left_to_torch(caplog):
 
 @pytest.mark.parametrize("program", [layer, lambda x, w: (x * w, x + w), lambda x, w: ((x @ w).view(-1), x)])
 def test_results_of_their_own_stay_one_graph(program):
-    compiled = compile_core.compile(program, backend="aot_eager", options=OPTION)
+    compiled = gradsplit.compile(program, backend="aot_eager", options=OPTION)
     results = compiled(leaf(3, 3), leaf(3, 3))
     nodes = {
         result.grad_fn
@@ -166,7 +166,7 @@ def test_results_of_their_own_stay_one_graph(program):
 
 
 def test_without_the_option_the_gradient_is_not_found():
-    compiled = functools.partial(compile_core.compile(hidden_and_result, backend="aot_eager", fullgraph=True))
+    compiled = functools.partial(gradsplit.compile(hidden_and_result, backend="aot_eager", fullgraph=True))
     hidden, y = compiled(leaf(3, 3), leaf(3, 3))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         grad(y.sum(), hidden)
@@ -181,7 +181,7 @@ def asks_for_gradients_of_its_own_value(x, w):
 
 @pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
 def test_program_that_asks_for_the_gradient_of_its_own_value(backend):
-    compiled = compile_core.compile(asks_for_gradients_of_its_own_value, backend=backend)
+    compiled = gradsplit.compile(asks_for_gradients_of_its_own_value, backend=backend)
     x, w = leaf(3, 3), leaf(3, 3)
     results, expected = compiled(x, w), asks_for_gradients_of_its_own_value(x, w)
     torch.testing.assert_close(results, expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.partitioning.partition import partition
 from tests.autograd.compare_with_eager import joint_graph
 
 DIM = 16

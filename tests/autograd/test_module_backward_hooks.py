@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf
 
 
@@ -142,7 +142,7 @@ def test_the_forward_of_a_hooked_module_is_one_graph():
 
     module = model()
     module.register_full_backward_hook(note([]))
-    compiled = compile_core.compile(module, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(module, backend=backend, fullgraph=True)
     for _ in range(2):
         compiled(leaf(2, 3)).sum().backward()
     assert len(graphs) == 1
@@ -157,6 +157,6 @@ def test_pieces_round_a_hooked_child_are_graphs():
 
     module = model()
     module[1].register_full_backward_hook(note([]))
-    compiled = compile_core.compile(module, backend=backend)
+    compiled = gradsplit.compile(module, backend=backend)
     compiled(leaf(2, 3)).sum().backward()
     assert len(graphs) == 3

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import compile_core
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.errors import Unsupported
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.numbers import is_number
-from compile_core.ir.print_graph import print_graph
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.observe.stage_times import Stopwatch
+import gradsplit
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.print_graph import print_graph
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.observe.stage_times import Stopwatch
 
 VALUES = (0.5, 2.0, -1.5, float("nan"), -0.0, float("inf"), 1e-40)
 
@@ -41,7 +41,7 @@ def test_one_program_for_all_floats(dtype: torch.dtype) -> None:
     def function(x: torch.Tensor, a: float) -> list[torch.Tensor]:
         return [result for one in FUNCTIONS for result in _listed(one(x, a))]
 
-    compiled = compile_core.compile(function, fullgraph=True)
+    compiled = gradsplit.compile(function, fullgraph=True)
     torch.manual_seed(0)
     watch = Stopwatch()
     for value in VALUES:
@@ -59,7 +59,7 @@ def test_gradients_and_floats_that_the_backward_reads() -> None:
     def function(x: torch.Tensor, a: float) -> torch.Tensor:
         return ((x * a).sin() * (a * a)).exp()
 
-    compiled = compile_core.compile(function, fullgraph=True)
+    compiled = gradsplit.compile(function, fullgraph=True)
     watch = Stopwatch()
     for value in (0.5, 2.0, -1.5, 0.25):
         gradients = []

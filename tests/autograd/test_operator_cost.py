@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
+from gradsplit.compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
 
 aten = torch.ops.aten
 

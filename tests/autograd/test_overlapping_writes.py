@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
+import gradsplit
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, outcome
 
 
@@ -61,6 +61,6 @@ def test_what_is_read_of_expanded_views_is_compiled():
         b.mul_(2)
         return e + b
 
-    report = compile_core.explain(program)(torch.ones(3))
+    report = gradsplit.explain(program)(torch.ones(3))
     assert report.graph_count == 1
     check_scenario(lambda compile: compile(program)(torch.ones(3)), "aot_eager")

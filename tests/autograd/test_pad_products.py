@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import compile_core
-from compile_core import pipeline
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.rewrites.pad_products import pad_products
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.ir.graphs import JointGraph
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.regions import whole_schedule
-from compile_core.ir.verify_graphs import verify_joint, verify_partition
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
+import gradsplit
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.regions import whole_schedule
+from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.autograd.compare_with_eager import captured, fakes
 from tests.lowering.loop_evaluator import evaluate
 
@@ -244,7 +244,7 @@ def test_readers_whose_results_lie_as_what_they_read(
         pipeline, "pad_products", lambda joint, with_float32: pad_products(joint, True, "cpu")
     )
     x, weight = matrix(4, 128, 512), (matrix(774, 512) / 20).requires_grad_()
-    compiled = compile_core.compile(program, fullgraph=True)
+    compiled = gradsplit.compile(program, fullgraph=True)
     results = compiled(x, weight), program(x, weight), program(x.double(), weight.double())
     with_gradients = [(result, *torch.autograd.grad(result.square().sum(), weight)) for result in results]
     for found, plain, exact in zip(*with_gradients, strict=True):
@@ -288,10 +288,10 @@ def test_sides_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "pad_products", pad)
     inputs = head_inputs()
     for tensor in (inputs[0], inputs[3]):
-        compile_core.mark_dynamic(tensor, 1)
+        gradsplit.mark_dynamic(tensor, 1)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs[:3]]
     head(*exact, target=inputs[3]).backward()
-    compile_core.compile(head, fullgraph=True)(*inputs).backward()
+    gradsplit.compile(head, fullgraph=True)(*inputs).backward()
     for mine, theirs in zip(inputs, exact, strict=False):
         assert mine.grad is not None and theirs.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
@@ -315,9 +315,7 @@ def test_a_head_over_an_odd_vocabulary_on_a_gpu(dtype: torch.dtype, tmp_path: Pa
     loss, scores = scores_and_loss(*exact)
     loss.backward()
     with torch.autocast("cuda", dtype):
-        loss, found = compile_core.compile(scores_and_loss, options={"trace_folder": tmp_path})(
-            hidden, weight
-        )
+        loss, found = gradsplit.compile(scores_and_loss, options={"trace_folder": tmp_path})(hidden, weight)
     loss.backward()
     assert found.is_contiguous()
     for one, other in ((found, scores), (hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_inputs, graph_results
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured, fakes, partitioned_graph
 
 

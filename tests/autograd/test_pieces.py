@@ -10,13 +10,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from compile_core.autograd.captured_graphs.cut_points import find_cut_points
-from compile_core.autograd.captured_graphs.pieces import cut_graph
-from compile_core.backends.registry import resolve_backend
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import Unsupported
-from compile_core.options import parse_options
-from compile_core.pipeline import compile_pieces
+from gradsplit.compile_core.autograd.captured_graphs.cut_points import find_cut_points
+from gradsplit.compile_core.autograd.captured_graphs.pieces import cut_graph
+from gradsplit.compile_core.backends.registry import resolve_backend
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.options import parse_options
+from gradsplit.compile_core.pipeline import compile_pieces
 from tests.capture.same_as_plain import assert_same
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.errors import Unsupported
 from tests.autograd import random_programs
 from tests.autograd.compare_with_eager import compile_program
 from tests.autograd.random_programs import Program, generate

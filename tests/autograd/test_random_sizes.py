@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.capture.graph.fake_inputs import make_fake
-from compile_core.capture.open_numbers.size_history import SizeHistory
-from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
-from compile_core.errors import Unsupported
-from compile_core.ir.sources import LocalSource
-from compile_core.options import CompileOptions
-from compile_core.pipeline import compile_stages
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.capture.graph.fake_inputs import make_fake
+from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
+from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.sources import LocalSource
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.pipeline import compile_stages
 from tests.autograd.random_programs import Program, compare, generate, run_program
 
 BATCH = 10

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.rewrites.random_to_counters import random_to_counters
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.autograd.tracing import random_decompositions
-from compile_core.errors import InternalError
-from compile_core.ir.counter_random import COUNTER_OPERATORS
-from compile_core.ir.random_operators import is_random
-from compile_core.ir.verify_graphs import verify_joint, verify_partition
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS
+from gradsplit.compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition
 from tests.autograd.compare_with_eager import fakes, layout
 
 aten = torch.ops.aten

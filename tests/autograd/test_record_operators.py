@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from compile_core.autograd.tracing.record_operators import record
+from gradsplit.compile_core.autograd.tracing.record_operators import record
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome, two_results
 
 
@@ -167,7 +167,7 @@ def test_results(scenario, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_results_name_what_made_them(backend):
-    compiled = compile_core.compile(two_results, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(two_results, backend=backend, fullgraph=True)
     first, second = compiled(leaf(3), leaf(3))
     assert first.grad_fn is second.grad_fn
     assert first.grad_fn.name() == "CompiledCallBackward"
@@ -176,7 +176,7 @@ def test_results_name_what_made_them(backend):
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_takes_no_autograd(backend, mode, monkeypatch):
-    compiled = compile_core.compile(two_results, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(two_results, backend=backend, fullgraph=True)
     monkeypatch.setattr(torch.autograd.Function, "apply", None)
     x, w, trained = torch.randn(3), torch.randn(3), leaf(3)
     assert compiled(x, w)[0].grad_fn is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
-import compile_core
+import gradsplit
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer, leaf, outcome
 
 
@@ -173,7 +173,7 @@ def test_hooks_inside_of_the_program(scenario, backend):
 
 def test_what_is_packed_is_what_the_partition_saves():
     """Three values in plain Python besides the inputs, one compiled."""
-    compiled = compile_core.compile(lambda x: x.sin().exp().sin().exp().sum(), backend="aot_eager")
+    compiled = gradsplit.compile(lambda x: x.sin().exp().sin().exp().sum(), backend="aot_eager")
     archive = Archive()
     x = leaf(3)
     with archive.hooks():

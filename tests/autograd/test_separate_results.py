@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-import compile_core
-from compile_core.autograd.bound_graphs.compiled_call import DifferentiableProgram
+import gradsplit
+from gradsplit.compile_core.autograd.bound_graphs.compiled_call import DifferentiableProgram
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome
 
 
@@ -152,5 +152,5 @@ def test_the_backward_program_runs_again_for_late_gradients_only(use, expected, 
     monkeypatch.setattr(
         DifferentiableProgram, "differentiate", lambda *given: runs.append(1) or differentiate(*given)
     )
-    use(compile_core.compile)
+    use(gradsplit.compile)
     assert len(runs) == expected

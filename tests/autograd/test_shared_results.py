@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import captured, check, compile_program
 from tests.autograd.scenarios import check_scenario, for_each
 

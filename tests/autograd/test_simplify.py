@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_core.autograd.rewrites.simplify import simplify
+from gradsplit.compile_core.autograd.rewrites.simplify import simplify
 
 aten = torch.ops.aten
 

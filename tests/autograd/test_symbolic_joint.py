@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import compile_core
-from compile_core.observe.stage_times import Stopwatch
+import gradsplit
+from gradsplit.compile_core.observe.stage_times import Stopwatch
 from tests.autograd.compare_with_eager import assert_same, backward, copies
 
 
@@ -103,7 +103,7 @@ def stages(watch: Stopwatch) -> tuple[int, int]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions(function: Callable[..., Any]) -> None:
     watch = Stopwatch()
-    compiled = compile_core.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
+    compiled = gradsplit.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in ROWS:
         inputs = leaves(rows)
         ours = copies(inputs)
@@ -119,7 +119,7 @@ def test_functions(function: Callable[..., Any]) -> None:
 
 def test_inputs_that_are_changed() -> None:
     watch = Stopwatch()
-    compiled = compile_core.compile(changed, backend="aot_eager", dynamic=True, fullgraph=True)
+    compiled = gradsplit.compile(changed, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in ROWS:
         x, y = leaves(rows)
         outcomes = []
@@ -141,7 +141,7 @@ def test_modules(name: str) -> None:
     plain = make().double()
     model = copy.deepcopy(plain)
     watch = Stopwatch()
-    compiled = compile_core.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    compiled = gradsplit.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in ROWS:
         inputs = [x.double() if x.is_floating_point() else x for x in draw(rows)]
         for module in (plain, compiled):
@@ -161,7 +161,7 @@ def test_what_the_trace_asks_is_guarded() -> None:
         return (x.view(x.shape[0] // 2, -1) @ w).relu()
 
     watch = Stopwatch()
-    compiled = compile_core.compile(columns_must_fit, backend="aot_eager", dynamic=True)
+    compiled = gradsplit.compile(columns_must_fit, backend="aot_eager", dynamic=True)
     for rows in (4, 8, 6):
         x = torch.randn(rows, 3, requires_grad=True)
         w = torch.randn(6, 2, requires_grad=True)
@@ -175,7 +175,7 @@ def test_sizes_are_saved_as_integers() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.mean(0).sin()
 
-    compiled = compile_core.compile(function, backend="aot_eager", dynamic=True)
+    compiled = gradsplit.compile(function, backend="aot_eager", dynamic=True)
     x = torch.randn(5, 3, requires_grad=True)
     compiled(x).sum().backward()
     (entry,) = compiled.entries
@@ -202,7 +202,7 @@ def branches(x: torch.Tensor, y: torch.Tensor) -> Any:
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 def test_branches_that_data_decide(backend: str) -> None:
     watch = Stopwatch()
-    compiled = compile_core.compile(branches, backend=backend, dynamic=True, fullgraph=True)
+    compiled = gradsplit.compile(branches, backend=backend, dynamic=True, fullgraph=True)
     for rows in ROWS[:3] if backend == "aot_eager" else ROWS[:2]:
         for sign in (1, -1):
             inputs = [(tensor.detach().abs() * sign).requires_grad_() for tensor in leaves(rows)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
-from compile_core.ir.pick import picker
+from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.ir.pick import picker
 
 
 def test_only_what_is_wanted_is_computed():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.amp import autocast_mode
 
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import check, compile_program, joint_graph
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
-from compile_core.ir.kept_calls import KeptCall
-from compile_core.pipeline import CompiledGraph
+import gradsplit
+from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.pipeline import CompiledGraph
 from tests.capture.same_as_plain import assert_same, run_once, twin_of
 
 BACKENDS = ["aot_eager", "triton"]
@@ -36,7 +36,7 @@ def repeat(condition, step, carried):
 
 
 def compiled_like_plain(make_program, make_inputs, backend, control_flow, plain, calls=4):
-    compiled = compile_core.compile(make_program(control_flow), backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(make_program(control_flow), backend=backend, fullgraph=True)
     for seed in range(calls):
         torch.manual_seed(seed)
         inputs = make_inputs()
@@ -186,7 +186,7 @@ def test_the_branches_are_one_node_and_so_are_their_gradients():
 
 
 def test_a_branch_whose_random_numbers_would_be_drawn_twice_is_left_to_torch(caplog):
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda flag, x: torch.cond(flag, lambda a: F.dropout(a, 0.5), lambda a: a * 2, (x,)),
         backend="aot_eager",
         fullgraph=True,
@@ -197,7 +197,7 @@ def test_a_branch_whose_random_numbers_would_be_drawn_twice_is_left_to_torch(cap
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_outlives_the_compiled_function(backend):
-    compiled = compile_core.compile(both_read(torch.cond), backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(both_read(torch.cond), backend=backend, fullgraph=True)
     x, w = leaf(3, 3), leaf(3, 3)
     result = compiled(torch.tensor(False), x, w)
     del compiled

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
+import gradsplit
 from tests.autograd.observed_call import check_call
 from tests.autograd.scenarios import for_each, leaf
 
@@ -74,7 +74,7 @@ def test_autocast_of_the_caller(program, backend, caplog):
 def test_a_backward_is_not_cast(backend):
     """Where it is called under autocast, which torch advises against, it computes what it would without."""
     x, w = two_leaves()
-    compiled = compile_core.compile(lambda x, w: x.sin() @ w, backend=backend)
+    compiled = gradsplit.compile(lambda x, w: x.sin() @ w, backend=backend)
     loss = compiled(x, w).square().sum()
     expected = torch.autograd.grad(loss, (x, w), retain_graph=True)
     with torch.autocast("cpu", dtype=half):

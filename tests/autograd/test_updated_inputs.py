@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core.autograd.bound_graphs.compiled_call import CompiledCall
+import gradsplit
+from gradsplit.compile_core.autograd.bound_graphs.compiled_call import CompiledCall
 
 
 class Counted(nn.Module):
@@ -34,7 +34,7 @@ class Counted(nn.Module):
 def test_values_gradients_and_versions(what: str, backend: str) -> None:
     plain = Counted()
     twin = copy.deepcopy(plain)
-    compiled = compile_core.compile(twin, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(twin, backend=backend, fullgraph=True)
     for _ in range(3):
         x = torch.randn(8, 4)
         versions = [buffer._version for buffer in twin.buffers()]
@@ -57,7 +57,7 @@ def test_new_statistics_are_no_outputs_of_the_node(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(CompiledCall, "forward", staticmethod(spy))
     norm = nn.BatchNorm1d(4)
-    compile_core.compile(norm, fullgraph=True)(torch.randn(8, 4))
+    gradsplit.compile(norm, fullgraph=True)(torch.randn(8, 4))
     (found,) = outputs
     assert sum(isinstance(output, torch.Tensor) for output in found) == 1
     assert norm.num_batches_tracked.item() == 1
@@ -70,7 +70,7 @@ def test_a_backward_that_is_differentiated_sees_the_values_of_before() -> None:
         return y
 
     results = []
-    for call in (f, compile_core.compile(f, options={"double_backward": True})):
+    for call in (f, gradsplit.compile(f, options={"double_backward": True})):
         x, w = torch.linspace(0, 1, 4, requires_grad=True), torch.full((4,), 3.0)
         (first,) = torch.autograd.grad(call(x, w), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 
-import compile_core
-from compile_core import pipeline
-from compile_core.autograd.rewrites.pad_products import pad_products
-from compile_core.backends import inductor
-from compile_core.ir.graphs import JointGraph
+import gradsplit
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
+from gradsplit.compile_core.backends import inductor
+from gradsplit.compile_core.ir.graphs import JointGraph
 
 
 class Net(nn.Module):
@@ -37,7 +37,7 @@ def test_a_training_step_equals_the_plain_one() -> None:
     compiled_net = Net()
     plain_net = copy.deepcopy(compiled_net)
     x, y = torch.randn(16, 8, requires_grad=True), torch.randint(0, 5, (16,))
-    compiled = compile_core.compile(compiled_net, backend="inductor", fullgraph=True)
+    compiled = gradsplit.compile(compiled_net, backend="inductor", fullgraph=True)
     loss, scores, mask = compiled(x, y)
     (loss + scores.sum()).backward()
     assert x.grad is not None
@@ -86,7 +86,7 @@ def test_rows_that_are_padded_in_the_forward_are_not_in_the_backward(monkeypatch
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_padded)
     x = torch.randn(4, 5, requires_grad=True)
-    found = compile_core.compile(lambda x: torch.exp(x.sin()), backend="inductor")(x)
+    found = gradsplit.compile(lambda x: torch.exp(x.sin()), backend="inductor")(x)
     found.sum().backward()
     assert padded and found.is_contiguous()
     gradient, x.grad = x.grad, None
@@ -117,7 +117,7 @@ def test_products_come_padded(padded: list[torch.fx.Node]) -> None:
         scores = x @ weight.t()
         return functional.cross_entropy(scores.view(-1, 1023), torch.arange(512)), scores
 
-    loss, scores = compile_core.compile(step, backend="inductor")(x, weight)
+    loss, scores = gradsplit.compile(step, backend="inductor")(x, weight)
     loss.backward()
     assert padded and scores.is_contiguous()
     found, weight.grad = weight.grad, None
@@ -136,7 +136,7 @@ def test_attention_between_padded_products(padded: list[torch.fx.Node]) -> None:
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return mixed.transpose(1, 2).reshape(4, 128, 258) @ outward.t()
 
-    found = compile_core.compile(step, backend="inductor", fullgraph=True)(x, *weights)
+    found = gradsplit.compile(step, backend="inductor", fullgraph=True)(x, *weights)
     assert padded
     expected = step(x, *weights)
     torch.testing.assert_close(found, expected)
@@ -155,7 +155,7 @@ def test_torchinductor_pads_no_products(monkeypatch: pytest.MonkeyPatch) -> None
         return (x @ weight.t()).as_strided((2, 3), (7, 1), 1).sin()
 
     with inductor._inductor().config.patch(force_shape_pad=True):
-        found = compile_core.compile(step, backend="inductor")(x, weight)
+        found = gradsplit.compile(step, backend="inductor")(x, weight)
     torch.testing.assert_close(found, step(x, weight))
 
 
@@ -173,7 +173,7 @@ def test_kernels_are_timed_on_random_numbers_of_nobody(monkeypatch: pytest.Monke
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    compile_core.compile(lambda x: x @ x.t(), backend="inductor")(torch.ones(7, 5))
+    gradsplit.compile(lambda x: x @ x.t(), backend="inductor")(torch.ones(7, 5))
     assert timed and torch.equal(torch.rand(3), expected)
 
 
@@ -183,7 +183,7 @@ def test_numbers_that_differ_between_calls() -> None:
     def step(x: torch.Tensor, scale: float) -> tuple[Any, ...]:
         return (x * scale).clamp(max=scale), torch.where(x > 0.0, x, scale), scale * 2
 
-    compiled = compile_core.compile(step, backend="inductor", fullgraph=True)
+    compiled = gradsplit.compile(step, backend="inductor", fullgraph=True)
     for scale in (0.5, 1.5, 2.5):
         x = torch.randn(4, 5, requires_grad=True)
         found, expected = compiled(x, scale), step(x, scale)
@@ -192,9 +192,7 @@ def test_numbers_that_differ_between_calls() -> None:
 
 
 def test_random_numbers_of_the_plain_program() -> None:
-    compiled = compile_core.compile(
-        lambda: torch.rand(8), backend="inductor", options={"fallback_random": True}
-    )
+    compiled = gradsplit.compile(lambda: torch.rand(8), backend="inductor", options={"fallback_random": True})
     torch.manual_seed(3)
     found = compiled()
     torch.manual_seed(3)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import compile_core
+import gradsplit
 
 
 def on_meta(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -38,14 +38,14 @@ def described(function: Callable[..., Any], device: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["triton", "aot_eager"])
 @pytest.mark.parametrize(("program", "device"), [(on_meta, "meta"), (on_both, "cpu")])
 def test_programs_on_the_meta_device(program: Callable[..., Any], device: str, backend: str) -> None:
-    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
     assert described(compiled, device) == described(program, device)
 
 
 def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-        result = compile_core.compile(model)(torch.empty(5, 4))
+        result = gradsplit.compile(model)(torch.empty(5, 4))
     result.sum().backward()
     assert (result.shape, result.device.type) == ((5, 2), "meta")
     for parameter in model.parameters():

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from tests.bench.thread_seconds import median_seconds
 
 SIDES: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: model,
-    "ours, aot_eager": lambda model: compile_core.compile(model, backend="aot_eager", fullgraph=True),
-    "ours, default": lambda model: compile_core.compile(model, backend=DEFAULT_BACKEND, fullgraph=True),
+    "ours, aot_eager": lambda model: gradsplit.compile(model, backend="aot_eager", fullgraph=True),
+    "ours, default": lambda model: gradsplit.compile(model, backend=DEFAULT_BACKEND, fullgraph=True),
     "torch, aot_eager": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
     "torch, inductor": lambda model: torch.compile(model, backend="inductor", fullgraph=True),
 }

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import compile_core
+import gradsplit
 from examples.gpt import GPT, GPTConfig
 
 
@@ -36,7 +36,7 @@ def transformers_gpt2() -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 MODELS = {"examples.gpt": example_gpt, "transformers GPT2LMHeadModel": transformers_gpt2}
-SIDES = {"ours": compile_core.compile, "torch.compile": torch.compile}
+SIDES = {"ours": gradsplit.compile, "torch.compile": torch.compile}
 
 
 def capture_seconds(compile_with: Callable[..., Any], model: Any, arguments: dict[str, Any]) -> float:
@@ -70,7 +70,7 @@ def main() -> None:
         model, arguments = MODELS[name]()
         if options.profile:
             profile = cProfile.Profile()
-            profile.runcall(capture_seconds, compile_core.compile, model, arguments)
+            profile.runcall(capture_seconds, gradsplit.compile, model, arguments)
             pstats.Stats(profile).sort_stats("cumulative").print_stats(45).sort_stats("tottime").print_stats(
                 30
             )

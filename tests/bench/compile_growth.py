@@ -27,8 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import compile_core
-from compile_core.observe import stage_times
+import gradsplit
+from gradsplit.compile_core.observe import stage_times
 from tests.bench.compile_time import processor_seconds
 from tests.bench.large_programs import PROGRAMS
 
@@ -96,7 +96,7 @@ def first_step(kind: str, size: int, backend: str) -> dict[str, Any]:
     program = PROGRAMS[kind](size)
     expected = program.step(program.function)
     stage_times.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
-    compiled: Callable[..., Any] = compile_core.compile(program.function, backend=backend)
+    compiled: Callable[..., Any] = gradsplit.compile(program.function, backend=backend)
     start_s = processor_seconds()
     found = program.step(compiled)
     cpu_s = processor_seconds() - start_s

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import compile_core
-from compile_core.observe.stage_times import compile_times
+import gradsplit
+from gradsplit.compile_core.observe.stage_times import compile_times
 from tests.bench.training_models import TRAININGS, Training
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def compiled_by(side: str, training: Training) -> Callable[[], None]:
     if side == "eager":
         compiled: Any = model
     elif side == "gradsplit":
-        compiled = compile_core.compile(model)
+        compiled = gradsplit.compile(model)
     else:
         compiled = torch.compile(model)
 

@@ -1,6 +1,6 @@
-"""How well ``bucketing.simulate`` predicts a data-parallel step, for plans that differ much.
+"""How well ``gradsplit.bucketing.simulate`` predicts a data-parallel step, for plans that differ much.
 
-    python -m launch --nproc-per-node 2 tests/bench/ddp_prediction.py [--models gpt2,resnet50,bert] [--rows 6]
+    python -m gradsplit.launch --nproc-per-node 2 tests/bench/ddp_prediction.py [--models gpt2,resnet50,bert] [--rows 6]
 
 A compiled DDP module measures costs in its first steps, and chooses its buckets from them. With the same costs the step
 is predicted for these and other buckets: stock DDP's, and many small ones. Only the step with one bucket must be known:
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import distributed
-from bucketing import reducer_plan, simulate
-from bucketing.bucket import BucketPlan
-from bucketing.cost_model import CostModel
-from distributed.gradients.gradient_buckets import GradientBuckets
+import gradsplit
+from gradsplit.bucketing import reducer_plan, simulate
+from gradsplit.bucketing.bucket import BucketPlan
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
 from tests.bench.ddp_sides import MEBIBYTE, SIDES, Running
 from tests.bench.ddp_steps import (
     Ranks,
@@ -124,7 +124,7 @@ def _predictions(
 
 def _settled(running: Running) -> tuple[GradientBuckets, dict[str, BucketPlan], CostModel]:
     """What a module has settled: its buckets, its plan and others for them, and the costs it has measured."""
-    runner = distributed.inspect_ddp(running.call)
+    runner = gradsplit.distributed.inspect_ddp(running.call)
     buckets, chosen, costs = runner.buckets, runner.merge_plan, runner.costs
     assert buckets is not None and chosen is not None and costs is not None
     plans = {label: reducer_plan(chosen.plan.parameters, limits) for label, limits in _LIMITS_BYTES.items()}

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from distributed import DDPOptions, compile_ddp
+import gradsplit
+from gradsplit.distributed import DDPOptions, compile_ddp
 
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., Tensor]
@@ -186,9 +186,9 @@ def _stock(mode: str) -> Side:
 # What takes little time and says most comes first.
 SIDES: Mapping[str, Side] = {
     "all-reduce": partial(_all_reduces, None),
-    "ours": partial(_training, compile_core.compile),
+    "ours": partial(_training, gradsplit.compile),
     "ours-ddp": partial(_training, _compiled_ddp),
-    "ours-overhead": partial(_training, partial(compile_core.compile, mode="reduce-overhead")),
+    "ours-overhead": partial(_training, partial(gradsplit.compile, mode="reduce-overhead")),
     "ours-ddp-overhead": partial(_training, partial(_compiled_ddp, mode="reduce-overhead")),
     "ours-ddp-nccl": partial(_training, partial(_compiled_ddp, ddp_options=DDPOptions(copy_engines=False))),
     "eager-ddp": partial(_training, _ddp),
@@ -198,7 +198,7 @@ SIDES: Mapping[str, Side] = {
     "python-reducer": partial(
         _training, lambda module: torch.compile(_ddp(module)), settings=_python_reducer
     ),
-    "bridge": partial(_training, partial(compile_core.compile, backend="inductor")),
+    "bridge": partial(_training, partial(gradsplit.compile, backend="inductor")),
     "bridge-ddp": partial(_training, partial(_compiled_ddp, backend="inductor")),
     "all-reduce-25mb": partial(_all_reduces, 25 * MEBIBYTE),
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distributed
+import gradsplit
 from tests.bench.ddp_sides import Inputs, Running
 from tests.bench.gpu_training import MODELS
 from tests.bench.rows import LEAD_IN, Row, rows_in_turn, run_row, synchronise
@@ -100,7 +100,7 @@ def exposed_ms(ranks: Ranks, running: Running, device: torch.device) -> float:
         begin_together(device)
         for _ in range(LEAD_IN):
             running.step()
-        with distributed.record_timeline(running.call) as recorder:
+        with gradsplit.distributed.record_timeline(running.call) as recorder:
             running.step()
         found.append(recorder.timeline().exposed_ms)
     return max(ranks.gather(statistics.median(found)))

@@ -1,6 +1,6 @@
 """Data-parallel training steps of three known models: stock DDP, eager and compiled, beside ours, in one table.
 
-    python -m launch --nproc-per-node 2 tests/bench/ddp_training.py [--models gpt2,resnet50,bert] [--sides ...]
+    python -m gradsplit.launch --nproc-per-node 2 tests/bench/ddp_training.py [--models gpt2,resnet50] [--sides ...]
 
 A step is forward and backward under bf16 autocast, float32 products at "high", gradients dropped before it. Sides that
 are compared with one another live in one process and take turns in rows of steps, which all ranks begin together and in
@@ -34,9 +34,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch._inductor.utils import clear_caches
 
-import compile_core
-import distributed
-from bucketing import simulate
+import gradsplit
+from gradsplit.bucketing import simulate
 from tests.bench.ddp_results import Figures, append_figures, read_figures, summary, table
 from tests.bench.ddp_sides import COMPARED_WITH, SIDES, VARIANTS, Running, in_groups
 from tests.bench.ddp_steps import (
@@ -100,7 +99,7 @@ def _measure(
 ) -> list[Figures]:
     """The figures of sides of one model that are compared with one another."""
     torch._dynamo.reset()
-    compile_core.reset()
+    gradsplit.reset()
     found: dict[str, Figures] = {}
     running: dict[str, Running] = {}
     with ExitStack() as stack:
@@ -162,10 +161,10 @@ def _prepare(stack: ExitStack, device: torch.device, start: Figures) -> tuple[Ru
     return running, figures
 
 
-def _ours(running: Running) -> distributed.CompiledDDP | None:
+def _ours(running: Running) -> gradsplit.distributed.CompiledDDP | None:
     """What runs a side that is ours under DDP."""
     try:
-        return distributed.inspect_ddp(running.call)
+        return gradsplit.distributed.inspect_ddp(running.call)
     except TypeError:
         return None
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import compile_core
+import gradsplit
 from tests.bench.rows import Row, rows_in_turn, run_row
 from tests.bench.training_models import Loss
 
@@ -95,9 +95,9 @@ SIDES: Mapping[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: model,
     "inductor": torch.compile,
     "inductor reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
-    "gradsplit": compile_core.compile,
-    "gradsplit reduce-overhead": lambda model: compile_core.compile(model, mode="reduce-overhead"),
-    "bridge": lambda model: compile_core.compile(model, backend="inductor"),
+    "gradsplit": gradsplit.compile,
+    "gradsplit reduce-overhead": lambda model: gradsplit.compile(model, mode="reduce-overhead"),
+    "bridge": lambda model: gradsplit.compile(model, backend="inductor"),
 }
 
 
@@ -150,7 +150,7 @@ def set_up(
 def measure(name: str, sides: Sequence[str], caches: str, rows: int) -> dict[str, Figures]:
     """The sides of one model."""
     torch._dynamo.reset()
-    compile_core.reset()
+    gradsplit.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     inputs = {key: value.cuda() for key, value in inputs.items()}

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import compile_core
+import gradsplit
 from tests.bench.thread_seconds import median_seconds
 
 
@@ -118,7 +118,7 @@ def measure(case: Case, rounds: int) -> tuple[float, float]:
     """Median seconds of a guard-hit call: ours, torch.compile's."""
     with torch.set_grad_enabled(case.grad):
         torch._dynamo.reset()
-        ours = compile_core.compile(case.model(), backend=returning_at_once, fullgraph=True)
+        ours = gradsplit.compile(case.model(), backend=returning_at_once, fullgraph=True)
         theirs = torch.compile(case.model(), backend=returning_at_once, fullgraph=True)
         calls = [lambda: ours(*case.arguments), lambda: theirs(*case.arguments)]
         ours_s, theirs_s = median_seconds(calls, rounds, 5e-3)

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-import compile_core
+import gradsplit
 
 _WIDTH, _VOCABULARY, _CONTEXT = 768, 50257, 1024
 _WARM_UP = 5
@@ -55,7 +55,7 @@ def make_step(side: str, owned: list[torch.nn.Parameter]) -> Step:
     fused = side == "fused"
     optimizer = torch.optim.AdamW(owned, lr=1e-3, fused=fused, foreach=None if fused else True)
     if side == "ours":
-        return compile_core.compile(optimizer.step)
+        return gradsplit.compile(optimizer.step)
     return torch.compile(optimizer.step) if side == "inductor" else optimizer.step
 
 

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.compiled_function import CompiledFunction
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_inputs, graph_results, whole_schedule
-from compile_core.ir.schedule import Schedule
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
-from compile_core.pipeline import compile_graph
-from compile_core.runtime.executable import Executable, link
-from distributed.planning.cut_backward import cut_backward
-from distributed.planning.plan_segments import GPU, plan_segments
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results, whole_schedule
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.pipeline import compile_graph
+from gradsplit.compile_core.runtime.executable import Executable, link
+from gradsplit.distributed.planning.cut_backward import cut_backward
+from gradsplit.distributed.planning.plan_segments import GPU, plan_segments
 from tests.bench.ddp_steps import load_model
 from tests.bench.rows import rows_in_turn, run_row
 

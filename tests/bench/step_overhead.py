@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import compile_core
+import gradsplit
 from examples.gpt import GPT, GPTConfig
 
 _WARM_UP, _STEPS = 8, 30
@@ -60,10 +60,10 @@ def main() -> None:
         context=arguments.context,
     )
     measure("eager", lambda model: model, config, arguments.batch)
-    for mode in compile_core.list_mode_options():
+    for mode in gradsplit.list_mode_options():
         measure(
             f"gradsplit {mode}",
-            lambda m, mode=mode: compile_core.compile(m, mode=mode),
+            lambda m, mode=mode: gradsplit.compile(m, mode=mode),
             config,
             arguments.batch,
         )
@@ -75,20 +75,20 @@ def main() -> None:
         options = {option: True}
         measure(
             f"gradsplit {option}",
-            lambda m, options=options: compile_core.compile(m, options=options),
+            lambda m, options=options: gradsplit.compile(m, options=options),
             config,
             arguments.batch,
         )
     bridge = {"triton.cudagraphs": True}
     measure(
         "gradsplit, inductor's kernels",
-        lambda m: compile_core.compile(m, backend="inductor"),
+        lambda m: gradsplit.compile(m, backend="inductor"),
         config,
         arguments.batch,
     )
     measure(
         "the same, CUDA graphs",
-        lambda m: compile_core.compile(m, backend="inductor", options=bridge),
+        lambda m: gradsplit.compile(m, backend="inductor", options=bridge),
         config,
         arguments.batch,
     )

@@ -28,12 +28,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.rewrites.random_to_counters import random_to_counters
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.autograd.tracing import random_decompositions
-from compile_core.backends.registry import RegionBackend, resolve_backend
-from compile_core.options import CompileOptions
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.options import CompileOptions
 
 
 @dataclass

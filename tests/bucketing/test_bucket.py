@@ -1,6 +1,6 @@
 import pytest
 
-from bucketing import Bucket, BucketPlan, Parameter, pack_bucket
+from gradsplit.bucketing import Bucket, BucketPlan, Parameter, pack_bucket
 
 
 def parameter(name, numel, dtype="torch.float32", itemsize=4, device="cpu"):

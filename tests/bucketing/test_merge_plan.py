@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketing import CostModel, LinkModel, Parameter, merge_plan, simulate
+from gradsplit.bucketing import CostModel, LinkModel, Parameter, merge_plan, simulate
 
 # Whole numbers of 64-byte units, so that no padding blurs the comparison.
 UNIT = 16

@@ -2,8 +2,8 @@ import struct
 
 import pytest
 
-from bucketing import Interval, Timeline, plot_timeline
-from bucketing.plot_timeline import stack_flags, stack_rows
+from gradsplit.bucketing import Interval, Timeline, plot_timeline
+from gradsplit.bucketing.plot_timeline import stack_flags, stack_rows
 
 
 def png_size(path):

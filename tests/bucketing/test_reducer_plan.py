@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketing import Parameter, reducer_plan
-from distributed.reducer.stock_buckets import bucket_limits
+from gradsplit.bucketing import Parameter, reducer_plan
+from gradsplit.distributed.reducer.stock_buckets import bucket_limits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from bucketing import (
+from gradsplit.bucketing import (
     BucketPlan,
     CostModel,
     HostModel,

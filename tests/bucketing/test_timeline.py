@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketing import Interval, Timeline
+from gradsplit.bucketing import Interval, Timeline
 
 
 def compute(start, end):

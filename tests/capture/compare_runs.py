@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import CompileError
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import CompileError
 
 _ATOMS = (type(None), bool, int, str, bytes, complex, type, types.FunctionType, types.BuiltinFunctionType)
 

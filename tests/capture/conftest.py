@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compile_core.capture.guards import guards
-from compile_core.capture.guards.guard_interpreter import guard_interpreter
+from gradsplit.compile_core.capture.guards import guards
+from gradsplit.compile_core.capture.guards.guard_interpreter import guard_interpreter
 
 
 @pytest.fixture(params=["interpreted", "python"])

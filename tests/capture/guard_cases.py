@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -55,7 +55,7 @@ def check_case(case: Case) -> None:
     plain, compiled_world = case.world(), case.world()
     if isinstance(plain, nn.Module):
         compiled_world.load_state_dict(plain.state_dict())
-    compiled = compile_core.compile(case.function, backend="eager")
+    compiled = gradsplit.compile(case.function, backend="eager")
     assert call(compiled, compiled_world) == call(case.function, plain)
     assert len(compiled.entries) == 1
     for world in (plain, compiled_world):

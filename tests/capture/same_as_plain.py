@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-import compile_core
+import gradsplit
 
 
 def check_same(
@@ -21,7 +21,7 @@ def check_same(
     calls: int = 2,
 ) -> Any:
     """Compare ``calls`` calls on new arguments each; returns the compiled function."""
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         program, backend=backend, fullgraph=fullgraph, options={"fallback_random": True}
     )
     for call in range(calls):

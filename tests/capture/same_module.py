@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import assert_same
 
 
@@ -27,7 +27,7 @@ def check_module(
     plain = build()
     torch.manual_seed(0)
     ours = build()
-    compiled = compile_core.compile(run, backend="eager", fullgraph=fullgraph)
+    compiled = gradsplit.compile(run, backend="eager", fullgraph=fullgraph)
     for call in range(calls):
         outcomes = []
         for module, function in ((plain, run), (ours, compiled)):

@@ -12,18 +12,17 @@ import types
 
 
 def load_without_torch(repository):
-    """Make the packages importable without running their own imports."""
-    for name in ("compile_core", "compile_core.capture"):
-        package = types.ModuleType(name)
-        package.__path__ = [f"{repository}/{name.replace('.', '/')}"]
-        sys.modules[name] = package
+    """Make the package importable without running its own imports."""
+    sys.path.insert(0, repository)
+    package = sys.modules["gradsplit.compile_core.capture"] = types.ModuleType("capture")
+    package.__path__ = [f"{repository}/gradsplit/compile_core/capture"]
 
 
 if __name__ == "__main__":
     load_without_torch(sys.argv[1])
 
-from compile_core.capture.code_objects import resume  # noqa: E402
-from compile_core.capture.code_objects.instructions import decode  # noqa: E402
+from gradsplit.compile_core.capture.code_objects import resume  # noqa: E402
+from gradsplit.compile_core.capture.code_objects.instructions import decode  # noqa: E402
 
 NULL = object()
 

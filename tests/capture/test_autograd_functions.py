@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import check_same
 
 BACKENDS = ["eager", "aot_eager", "triton"]
@@ -159,7 +159,7 @@ def test_same_as_plain(program, backend):
 
 
 def test_the_graph_keeps_the_call_atomic():
-    compiled = compile_core.compile(doubled_exp, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(doubled_exp, backend="eager", fullgraph=True)
     compiled(torch.ones(2, requires_grad=True))
     targets = [node.target.__name__ for node in compiled.entries[0].captured.graph.module.graph.nodes
                if node.op == "call_function"]  # fmt: skip
@@ -181,7 +181,7 @@ class ReadsGlobal(torch.autograd.Function):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_backward_reads_is_guarded(backend, monkeypatch):
-    compiled = compile_core.compile(lambda x: ReadsGlobal.apply(x), backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(lambda x: ReadsGlobal.apply(x), backend=backend, fullgraph=True)
     for factor in (2.0, 7.0):
         monkeypatch.setitem(globals(), "FACTOR", factor)
         x = torch.ones(2, requires_grad=True)
@@ -218,7 +218,7 @@ class Reads(torch.autograd.Function):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_side_effects_in_backward_end_the_graph(backend):
     CALLS.clear()
-    compiled = compile_core.compile(lambda x: Counts.apply(x * 2) + 1, backend=backend)
+    compiled = gradsplit.compile(lambda x: Counts.apply(x * 2) + 1, backend=backend)
     for _ in range(2):
         compiled(torch.ones(2, requires_grad=True)).sum().backward()
     assert CALLS == ["backward", "backward"]
@@ -226,7 +226,7 @@ def test_side_effects_in_backward_end_the_graph(backend):
 
 
 def test_a_tensor_from_elsewhere_ends_the_graph():
-    compiled = compile_core.compile(lambda x: Reads.apply(x), backend="eager")
+    compiled = gradsplit.compile(lambda x: Reads.apply(x), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
     assert compiled.break_reasons
 

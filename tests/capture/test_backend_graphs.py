@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-import compile_core
-from compile_core.backends import registry
-from compile_core.testing import CompileCounterWithBackend
+import gradsplit
+from gradsplit.compile_core.backends import registry
+from gradsplit.compile_core.testing import CompileCounterWithBackend
 
 
 def graph_of(function, *args):
     counter = CompileCounterWithBackend("eager")
-    compile_core.compile(function, backend=counter, fullgraph=True)(*args)
+    gradsplit.compile(function, backend=counter, fullgraph=True)(*args)
     (graph,) = counter.graphs
     return graph
 
@@ -120,7 +120,7 @@ def test_what_a_backend_returns_is_what_runs():
         return lambda *inputs: [result * 10 for result in gm(*inputs)]
 
     assert torch.equal(
-        compile_core.compile(lambda x: x + 1, backend=backend)(torch.ones(2)), torch.full((2,), 20.0)
+        gradsplit.compile(lambda x: x + 1, backend=backend)(torch.ones(2)), torch.full((2,), 20.0)
     )
 
 
@@ -132,43 +132,43 @@ def test_a_users_backend_gets_mode_and_options():
         return gm.forward
 
     for arguments in ({}, {"mode": "default"}, {"mode": "fast"}, {"options": {"level": 3}}):
-        compile_core.reset()  # the first two mean the same
-        compile_core.compile(lambda x: x + 1, backend=backend, **arguments)(torch.ones(1))
+        gradsplit.reset()  # the first two mean the same
+        gradsplit.compile(lambda x: x + 1, backend=backend, **arguments)(torch.ones(1))
     assert seen == [{}, {}, {"mode": "fast"}, {"options": {"level": 3}}]
     with pytest.raises(ValueError, match="unknown option 'level'"):
-        compile_core.compile(lambda x: x + 1, backend="eager", options={"level": 3})
+        gradsplit.compile(lambda x: x + 1, backend="eager", options={"level": 3})
 
 
 def test_tags_of_backends():
-    assert "triton" in compile_core.list_backends()
-    assert not {"eager", "aot_eager"} & set(compile_core.list_backends())
-    assert {"eager", "aot_eager", "triton"} <= set(compile_core.list_backends(None))
-    assert {"eager", "aot_eager", "triton"} <= set(compile_core.list_backends(exclude_tags=()))
+    assert "triton" in gradsplit.list_backends()
+    assert not {"eager", "aot_eager"} & set(gradsplit.list_backends())
+    assert {"eager", "aot_eager", "triton"} <= set(gradsplit.list_backends(None))
+    assert {"eager", "aot_eager", "triton"} <= set(gradsplit.list_backends(exclude_tags=()))
 
-    @compile_core.register_backend(name="tagged_for_test", tags=["experimental"])
+    @gradsplit.register_backend(name="tagged_for_test", tags=["experimental"])
     def tagged(gm, example_inputs):
         return gm.forward
 
-    @compile_core.register_backend
+    @gradsplit.register_backend
     def named_for_test(gm, example_inputs):
         return gm.forward
 
-    assert "tagged_for_test" not in compile_core.list_backends()
-    assert "tagged_for_test" in compile_core.list_backends(exclude_tags=["debug"])
-    assert "named_for_test" in compile_core.list_backends()
+    assert "tagged_for_test" not in gradsplit.list_backends()
+    assert "tagged_for_test" in gradsplit.list_backends(exclude_tags=["debug"])
+    assert "named_for_test" in gradsplit.list_backends()
     assert torch.equal(
-        compile_core.compile(lambda x: x + 1, backend="tagged_for_test")(torch.ones(1)), torch.full((1,), 2.0)
+        gradsplit.compile(lambda x: x + 1, backend="tagged_for_test")(torch.ones(1)), torch.full((1,), 2.0)
     )
 
 
 def test_an_installed_backend_is_found_by_its_entry_point(monkeypatch):
     point = EntryPoint(
-        "installed_for_test", "tests.capture.test_backend_graphs:installed", "compile_core.backends"
+        "installed_for_test", "tests.capture.test_backend_graphs:installed", "gradsplit.backends"
     )
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    assert "installed_for_test" in compile_core.list_backends()
-    compiled = compile_core.compile(lambda x: x + 1, backend="installed_for_test")
+    assert "installed_for_test" in gradsplit.list_backends()
+    compiled = gradsplit.compile(lambda x: x + 1, backend="installed_for_test")
     assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 2.0))
 
 
@@ -178,10 +178,10 @@ def installed(gm, example_inputs):
 
 def test_unknown_backends_are_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"unknown backend 'tritom'; did you mean 'triton'\?.*aot_eager"):
-        compile_core.compile(lambda x: x, backend="tritom")
+        gradsplit.compile(lambda x: x, backend="tritom")
 
 
 def test_graphs_are_logged_at_info(caplog):
-    with compile_core.config.patch(log_level=logging.INFO):
-        compile_core.compile(lambda x: x * 3, backend="eager")(torch.ones(2))
+    with gradsplit.config.patch(log_level=logging.INFO):
+        gradsplit.compile(lambda x: x * 3, backend="eager")(torch.ones(2))
     assert "mul: float32[2] cpu = operator.mul(l_x_, 3)" in caplog.text

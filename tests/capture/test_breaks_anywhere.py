@@ -14,7 +14,7 @@ import traceback
 import pytest
 import torch
 
-from compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_function import CompiledFunction
 from tests.capture.test_language import assert_same
 
 LOG = []
@@ -621,7 +621,7 @@ def test_a_list_that_grows_does_not_recompile():
 
 @pytest.mark.parametrize("function", [in_class_manager, closure_writes, loop_over_dict])
 def test_more_breaks_than_are_compiled(function, monkeypatch, caplog):
-    monkeypatch.setattr("compile_core.compiled_code._MOST_CONTINUATIONS", 1)
+    monkeypatch.setattr("gradsplit.compile_core.compiled_code._MOST_CONTINUATIONS", 1)
     compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
     for seed in (0, 1):
         found = outcome(compiled, arguments(function, seed))
@@ -665,7 +665,7 @@ def test_traceback_has_the_users_lines():
 
 
 def test_fullgraph_raises_at_the_first_break():
-    from compile_core.errors import Unsupported
+    from gradsplit.compile_core.errors import Unsupported
 
     compiled = CompiledFunction(in_no_grad, lambda graph, inputs: graph.module, fullgraph=True)
     with pytest.raises(Unsupported) as caught:

@@ -18,8 +18,8 @@ import weakref
 import pytest
 import torch
 
-import compile_core
-from compile_core.compiled_function import CompiledFunction
+import gradsplit
+from gradsplit.compile_core.compiled_function import CompiledFunction
 from tests.capture.same_as_plain import assert_same
 
 NAN = float("nan")
@@ -71,7 +71,7 @@ def outcome(function, given):
 
 def behind_a_break(program):
     def breaks_first(x, *given):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return program(x, *given)
 
     return breaks_first
@@ -253,7 +253,7 @@ def test_lists_of_which_one_has_grown_may_be_one_list():
 
 
 def breaks_twice(x, holder):
-    compile_core.graph_break()
+    gradsplit.graph_break()
     y = x + holder.value
     print(end="")
     return y * 2

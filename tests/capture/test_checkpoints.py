@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import check_same
 
 BACKENDS = ["eager", "aot_eager", "triton"]
@@ -46,7 +46,7 @@ def test_blocks_with_dropout(reentrant, backend):
     torch.manual_seed(0)
     model = nn.Sequential(Block(reentrant), Block(reentrant))
     options = {"fallback_random": True}
-    compiled = compile_core.compile(model, backend=backend, fullgraph=True, options=options)
+    compiled = gradsplit.compile(model, backend=backend, fullgraph=True, options=options)
     gradients = []
     for run in (model, compiled):
         for seed in range(2):
@@ -72,7 +72,7 @@ def bytes_packed(function, *arguments):
 
 def test_the_eager_backend_keeps_no_more_than_plain_torch():
     model = Block(False)
-    compiled = compile_core.compile(model, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(model, backend="eager", fullgraph=True)
     x = leaf(4, 8)
     compiled(x)
     assert bytes_packed(compiled, x) == bytes_packed(model, x)
@@ -80,7 +80,7 @@ def test_the_eager_backend_keeps_no_more_than_plain_torch():
 
 
 def saved_bytes(function):
-    compiled = compile_core.compile(lambda x: function(x), backend="aot_eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x: function(x), backend="aot_eager", fullgraph=True)
     compiled(leaf(4, 8))
     return compiled.entries[0].compiled.partitioned.saved_bytes
 
@@ -151,7 +151,7 @@ def test_batch_norm_inside(backend):
         def program(x, norm=norm):
             return checkpoint(norm, x, use_reentrant=False)
 
-        run = compile_core.compile(program, backend=backend, fullgraph=True) if compiled else program
+        run = gradsplit.compile(program, backend=backend, fullgraph=True) if compiled else program
         for _ in range(2):
             run(leaf(8, 4)).square().sum().backward()
         states.append({name: value.clone() for name, value in norm.state_dict().items()})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.errors import Unsupported
 
 BACKENDS = ["eager", "aot_eager", "triton"]
 
@@ -27,7 +27,7 @@ def test_both_branches_in_one_graph(backend):
         )  # fmt: skip
         return made["one"] + made["two"][0], made["two"][1]
 
-    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
     for flag in (True, False, True):
         x = leaf()
         twin = x.detach().clone().requires_grad_()
@@ -43,7 +43,7 @@ def test_both_branches_in_one_graph(backend):
 
 
 def test_gradients_of_what_the_other_branch_reads_are_zeros():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda flag, x, y: torch.cond(flag, lambda a, b: a * 2, lambda a, b: b * 3, (x, y)),
         backend="eager",
         fullgraph=True,
@@ -55,7 +55,7 @@ def test_gradients_of_what_the_other_branch_reads_are_zeros():
 
 
 def test_a_result_is_a_tensor_of_its_own():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda flag, x: torch.cond(flag, lambda a: a, lambda a: a * 1, (x,)), backend="eager", fullgraph=True
     )
     x = torch.randn(3)
@@ -65,7 +65,7 @@ def test_a_result_is_a_tensor_of_its_own():
 
 
 def test_a_python_predicate_chooses_at_capture():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda x: torch.cond(x.shape[0] > 2, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True
     )
     for size in (2, 3):
@@ -84,7 +84,7 @@ def changes_in_place(x):
 @pytest.mark.parametrize("program", [different_shapes, changes_in_place])
 def test_refused(program):
     with pytest.raises(Unsupported):
-        compile_core.compile(program, backend="eager", fullgraph=True)(torch.randn(3))
+        gradsplit.compile(program, backend="eager", fullgraph=True)(torch.randn(3))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -97,7 +97,7 @@ def test_while_loop(backend):
             (torch.tensor(0), x * 2),
         )  # fmt: skip
 
-    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
     for start in (1.0, 30.0, 500.0):
         count, value = compiled(torch.full((3,), start))
         expected_count, expected = 0, torch.full((3,), start * 2)

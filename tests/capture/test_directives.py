@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch._dynamo
 
-import compile_core
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import Unsupported
 
 
 def compile_eager(function, **options):
@@ -26,7 +26,7 @@ def graph_targets(compiled):
 @pytest.mark.parametrize(
     "query",
     [
-        compile_core.is_compiling,
+        gradsplit.is_compiling,
         torch.compiler.is_compiling,
         torch._dynamo.is_compiling,
         torch._dynamo.external_utils.is_compiling,
@@ -43,7 +43,7 @@ def test_compiled_code_knows_that_it_is_compiled(query):
     assert torch.equal(choose(torch.ones(2)), torch.zeros(2))
 
 
-@pytest.mark.parametrize("ask", [compile_core.graph_break, torch._dynamo.graph_break])
+@pytest.mark.parametrize("ask", [gradsplit.graph_break, torch._dynamo.graph_break])
 def test_a_graph_break_that_is_asked_for(ask):
     def two_parts(x):
         y = x + 1
@@ -59,13 +59,13 @@ def test_a_graph_break_that_is_asked_for(ask):
         compile_eager(two_parts, fullgraph=True)(torch.ones(2))
 
 
-@pytest.mark.parametrize("disable", [compile_core.disable, torch.compiler.disable])
+@pytest.mark.parametrize("disable", [gradsplit.disable, torch.compiler.disable])
 def test_a_disabled_function_is_called_plainly(disable):
     seen = []
 
     @disable
     def noisy(x):
-        seen.append(compile_core.is_compiling())
+        seen.append(gradsplit.is_compiling())
         return x + 1
 
     compiled = compile_eager(lambda x: noisy(x * 2) * 3)
@@ -75,7 +75,7 @@ def test_a_disabled_function_is_called_plainly(disable):
     assert compiled.break_reasons[0].reason_id == "disabled"
 
 
-@pytest.mark.parametrize("disable", [compile_core.disable, torch.compiler.disable])
+@pytest.mark.parametrize("disable", [gradsplit.disable, torch.compiler.disable])
 def test_the_reason_of_a_disabled_function_is_told(disable):
     @disable(reason="it reads a file")
     def noisy(x):
@@ -89,7 +89,7 @@ def double(x):
     return x * 2
 
 
-@pytest.mark.parametrize("allow", [compile_core.allow_in_graph, torch.compiler.allow_in_graph])
+@pytest.mark.parametrize("allow", [gradsplit.allow_in_graph, torch.compiler.allow_in_graph])
 def test_an_allowed_function_is_one_node(allow):
     @allow
     def opaque(x):
@@ -115,7 +115,7 @@ def test_a_function_is_allowed_inside_of_compiled_code():
         def inner(y):
             return torch.add(y, scale)
 
-        return compile_core.allow_in_graph(inner)(x)
+        return gradsplit.allow_in_graph(inner)(x)
 
     compiled = compile_eager(allows, fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
@@ -123,7 +123,7 @@ def test_a_function_is_allowed_inside_of_compiled_code():
 
 
 def test_results_of_allowed_functions_may_be_nested():
-    @compile_core.allow_in_graph
+    @gradsplit.allow_in_graph
     def several(x, n):
         return x + n, (x * 2, [x - 1, None]), {"size": x.shape[0], "same": x, 3: torch.ones(2)}
 
@@ -140,11 +140,11 @@ def test_results_of_allowed_functions_may_be_nested():
 
 
 def test_allowed_functions_that_bear_another_functions_name():
-    summed = compile_core.allow_in_graph(
+    summed = gradsplit.allow_in_graph(
         torch.vmap(torch.sum)
     )  # its __name__ and __module__ are those of torch.sum
-    nameless = compile_core.allow_in_graph(lambda x: x * 3)
-    partial = compile_core.allow_in_graph(functools.partial(torch.add, alpha=2))
+    nameless = gradsplit.allow_in_graph(lambda x: x * 3)
+    partial = gradsplit.allow_in_graph(functools.partial(torch.add, alpha=2))
 
     def uses(x):
         return partial(nameless(x), x).sum(1) + summed(x)
@@ -153,12 +153,10 @@ def test_allowed_functions_that_bear_another_functions_name():
     assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2,), 18.0))
 
 
-@pytest.mark.parametrize("disallow", [compile_core.disallow_in_graph, torch._dynamo.disallow_in_graph])
+@pytest.mark.parametrize("disallow", [gradsplit.disallow_in_graph, torch._dynamo.disallow_in_graph])
 def test_a_disallowed_operation_ends_the_graph(disallow):
     allow = (
-        compile_core.allow_in_graph
-        if disallow is compile_core.disallow_in_graph
-        else torch.compiler.allow_in_graph
+        gradsplit.allow_in_graph if disallow is gradsplit.disallow_in_graph else torch.compiler.allow_in_graph
     )
 
     def three(x):
@@ -181,14 +179,14 @@ def test_a_disallowed_operation_ends_the_graph(disallow):
 
 
 def test_marks_take_lists_and_refuse_what_cannot_be_called():
-    assert compile_core.allow_in_graph([double]) == [double]
-    assert compile_core.disallow_in_graph((double,)) == [double]
-    assert compile_core.allow_in_graph(double) is double
+    assert gradsplit.allow_in_graph([double]) == [double]
+    assert gradsplit.disallow_in_graph((double,)) == [double]
+    assert gradsplit.allow_in_graph(double) is double
     with pytest.raises(TypeError, match="not callable"):
-        compile_core.allow_in_graph(3)
+        gradsplit.allow_in_graph(3)
 
 
-@pytest.mark.parametrize("mark", [compile_core.assume_constant_result, torch.compiler.assume_constant_result])
+@pytest.mark.parametrize("mark", [gradsplit.assume_constant_result, torch.compiler.assume_constant_result])
 def test_a_constant_result_is_asked_for_once(mark):
     calls = []
 
@@ -212,7 +210,7 @@ def test_a_constant_method_gets_its_object():
             super().__init__()
             self.width = 4
 
-        @compile_core.assume_constant_result
+        @gradsplit.assume_constant_result
         def scale(self):
             return math.sqrt(self.width)
 

@@ -8,7 +8,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import check_same
 
 
@@ -75,6 +75,6 @@ def test_other_modes_see_what_plain_python_calls():
 
     seen = []
     x = torch.randn(3)
-    assert torch.equal(compile_core.compile(function, backend="eager")(x), x * 2 + 1)
+    assert torch.equal(gradsplit.compile(function, backend="eager")(x), x * 2 + 1)
     assert seen == [torch.Tensor.mul]
-    assert "torch-function-mode" in compile_core.explain(function)(x).break_reasons[0].reason
+    assert "torch-function-mode" in gradsplit.explain(function)(x).break_reasons[0].reason

@@ -7,7 +7,7 @@ import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import check_same
 
 SCALE = 3.0
@@ -115,7 +115,7 @@ MADE_BEFORE = [grad(lambda x: (x * SCALE).sum()), vmap(lambda x: x * SCALE), jac
 
 @pytest.mark.parametrize("function", MADE_BEFORE)
 def test_transformed_before_the_capture(function, monkeypatch):
-    compiled = compile_core.compile(lambda x: function(x) + 1, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x: function(x) + 1, backend="eager", fullgraph=True)
     for scale in (3.0, 5.0):
         monkeypatch.setitem(globals(), "SCALE", scale)
         x = torch.randn(3)
@@ -127,7 +127,7 @@ def test_a_compiled_function_under_a_transform(transform):
     def function(x):
         return x.sin().sum()
 
-    compiled = compile_core.compile(function, backend="aot_eager")
+    compiled = gradsplit.compile(function, backend="aot_eager")
     x = torch.randn(3, 3)
     compiled(x)
     torch.testing.assert_close(transform(compiled)(x), transform(function)(x))
@@ -160,7 +160,7 @@ def test_a_scan_halves_its_rows_until_none_is_left():
 
 
 def test_errors_are_torchs_own():
-    compiled = compile_core.compile(lambda x: grad(lambda y: y * 2)(x), backend="eager")
+    compiled = gradsplit.compile(lambda x: grad(lambda y: y * 2)(x), backend="eager")
     with pytest.raises(RuntimeError, match="scalar"):
         compiled(torch.randn(3))
 
@@ -173,6 +173,6 @@ def test_what_fails_on_fake_tensors_leaves_autograd_as_it_was(backend):
         return (row.sin() * SCALE).prod()
 
     rows = torch.randn(4, 3)
-    compiled = compile_core.compile(lambda x: vmap(hessian(loss))(x * 2), backend=backend)
+    compiled = gradsplit.compile(lambda x: vmap(hessian(loss))(x * 2), backend=backend)
     torch.testing.assert_close(compiled(rows), vmap(hessian(loss))(rows * 2))
     assert (torch.ones(2, requires_grad=True) * 2).requires_grad

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import check_same
 
 
@@ -66,7 +66,7 @@ def test_an_ensemble():
             parameters, x
         )
 
-    compiled = compile_core.compile(program, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(program, backend="eager", fullgraph=True)
     x = torch.randn(2, 4)
     expected = torch.stack([member(x) for member in models])
     torch.testing.assert_close(compiled(parameters, x), expected)

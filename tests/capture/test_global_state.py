@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import compile_core
+import gradsplit
 
 
 def compile_eager(function):
-    return compile_core.compile(function, backend="eager", fullgraph=True)
+    return gradsplit.compile(function, backend="eager", fullgraph=True)
 
 
 def double(x):
@@ -135,7 +135,7 @@ def test_kernels_of_attention_are_guarded_where_there_is_attention():
 
 def test_global_hooks_of_modules():
     layer = nn.Linear(2, 2)
-    compiled = compile_core.compile(layer, backend="eager")
+    compiled = gradsplit.compile(layer, backend="eager")
     x = torch.ones(1, 2)
     expected = compiled(x)
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, result: result + 1)
@@ -176,7 +176,7 @@ def test_set_default_device():
 
 
 def test_a_default_device_through_all_stages():
-    compiled = compile_core.compile(lambda x: torch.ones(3) * x, backend="aot_eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x: torch.ones(3) * x, backend="aot_eager", fullgraph=True)
     x = torch.full((3,), 2.0, requires_grad=True)
     with torch.device("cpu"):
         compiled(x).sum().backward()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import Unsupported
 
 
 def compile_eager(function, **options):

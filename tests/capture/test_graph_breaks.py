@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import Unsupported
 from tests.capture.test_language import assert_same
 
 LOG = []
@@ -222,17 +222,17 @@ def test_what_raises_in_the_capture_only_is_a_recorded_fallback(caplog):
 
     x = torch.ones(3)
     compiled, graphs = compile_counting(function)
-    for _ in range(2 * compile_core.config.cache_size_limit):
+    for _ in range(2 * gradsplit.config.cache_size_limit):
         assert torch.equal(compiled(x), function(x))
     assert not graphs
     # Some such calls are captured in vain, and then none.
     reasons = [reason.reason_id for reason in compiled.break_reasons]
-    assert reasons == ["exception-in-capture"] * compile_core.config.cache_size_limit
+    assert reasons == ["exception-in-capture"] * gradsplit.config.cache_size_limit
     assert "not of this shape" in caplog.text and "is not captured in full" in caplog.text
-    explained = compile_core.explain(function)(x).break_reasons
+    explained = gradsplit.explain(function)(x).break_reasons
     assert len(explained) == 1 and "ValueError: not of this shape" in explained[0].reason
     with pytest.raises(Unsupported, match="not of this shape"):
-        compile_core.compile(function, backend="eager", fullgraph=True)(x)
+        gradsplit.compile(function, backend="eager", fullgraph=True)(x)
 
 
 def test_an_exception_that_the_program_handles_is_a_recorded_fallback():
@@ -248,7 +248,7 @@ def test_an_exception_that_the_program_handles_is_a_recorded_fallback():
         assert torch.equal(compiled(argument), function(argument))
     assert [reason.reason_id for reason in compiled.break_reasons] == ["exception-in-capture"]
     with pytest.raises(Unsupported, match="view"):
-        compile_core.compile(function, backend="eager", fullgraph=True)(x.T)
+        gradsplit.compile(function, backend="eager", fullgraph=True)(x.T)
 
 
 def test_a_reason_is_logged_once(caplog, capsys):
@@ -256,7 +256,7 @@ def test_a_reason_is_logged_once(caplog, capsys):
         print("talk")
         return x
 
-    with caplog.at_level(logging.WARNING, logger="compile_core.capture"):
+    with caplog.at_level(logging.WARNING, logger="gradsplit.compile_core.capture"):
         for size in (1, 2, 3):
             CompiledFunction(talks, lambda graph, inputs: graph.module)(torch.ones(size))
     assert len([record for record in caplog.records if "print" in record.getMessage()]) == 1

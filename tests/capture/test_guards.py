@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core.capture.guards import guards
+import gradsplit
+from gradsplit.compile_core.capture.guards import guards
 from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 
@@ -292,7 +292,7 @@ UNREAD = 2
 
 
 def test_globals(guard_form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_core.compile(lambda x: x * SCALE, backend="eager")
+    compiled = gradsplit.compile(lambda x: x * SCALE, backend="eager")
     compiled(X)
     monkeypatch.setitem(globals(), "UNREAD", 3)
     compiled(X)
@@ -303,7 +303,7 @@ def test_globals(guard_form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_global_that_goes_away(guard_form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_core.compile(lambda x: x * SCALE, backend="eager")
+    compiled = gradsplit.compile(lambda x: x * SCALE, backend="eager")
     compiled(X)
     monkeypatch.delitem(globals(), "SCALE")
     with pytest.raises(NameError):
@@ -312,7 +312,7 @@ def test_a_global_that_goes_away(guard_form: str, monkeypatch: pytest.MonkeyPatc
 
 def test_both_forms_return_the_same_inputs() -> None:
     layer = Layer()
-    compiled = compile_core.compile(layer, backend="eager")
+    compiled = gradsplit.compile(layer, backend="eager")
     compiled(X)
     entry = compiled._run.entries[0]
     python = guards.compile_python_check(entry.captured)(layer, X)
@@ -327,7 +327,7 @@ def test_a_check_does_not_keep_objects_alive(guard_form: str) -> None:
             self.shift = 3
 
     owner = Owner()
-    compiled = compile_core.compile(lambda x, o: x + o.shift, backend="eager")
+    compiled = gradsplit.compile(lambda x, o: x + o.shift, backend="eager")
     compiled(X, owner)
     compiled(X, owner)
     reference = weakref.ref(owner)
@@ -349,7 +349,7 @@ def test_an_interrupt_during_a_check_is_passed_on(guard_form: str) -> None:
 
     switch = Switch()
     world = {switch: 0, "a": 1}
-    compiled = compile_core.compile(lambda w: X + w["a"], backend="eager")
+    compiled = gradsplit.compile(lambda w: X + w["a"], backend="eager")
     assert torch.equal(compiled(world), X + 1)
     Switch.interrupts = True
     with pytest.raises(KeyboardInterrupt):

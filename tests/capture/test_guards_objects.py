@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.capture.guard_cases import Bag, Case, X, check_case, put
 
 
@@ -422,7 +422,7 @@ def test_what_was_read_is_guarded(name: str, guard_form: str) -> None:
 
 def test_a_bound_method_in_c_is_asked_for_at_each_call(guard_form: str) -> None:
     """Such a method is made anew at each look-up: Python calls the one that is there, and nothing is guarded."""
-    compiled = compile_core.compile(lambda w: w.call(X), backend="eager")
+    compiled = gradsplit.compile(lambda w: w.call(X), backend="eager")
     for factor in (2, 2, 3):
         world = Bag(call=functools.partial(torch.mul, other=factor).__call__)
         assert torch.equal(compiled(world), X * factor)

@@ -2,12 +2,12 @@
 
 import torch
 
-import compile_core
+import gradsplit
 
 
 def test_module_called_in_and_out_of_inference_mode() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
-    compiled = compile_core.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = gradsplit.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 4)
     with torch.inference_mode():
         made_inside = torch.randn(3, 4)
@@ -19,7 +19,7 @@ def test_module_called_in_and_out_of_inference_mode() -> None:
 
 def test_buffers_change_in_inference_mode() -> None:
     norm = torch.nn.BatchNorm1d(4)
-    compiled = compile_core.compile(norm, fullgraph=True, backend="aot_eager")
+    compiled = gradsplit.compile(norm, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
         compiled(torch.randn(3, 4))
     assert norm.num_batches_tracked == 1

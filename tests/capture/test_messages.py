@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 
 def misfit(x, y):
@@ -22,17 +22,17 @@ def test_an_error_of_the_program_is_eager_s_alone(dynamic, capfd, caplog):
     with pytest.raises(RuntimeError) as plain:
         misfit(x, x)
     with pytest.raises(RuntimeError) as compiled, caplog.at_level(logging.WARNING):
-        compile_core.compile(misfit, dynamic=dynamic)(x, x)
+        gradsplit.compile(misfit, dynamic=dynamic)(x, x)
     assert str(compiled.value) == str(plain.value)
     assert compiled.traceback[-1].lineno == plain.traceback[-1].lineno
     assert not caplog.records and not capfd.readouterr().err
 
 
 SHOWS_INFO = """
-import logging, torch, compile_core
+import logging, torch, gradsplit
 {configured}
-compile_core.config.log_level = logging.INFO
-run = compile_core.compile(lambda x: x + 1, backend="eager")
+gradsplit.config.log_level = logging.INFO
+run = gradsplit.compile(lambda x: x + 1, backend="eager")
 run(torch.ones(2)), run(torch.ones(3))
 """
 
@@ -65,7 +65,7 @@ def with_replaced_forward():
     ],
 )
 def test_a_reason_names_function_and_line(made, name, caplog, capsys):
-    compiled = compile_core.compile(made(), backend="eager")
+    compiled = gradsplit.compile(made(), backend="eager")
     with caplog.at_level(logging.WARNING):
         compiled(torch.ones(2))  # the line
     (message,) = [record.getMessage() for record in caplog.records]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.capture.same_module import check_module
 
 TARGET = torch.tensor([0, 1, 2])
@@ -57,7 +57,7 @@ def test_a_module_that_is_returned():
         return made, made(x)
 
     x = torch.randn(2)
-    module, result = compile_core.compile(make, backend="eager", fullgraph=True)(x)
+    module, result = gradsplit.compile(make, backend="eager", fullgraph=True)(x)
     assert type(module) is Scale and module.training and dict(module.named_buffers()).keys() == {"offset"}
     assert torch.equal(module(x), result)
     assert repr(module) == repr(Scale(3))

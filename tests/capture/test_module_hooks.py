@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 
-import compile_core
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.errors import Unsupported
 from tests.capture.same_module import check_module
 
 
@@ -58,12 +58,12 @@ def test_backward_hooks_are_left_to_python(register):
         captures=None,
     )
     with pytest.raises(Unsupported, match="backward hooks"):
-        compile_core.compile(hooked(register)(), backend="eager", fullgraph=True)(torch.randn(3, 4))
+        gradsplit.compile(hooked(register)(), backend="eager", fullgraph=True)(torch.randn(3, 4))
 
 
 def test_hooks_on_all_modules_are_guarded():
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    compiled = compile_core.compile(lambda x: module(x), backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x: module(x), backend="eager", fullgraph=True)
     x = torch.randn(3, 4)
     assert torch.equal(compiled(x), module(x))
     for amount in (1, 2):
@@ -93,6 +93,6 @@ def test_a_forward_that_raises_past_a_hook_that_always_runs():
         except ValueError:
             return x + 1
 
-    compiled = compile_core.compile(run, backend="eager")
+    compiled = gradsplit.compile(run, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     assert seen == [1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.capture.same_module import check_module
 
 
@@ -33,7 +33,7 @@ def test_a_stored_object_is_the_object():
     module = Counts()
     module.forward = lambda x: setattr(module, "cache", x)  # type: ignore[method-assign]
     x = torch.randn(3, 4)
-    compile_core.compile(lambda: module(x), backend="eager", fullgraph=True)()
+    gradsplit.compile(lambda: module(x), backend="eager", fullgraph=True)()
     assert module.cache is x
 
 
@@ -90,7 +90,7 @@ def test_a_wrong_store_raises_as_in_plain_python():
         module.one = x
 
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'one'"):
-        compile_core.compile(run, backend="eager")(Swaps(), torch.ones(4))
+        gradsplit.compile(run, backend="eager")(Swaps(), torch.ones(4))
 
 
 class Doubles(nn.Module):
@@ -185,7 +185,7 @@ def test_a_write_through_data_is_seen_by_the_guards():
         one.data.add_(1)
         return other * 2
 
-    compiled = compile_core.compile(run, backend="eager")
+    compiled = gradsplit.compile(run, backend="eager")
     compiled(torch.zeros(2), torch.zeros(2))
     both = torch.zeros(2)
     assert torch.equal(compiled(both, both[:]), torch.full((2,), 2.0))

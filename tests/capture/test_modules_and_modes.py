@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from compile_core.capture.frames.frame import OPCODES
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.capture.frames.frame import OPCODES
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import Unsupported
 
 
 def compile_eager(function, **options):

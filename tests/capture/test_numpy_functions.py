@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import assert_same
 
 EXPRESSIONS = """
@@ -342,7 +342,7 @@ def test_same_as_numpy(expression):
     namespace = {"np": np}
     exec(f"def program(X, Y, I, F, B, Z):\n    return {expression}", namespace)
     program = namespace["program"]
-    compiled = compile_core.compile(program, backend="eager")
+    compiled = gradsplit.compile(program, backend="eager")
     given = arrays()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's own, of divisions by zero

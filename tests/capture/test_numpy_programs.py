@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import compile_core
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.errors import Unsupported
 from tests.capture.same_as_plain import check_same
 
 BACKENDS = ["eager", "aot_eager", "triton"]
@@ -27,7 +27,7 @@ def sum_of_products(X, Y):
 def test_arrays_in_and_out(backend):
     random = np.random.default_rng(0)
     X, Y = random.standard_normal((8, 4)), random.standard_normal((8, 4))
-    compiled = compile_core.compile(sum_of_products, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(sum_of_products, backend=backend, fullgraph=True)
     for _ in range(2):
         Z = compiled(X, Y)
         assert isinstance(Z, np.ndarray)
@@ -127,13 +127,13 @@ def test_lists_of_scalars_say_of_which_dtype_they_are():
 
 def test_an_argument_that_is_returned_is_the_same_object():
     X = np.ones(3)
-    compiled = compile_core.compile(lambda X: (X, X + 1), backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda X: (X, X + 1), backend="eager", fullgraph=True)
     assert compiled(X)[0] is X
 
 
 def test_a_view_shares_its_memory():
     X = np.zeros(3)
-    view = compile_core.compile(lambda X: X[1:], backend="eager", fullgraph=True)(X)
+    view = gradsplit.compile(lambda X: X[1:], backend="eager", fullgraph=True)(X)
     view[0] = 5
     assert X[1] == 5
 
@@ -144,7 +144,7 @@ def test_a_graph_break_hands_out_real_arrays(capsys):
         print(type(Y).__name__, Y.sum())
         return np.sum(Y, axis=0)
 
-    compiled = compile_core.compile(program, backend="eager")
+    compiled = gradsplit.compile(program, backend="eager")
     X = np.ones((2, 3))
     assert np.array_equal(compiled(X), np.full(3, 4.0))
     assert capsys.readouterr().out == "ndarray 12.0\n"
@@ -183,13 +183,13 @@ def test_other_arrays_are_left_to_numpy(array):
     def program(X):
         return np.concatenate([X, X]), X.shape
 
-    compiled = compile_core.compile(program, backend="eager")
+    compiled = gradsplit.compile(program, backend="eager")
     expected, found = program(array), compiled(array)
     assert type(found[0]) is type(expected[0])
     assert found[0].dtype == expected[0].dtype
     assert found[0].tolist() == expected[0].tolist()
     with pytest.raises(Unsupported):
-        compile_core.compile(program, backend="eager", fullgraph=True)(array)
+        gradsplit.compile(program, backend="eager", fullgraph=True)(array)
 
 
 def test_arrays_that_share_memory_and_change():
@@ -197,20 +197,20 @@ def test_arrays_that_share_memory_and_change():
         X += 1
         return X + Y
 
-    compiled = compile_core.compile(program, backend="aot_eager")
+    compiled = gradsplit.compile(program, backend="aot_eager")
     X = np.zeros(4)
     assert np.array_equal(compiled(X[:3], X[1:]), [2.0, 2.0, 1.0])
 
 
 def test_trace_numpy_can_be_turned_off():
-    compiled = compile_core.compile(lambda X: np.sum(X), backend="eager", fullgraph=True)
-    with compile_core.config.patch(trace_numpy=False), pytest.raises(Unsupported):
+    compiled = gradsplit.compile(lambda X: np.sum(X), backend="eager", fullgraph=True)
+    with gradsplit.config.patch(trace_numpy=False), pytest.raises(Unsupported):
         compiled(np.ones(3))
     assert compiled(np.ones(3)) == 3
 
 
 def test_random_numbers_are_numpys_own():
-    compiled = compile_core.compile(lambda X: X + np.random.rand(3), backend="eager")
+    compiled = gradsplit.compile(lambda X: X + np.random.rand(3), backend="eager")
     np.random.seed(0)
     found = compiled(np.zeros(3))
     np.random.seed(0)
@@ -219,8 +219,8 @@ def test_random_numbers_are_numpys_own():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wrap_numpy_is_differentiable(backend):
-    @compile_core.compile(backend=backend, fullgraph=True)
-    @compile_core.wrap_numpy
+    @gradsplit.compile(backend=backend, fullgraph=True)
+    @gradsplit.wrap_numpy
     def program(X, Y):
         return np.mean(np.sum(X[:, :, None] * Y[:, None, :], axis=(-2, -1)))
 
@@ -234,20 +234,20 @@ def test_wrap_numpy_is_differentiable(backend):
 
 
 def test_wrap_numpy_uncompiled():
-    found = compile_core.wrap_numpy(lambda X: {"sum": np.sum(X), "more": X + 1})(torch.ones(3))
+    found = gradsplit.wrap_numpy(lambda X: {"sum": np.sum(X), "more": X + 1})(torch.ones(3))
     assert torch.equal(found["sum"], torch.tensor(3.0))
     assert torch.equal(found["more"], torch.full((3,), 2.0))
 
 
 def test_a_default_device():
-    compiled = compile_core.compile(sum_of_products, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(sum_of_products, backend="eager", fullgraph=True)
     X = np.ones((2, 3))
     with torch.device("cpu"):
         assert isinstance(compiled(X, X), np.ndarray)
 
 
 def test_an_operator_that_cannot_be_traced_runs_with_torchs_kernels():
-    compiled = compile_core.compile(lambda X: np.linalg.inv(X), backend="aot_eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda X: np.linalg.inv(X), backend="aot_eager", fullgraph=True)
     X = np.eye(3) * 2
     assert np.array_equal(compiled(X), np.eye(3) / 2)
 
@@ -292,7 +292,7 @@ class Scaled(torch.nn.Module):
 
 def test_scalars_on_a_module_are_numbers():
     module = Scaled()
-    compiled = compile_core.compile(module, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(module, backend="eager", fullgraph=True)
 
     def check():
         x = torch.randn(4, 3)
@@ -313,7 +313,7 @@ def test_scalars_on_a_module_are_numbers():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_a_float_that_differs_is_open(dtype):
-    compiled = compile_core.compile(lambda x, rate: (x * rate + rate, rate), backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(lambda x, rate: (x * rate + rate, rate), backend="eager", fullgraph=True)
     x = torch.randn(4, 3, dtype=torch.bfloat16)
     for value in (0.1, 0.2, 0.0, -0.0, float("nan"), float("inf"), 0.1):
         rate = dtype(value)

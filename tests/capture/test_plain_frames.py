@@ -9,9 +9,9 @@ import itertools
 import pytest
 import torch
 
-import compile_core
-from compile_core.capture.code_objects.plain_frames import PlainFrames
-from compile_core.testing import CompileCounter, CompileCounterWithBackend
+import gradsplit
+from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
+from gradsplit.compile_core.testing import CompileCounter, CompileCounterWithBackend
 
 
 def helper(x, *args, scale=1, **kwargs):
@@ -212,7 +212,7 @@ def combine(real, imag):
     return complex_conjugate(z)
 
 
-@pytest.mark.parametrize("disable", [compile_core.disable, torch.compiler.disable])
+@pytest.mark.parametrize("disable", [gradsplit.disable, torch.compiler.disable])
 def test_only_the_frame_of_a_function_is_disabled(disable):
     """The sample of the reference page on torch.compiler.disable(recursive=False)."""
     counter = CompileCounterWithBackend("triton")
@@ -224,7 +224,7 @@ def test_only_the_frame_of_a_function_is_disabled(disable):
         z = complex_function(real, imag)
         return torch.abs(z)
 
-    opt_outer_function = compile_core.compile(outer_function, backend=counter)
+    opt_outer_function = gradsplit.compile(outer_function, backend=counter)
     for _ in range(2):
         assert torch.allclose(opt_outer_function(), torch.tensor([4.4721, 5.8310]), atol=1e-4)
     targets = [
@@ -245,12 +245,12 @@ def ab_fn(x):
     return x * 3
 
 
-@pytest.mark.parametrize("disable", [compile_core.disable, torch.compiler.disable])
+@pytest.mark.parametrize("disable", [gradsplit.disable, torch.compiler.disable])
 def test_what_a_disabled_frame_calls_is_compiled(disable):
     counter = CompileCounter()
     disabled = disable(a_fn, recursive=False)
 
-    @compile_core.compile(backend=counter)
+    @gradsplit.compile(backend=counter)
     def f(x):
         return disabled(x + 1) - 1
 
@@ -269,7 +269,7 @@ def test_a_method_that_is_disabled_alone():
             super().__init__()
             self.inner = torch.nn.Linear(2, 2)
 
-        @compile_core.disable(recursive=False)
+        @gradsplit.disable(recursive=False)
         def part(self, x):
             return self.inner(x) * 2
 
@@ -277,7 +277,7 @@ def test_a_method_that_is_disabled_alone():
             return self.part(x + 1) - 1
 
     model = Model()
-    compiled = compile_core.compile(model, backend=counter)
+    compiled = gradsplit.compile(model, backend=counter)
     x = torch.randn(3, 2)
     assert torch.allclose(compiled(x), model(x))
     assert (counter.frame_count, counter.op_count) == (3, 3)

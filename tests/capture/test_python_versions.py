@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_core.capture.code_objects.python_versions import HALVES
-from compile_core.capture.frames.frame import OPCODES
+from gradsplit.compile_core.capture.code_objects.python_versions import HALVES
+from gradsplit.compile_core.capture.frames.frame import OPCODES
 
 HERE = Path(__file__).parent
 CORPUS = [*sorted(HERE.glob("test_*.py")), HERE / "models.py"]

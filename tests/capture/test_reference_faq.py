@@ -11,14 +11,14 @@ import re
 import pytest
 import torch
 
-import compile_core
-from compile_core import CompileProfiler
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit import CompileProfiler
+from gradsplit.compile_core.testing import CompileCounter
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    compile_core.reset()
+    gradsplit.reset()
 
 
 def toy_example(a, b):
@@ -35,7 +35,7 @@ def test_training_is_supported():
     model(x).sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    compile_core.compile(model)(x).sum().backward()
+    gradsplit.compile(model)(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.allclose(parameter.grad, gradient, atol=1e-6)
 
@@ -48,13 +48,13 @@ def test_the_stages_are_tried_one_after_the_other(backend):
         return (x.sin() * 2).sum()
 
     x = torch.randn(5, requires_grad=True)
-    compile_core.compile(f, backend=backend)(x).backward()
+    gradsplit.compile(f, backend=backend)(x).backward()
     assert torch.allclose(x.grad, 2 * x.cos())
 
 
 def test_compile_times_are_shown():
-    compile_core.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    times = compile_core.compile_times()
+    gradsplit.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    times = gradsplit.compile_times()
     assert isinstance(times, str) and "capture" in times
 
 
@@ -64,7 +64,7 @@ def my_model(x, n):
 
 def test_the_recompilation_profiler_as_a_context_manager():
     with CompileProfiler() as prof:
-        profiler_model = compile_core.compile(my_model, backend=prof)
+        profiler_model = gradsplit.compile(my_model, backend=prof)
         for n in range(3):
             profiler_model(torch.ones(2), n)
         report = prof.report()
@@ -73,17 +73,17 @@ def test_the_recompilation_profiler_as_a_context_manager():
 
 def test_the_recompilation_profiler_on_its_own():
     prof = CompileProfiler()
-    profiler_model = compile_core.compile(my_model, backend=prof)
+    profiler_model = gradsplit.compile(my_model, backend=prof)
     profiler_model(torch.ones(2), 2)
     assert "No recompilation detected." in prof.report()
 
 
 def test_a_frozen_function_compiles_nothing_new(capsys):
     counter = CompileCounter()
-    compiled = compile_core.compile(toy_example, backend=counter)
+    compiled = gradsplit.compile(toy_example, backend=counter)
     compiled(torch.ones(10), torch.ones(10))
     assert counter.frame_count == 3
-    frozen_toy_example = compile_core.run(toy_example)
+    frozen_toy_example = gradsplit.run(toy_example)
     a, b = torch.randn(10), torch.randn(10)
     assert torch.allclose(frozen_toy_example(a, b), toy_example(a, b))
     assert torch.allclose(frozen_toy_example(a, -torch.ones(10)), toy_example(a, -torch.ones(10)))
@@ -97,11 +97,11 @@ def test_some_fun():
         return torch.relu(x) + 1
 
     x = torch.randn(4)
-    assert torch.allclose(compile_core.compile(some_fun)(x), some_fun(x))
+    assert torch.allclose(gradsplit.compile(some_fun)(x), some_fun(x))
 
 
 def test_explain_identifies_the_breaks():
-    explanation = compile_core.explain(toy_example)(torch.randn(10), torch.ones(10))
+    explanation = gradsplit.explain(toy_example)(torch.randn(10), torch.ones(10))
     assert str(explanation).startswith("Graph Count: 3\nGraph Break Count: 2\nOp Count: 5\nBreak Reasons:\n")
     reasons = str(explanation).split("Ops per Graph:")[0]
     assert re.search(r"Break Reason 1:\n    Reason: .*print", reasons)
@@ -110,7 +110,7 @@ def test_explain_identifies_the_breaks():
 
 
 def test_explain_in_the_older_form():
-    explanation, out_guards, graphs, ops_per_graph = compile_core.explain(
+    explanation, out_guards, graphs, ops_per_graph = gradsplit.explain(
         toy_example, torch.randn(10), torch.ones(10)
     )
     assert "3 graphs, with 2 graph break" in explanation
@@ -121,8 +121,8 @@ def test_explain_in_the_older_form():
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_fullgraph_raises_at_the_first_break(backend):
-    with pytest.raises(compile_core.Unsupported, match='print\\("woo"\\)'):
-        compile_core.compile(toy_example, fullgraph=True, backend=backend)(torch.randn(10), torch.randn(10))
+    with pytest.raises(gradsplit.Unsupported, match='print\\("woo"\\)'):
+        gradsplit.compile(toy_example, fullgraph=True, backend=backend)(torch.randn(10), torch.randn(10))
 
 
 def test_only_the_graph_that_changed_is_compiled_again(capsys):
@@ -135,7 +135,7 @@ def test_only_the_graph_that_changed_is_compiled_again(capsys):
         return x * b * scale
 
     counter = CompileCounter()
-    compiled = compile_core.compile(f, backend=counter)
+    compiled = gradsplit.compile(f, backend=counter)
     compiled(torch.ones(2), torch.ones(2))
     assert counter.frame_count == 2
     scale = 3.0
@@ -157,9 +157,9 @@ def ab_fn(x):
 
 def test_disable_leaves_a_function_and_what_it_calls_alone():
     counter = CompileCounter()
-    disabled = compile_core.disable(a_fn)
+    disabled = gradsplit.disable(a_fn)
 
-    @compile_core.compile(backend=counter)
+    @gradsplit.compile(backend=counter)
     def f(x):
         return disabled(x + 1) - 1
 
@@ -169,10 +169,10 @@ def test_disable_leaves_a_function_and_what_it_calls_alone():
 
 def test_disallow_in_graph_runs_an_operator_eagerly():
     counter = CompileCounter()
-    compile_core.disallow_in_graph(torch.sub)
+    gradsplit.disallow_in_graph(torch.sub)
     try:
 
-        @compile_core.compile(backend=counter)
+        @gradsplit.compile(backend=counter)
         def f(x):
             x = torch.add(x, 1)
             x = torch.sub(x, 1)
@@ -181,17 +181,17 @@ def test_disallow_in_graph_runs_an_operator_eagerly():
         assert torch.equal(f(torch.ones(2)), torch.full((2,), 2.0))
         assert (counter.frame_count, counter.op_count) == (2, 2)
     finally:
-        compile_core.allow_in_graph(torch.sub)
+        gradsplit.allow_in_graph(torch.sub)
 
 
 def test_graph_break_prevents_inlining():
     counter = CompileCounter()
 
     def kept_apart(x):
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return x * 2
 
-    @compile_core.compile(backend=counter)
+    @gradsplit.compile(backend=counter)
     def f(x):
         return kept_apart(x + 1) - 1
 

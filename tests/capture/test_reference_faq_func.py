@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    compile_core.reset()
+    gradsplit.reset()
 
 
 def test_a_transform_of_a_compiled_function():
     """The page writes ``torch.grad``, which torch does not have, of a function that returns no scalar."""
 
-    @compile_core.compile
+    @gradsplit.compile
     def f(x):
         return torch.sin(x)
 
@@ -33,7 +33,7 @@ def test_grad_in_a_compiled_function():
         return torch.func.grad(lambda x: x.sin().sum())(x)
 
     x = torch.randn(3, 3, 3)
-    grad_x = compile_core.compile(wrapper_fn, fullgraph=True)(x)
+    grad_x = gradsplit.compile(wrapper_fn, fullgraph=True)(x)
     assert torch.allclose(grad_x, x.cos(), atol=1e-6)
 
 
@@ -42,14 +42,14 @@ def test_vmap_in_a_compiled_function():
         return torch.vmap(lambda x: x.sum(1))(x)
 
     x = torch.randn(3, 3, 3)
-    output = compile_core.compile(my_fn, fullgraph=True)(x)
+    output = gradsplit.compile(my_fn, fullgraph=True)(x)
     assert torch.allclose(output, x.sum(2), atol=1e-6)
 
 
 def test_allow_in_graph_for_other_transforms():
-    @compile_core.compile(fullgraph=True)
+    @gradsplit.compile(fullgraph=True)
     def f(x):
-        return compile_core.allow_in_graph(torch.vmap(torch.sum))(x)
+        return gradsplit.allow_in_graph(torch.vmap(torch.sum))(x)
 
     x = torch.randn(2, 3)
     assert torch.allclose(f(x), x.sum(1), atol=1e-6)
@@ -59,11 +59,11 @@ def test_allow_in_graph_with_functional_call():
     """The page's remedy for a function that calls a module: its state comes in as arguments."""
     model = torch.nn.Linear(3, 2)
 
-    @compile_core.allow_in_graph
+    @gradsplit.allow_in_graph
     def call(parameters, x):
         return torch.func.functional_call(model, parameters, (x,))
 
-    @compile_core.compile(fullgraph=True, backend="eager")
+    @gradsplit.compile(fullgraph=True, backend="eager")
     def f(weight, bias, x):
         return call({"weight": weight, "bias": bias}, x) * 2
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch._numpy as tnp
 
-import compile_core
-from compile_core import config
-from compile_core.testing import CompileCounter
+import gradsplit
+from gradsplit import config
+from gradsplit.compile_core.testing import CompileCounter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    compile_core.reset()
+    gradsplit.reset()
 
 
 def numpy_fn(X: np.ndarray, Y: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def numpy_fn(X: np.ndarray, Y: np.ndarray) -> np.ndarray:
 
 
 def test_numpy_code_is_compiled():
-    compiled = compile_core.compile(numpy_fn, fullgraph=True)
+    compiled = gradsplit.compile(numpy_fn, fullgraph=True)
     X = np.random.randn(16, 8)
     Y = np.random.randn(16, 8)
     Z = compiled(X, Y)
@@ -40,7 +40,7 @@ def test_numpy_code_is_compiled():
 
 def test_numpy_code_is_one_graph():
     counter = CompileCounter()
-    compiled = compile_core.compile(numpy_fn, backend=counter)
+    compiled = gradsplit.compile(numpy_fn, backend=counter)
     for _ in range(2):
         compiled(np.random.randn(16, 8), np.random.randn(16, 8))
     assert counter.frame_count == 1 and counter.op_count > 1
@@ -48,7 +48,7 @@ def test_numpy_code_is_one_graph():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_numpy_code_runs_on_a_device(device):
-    compiled = compile_core.compile(numpy_fn)
+    compiled = gradsplit.compile(numpy_fn)
     X = np.random.randn(16, 8)
     Y = np.random.randn(16, 8)
     with torch.device(device):
@@ -59,8 +59,8 @@ def test_numpy_code_runs_on_a_device(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_wrap_numpy_takes_and_returns_tensors(device):
-    @compile_core.compile(fullgraph=True)
-    @compile_core.wrap_numpy
+    @gradsplit.compile(fullgraph=True)
+    @gradsplit.wrap_numpy
     def wrapped(X, Y):
         return np.sum(X[:, :, None] * Y[:, None, :], axis=(-2, -1))
 
@@ -72,10 +72,10 @@ def test_wrap_numpy_takes_and_returns_tensors(device):
     assert torch.allclose(Z, (X[:, :, None] * Y[:, None, :]).sum((-2, -1)), atol=1e-4)
 
 
-@pytest.mark.parametrize("wrap_numpy", [compile_core.wrap_numpy, torch.compiler.wrap_numpy])
+@pytest.mark.parametrize("wrap_numpy", [gradsplit.wrap_numpy, torch.compiler.wrap_numpy])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_flow_through_numpy_code(device, wrap_numpy):
-    @compile_core.compile(fullgraph=True)
+    @gradsplit.compile(fullgraph=True)
     @wrap_numpy
     def wrapped(X, Y):
         return np.mean(np.sum(X[:, :, None] * Y[:, None, :], axis=(-2, -1)))
@@ -91,8 +91,8 @@ def test_gradients_flow_through_numpy_code(device, wrap_numpy):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_graph_break_in_numpy_code(device, capsys):
-    @compile_core.compile
-    @compile_core.wrap_numpy
+    @gradsplit.compile
+    @gradsplit.wrap_numpy
     def wrapped(X, Y):
         prod = X[:, :, None] * Y[:, None, :]
         print("oops, a graph break!")
@@ -113,7 +113,7 @@ def test_what_torch_wrapped_is_captured_where_it_is_called():
     def total(X):
         return np.sum(X * 2, axis=-1)
 
-    compiled = compile_core.compile(lambda X: total(X + 1) - 1, fullgraph=True)
+    compiled = gradsplit.compile(lambda X: total(X + 1) - 1, fullgraph=True)
     X = torch.randn(4, 3)
     assert torch.allclose(compiled(X), ((X + 1) * 2).sum(1) - 1, atol=1e-5)
 
@@ -123,7 +123,7 @@ def test_numpy_is_left_alone_on_request():
     X = np.random.randn(16, 8)
     try:
         config.trace_numpy = False
-        assert np.allclose(compile_core.compile(numpy_fn, backend=counter)(X, X), numpy_fn(X, X))
+        assert np.allclose(gradsplit.compile(numpy_fn, backend=counter)(X, X), numpy_fn(X, X))
     finally:
         config.trace_numpy = True
     assert counter.frame_count == 0

@@ -17,14 +17,14 @@ import pytest
 import scipy
 import torch
 
-import compile_core
+import gradsplit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    compile_core.reset()
+    gradsplit.reset()
 
 
 class MyModule(torch.nn.Module):
@@ -91,7 +91,7 @@ def test_a_function_is_compiled():
         b = torch.cos(y)
         return a + b
 
-    opt_foo1 = compile_core.compile(foo)
+    opt_foo1 = gradsplit.compile(foo)
     x, y = torch.randn(10, 10), torch.randn(10, 10)
     assert torch.allclose(opt_foo1(x, y), foo(x, y), atol=1e-6)
 
@@ -99,7 +99,7 @@ def test_a_function_is_compiled():
 def test_a_function_is_decorated():
     t1, t2 = torch.randn(10, 10), torch.randn(10, 10)
 
-    @compile_core.compile
+    @gradsplit.compile
     def opt_foo2(x, y):
         a = torch.sin(x)
         b = torch.cos(y)
@@ -111,7 +111,7 @@ def test_a_function_is_decorated():
 def test_a_module_is_compiled():
     t = torch.randn(10, 100)
     mod = MyModule()
-    opt_mod = compile_core.compile(mod)
+    opt_mod = gradsplit.compile(mod)
     result = opt_mod(t)
     assert torch.allclose(result, mod(t), atol=1e-6)
     assert result.grad_fn is not None
@@ -123,7 +123,7 @@ def test_nested_functions_are_compiled_too():
     def nested_function(x):
         return torch.sin(x)
 
-    @compile_core.compile(fullgraph=True)
+    @gradsplit.compile(fullgraph=True)
     def outer_function(x, y):
         a = nested_function(x)
         b = torch.cos(y)
@@ -145,15 +145,15 @@ def test_sub_modules_are_compiled_too():
 
     t = torch.randn(10, 100)
     outer_mod = OuterModule()
-    opt_outer_mod = compile_core.compile(outer_mod, fullgraph=True)
+    opt_outer_mod = gradsplit.compile(outer_mod, fullgraph=True)
     assert torch.allclose(opt_outer_mod(t), outer_mod(t), atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_is_evaluated(device):
     model = init_model(device)
-    compile_core.reset()
-    model_opt = compile_core.compile(model)
+    gradsplit.reset()
+    model_opt = gradsplit.compile(model)
     for _ in range(3):
         inp = generate_data(4, device)[0]
         with torch.no_grad():
@@ -176,7 +176,7 @@ def test_a_model_is_trained(device):
     model, model_opt = init_model(device), init_model(device)
     opt = torch.optim.Adam(model.parameters())
     opt_opt = torch.optim.Adam(model_opt.parameters())
-    train_opt = compile_core.compile(train)
+    train_opt = gradsplit.compile(train)
     times = []
     for _ in range(4):
         inp = generate_data(4, device)
@@ -235,8 +235,8 @@ def test_fx_tracing_with_a_value_takes_one_path_only():
 
 def test_compile_takes_both_paths():
     inp1, inp2 = positive_and_any()
-    compile_core.reset()
-    compile_f1 = compile_core.compile(f1)
+    gradsplit.reset()
+    compile_f1 = gradsplit.compile(f1)
     assert test_fns(f1, compile_f1, (inp1, inp2))
     assert test_fns(f1, compile_f1, (-inp1, inp2))
 
@@ -253,7 +253,7 @@ def test_torchscript_needs_annotations():
 
 
 def test_compile_needs_no_annotations():
-    compile_f2 = compile_core.compile(f2)
+    compile_f2 = gradsplit.compile(f2)
     assert test_fns(f2, compile_f2, (torch.randn(5, 5), 3))
 
 
@@ -284,7 +284,7 @@ def test_scripting_and_fx_refuse_other_functions():
 
 def test_compile_calls_other_functions():
     inp2 = torch.randn(5, 5)
-    compile_f3 = compile_core.compile(f3)
+    compile_f3 = gradsplit.compile(f3)
     assert test_fns(f3, compile_f3, (inp2,))
     assert test_fns(f3, compile_f3, (inp2 + 1,))
 
@@ -297,9 +297,9 @@ def custom_backend(gm, example_inputs):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_custom_backend_sees_the_graph_of_a_model(device, capsys):
-    compile_core.reset()
+    gradsplit.reset()
     model = init_model(device)
-    opt_model = compile_core.compile(model, backend=custom_backend)
+    opt_model = gradsplit.compile(model, backend=custom_backend)
     inp = generate_data(4, device)[0]
     model.eval()
     assert torch.allclose(opt_model(inp), model(inp), atol=1e-5)
@@ -316,7 +316,7 @@ def bar(a, b):
 
 
 def test_the_graphs_of_bar(capsys):
-    opt_bar = compile_core.compile(bar, backend=custom_backend)
+    opt_bar = gradsplit.compile(bar, backend=custom_backend)
     inp1 = torch.randn(10)
     inp2 = torch.randn(10)
     assert torch.allclose(opt_bar(inp1, inp2), bar(inp1, inp2))
@@ -340,8 +340,8 @@ def test_the_graphs_of_bar(capsys):
 
 
 def test_explain_shows_the_break_of_bar():
-    compile_core.reset()
-    explain_output = compile_core.explain(bar)(torch.randn(10), -torch.ones(10))
+    gradsplit.reset()
+    explain_output = gradsplit.explain(bar)(torch.randn(10), -torch.ones(10))
     assert explain_output.graph_count == 2
     assert explain_output.graph_break_count == 1
     assert explain_output.op_count == 6
@@ -356,10 +356,10 @@ def test_explain_shows_the_break_of_bar():
 
 
 def test_fullgraph_raises_at_the_break_of_bar():
-    opt_bar = compile_core.compile(bar, fullgraph=True)
+    opt_bar = gradsplit.compile(bar, fullgraph=True)
     try:
         opt_bar(torch.randn(10), torch.randn(10))
-    except compile_core.CompileError:
+    except gradsplit.CompileError:
         shown = traceback.format_exc()
     assert "if b.sum() < 0:" in shown and "test_reference_intro.py" in shown and "Hint: " in shown
 
@@ -367,12 +367,12 @@ def test_fullgraph_raises_at_the_break_of_bar():
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_model_has_no_break(device):
     model = init_model(device)
-    opt_model = compile_core.compile(model, fullgraph=True)
+    opt_model = gradsplit.compile(model, fullgraph=True)
     assert opt_model(generate_data(4, device)[0]).shape == (4, 10)
 
 
 def test_options_in_a_decorator():
-    @compile_core.compile(options={"verify": True}, fullgraph=True)
+    @gradsplit.compile(options={"verify": True}, fullgraph=True)
     def foo(x):
         return torch.sin(x) + torch.cos(x)
 
@@ -381,14 +381,14 @@ def test_options_in_a_decorator():
 
 
 def test_disable_as_an_argument_changes_nothing():
-    assert compile_core.compile(f2, disable=True) is f2
+    assert gradsplit.compile(f2, disable=True) is f2
 
 
 def test_the_cache_limit_is_64_and_then_plain_python(caplog):
-    counter = compile_core.testing.CompileCounter()
+    counter = gradsplit.testing.CompileCounter()
     # An integer that differs would become symbolic, and one entry would serve all.
-    opt_f2 = compile_core.compile(f2, backend=counter, dynamic=False)
-    assert compile_core.config.cache_size_limit == 64
+    opt_f2 = gradsplit.compile(f2, backend=counter, dynamic=False)
+    assert gradsplit.config.cache_size_limit == 64
     for n in range(66):
         assert torch.equal(opt_f2(torch.ones(1), n), torch.ones(1) + n)
     assert counter.frame_count == 64

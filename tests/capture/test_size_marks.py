@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch._dynamo
 
-import compile_core
+import gradsplit
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    return compile_core.compile(function, backend="eager", fullgraph=True, **options)
+    return gradsplit.compile(function, backend="eager", fullgraph=True, **options)
 
 
 def marked(*size: int, dim: int | list[int] = 0, **bounds: int) -> torch.Tensor:
     x = torch.randn(size)
-    compile_core.mark_dynamic(x, dim, **bounds)
+    gradsplit.mark_dynamic(x, dim, **bounds)
     return x
 
 
@@ -43,7 +43,7 @@ def test_a_marked_dim_that_comes_to_be_one_value_is_an_error_with_the_line() -> 
         y = x + 1
         return y + torch.ones(3, 4)  # needs three rows
 
-    with pytest.raises(compile_core.CompileError) as raised:
+    with pytest.raises(gradsplit.CompileError) as raised:
         compiled(function)(marked(3, 4))
     message = str(raised.value)
     assert "dim 0 of x is marked as dynamic, but the program as captured only works for the size 3" in message
@@ -56,14 +56,12 @@ def test_a_loop_over_a_marked_dim_is_an_error() -> None:
             x = x + row
         return x
 
-    with pytest.raises(
-        compile_core.CompileError, match=r"only works for the size 3.*\n.*\n?.*for row in range"
-    ):
+    with pytest.raises(gradsplit.CompileError, match=r"only works for the size 3.*\n.*\n?.*for row in range"):
         compiled(function)(marked(3, 4))
 
 
 def test_sizes_0_and_1_cannot_be_marked() -> None:
-    with pytest.raises(compile_core.CompileError, match="specialised to the size 1"):
+    with pytest.raises(gradsplit.CompileError, match="specialised to the size 1"):
         compiled(lambda x: x + 1)(marked(1, 4))
 
 
@@ -73,23 +71,23 @@ def test_bounds_are_guards() -> None:
     texts = [guard.text for guard in made.entries[0].captured.guards]
     assert "x.shape[0] <= 512" in texts
     assert torch.equal(made(torch.ones(600, 1)), torch.full((600, 1), 3.0))
-    with pytest.raises(compile_core.CompileError, match="outside of the range"):
+    with pytest.raises(gradsplit.CompileError, match="outside of the range"):
         made(marked(9, 5, max=8))
 
 
 def test_a_program_that_works_for_fewer_sizes_than_the_bounds_say() -> None:
     made = compiled(lambda x: x * 2 if x.shape[0] <= 100 else x * 3)
-    with pytest.raises(compile_core.CompileError, match="only works for sizes from 2 to 100"):
+    with pytest.raises(gradsplit.CompileError, match="only works for sizes from 2 to 100"):
         made(marked(3, 4, max=512))
 
 
 def test_maybe() -> None:
     x, y = torch.randn(3, 4), torch.randn(3, 4)
-    compile_core.maybe_mark_dynamic(x, 0)
-    compile_core.maybe_mark_dynamic(y, 0)
+    gradsplit.maybe_mark_dynamic(x, 0)
+    gradsplit.maybe_mark_dynamic(y, 0)
     made = compiled(lambda x, y: x + y + torch.ones(3, 1))
     made(x, y)
-    compile_core.maybe_mark_dynamic(x, 1)
+    gradsplit.maybe_mark_dynamic(x, 1)
     open_columns = compiled(lambda x: x * 2)
     open_columns(x)
     open_columns(torch.randn(7, 9))
@@ -100,22 +98,22 @@ def test_static() -> None:
     made = compiled(lambda x: x * 2, dynamic=True)
     for rows in (3, 4, 5):
         x = torch.randn(rows, 4)
-        compile_core.mark_static(x, 0)
+        gradsplit.mark_static(x, 0)
         made(x)
     assert len(made.entries) == 3
     all_static = torch.randn(6, 6)
-    compile_core.mark_static(all_static)
+    gradsplit.mark_static(all_static)
     made(all_static)
     assert "[6, 6]" in made.entries[0].captured.guards[1].text
 
 
 def test_the_last_mark_counts() -> None:
     x = marked(3, 4)
-    compile_core.mark_static(x, 0)
+    gradsplit.mark_static(x, 0)
     made = compiled(lambda x: x + torch.ones(3, 1))
     made(x)
-    compile_core.mark_dynamic(x, 0)
-    with pytest.raises(compile_core.CompileError):
+    gradsplit.mark_dynamic(x, 0)
+    with pytest.raises(gradsplit.CompileError):
         compiled(lambda x: x + torch.ones(3, 1))(x)
 
 
@@ -126,7 +124,7 @@ def test_never_is_never() -> None:
 
 def test_a_dim_that_is_not_there() -> None:
     with pytest.raises(IndexError, match="dim 2 of a tensor with 2 dims"):
-        compile_core.mark_dynamic(torch.randn(3, 4), 2)
+        gradsplit.mark_dynamic(torch.randn(3, 4), 2)
 
 
 def test_marks_of_torch_are_heeded() -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 BOUNDS = [(0,), (3,), (20,), (None,), (1, None), (2, 7), (1, 9, 3), (1, 4, 2), (0, None, 4), (5, 2)]
 
@@ -21,11 +21,11 @@ def test_same_as_plain(bounds, with_break):
         for number in itertools.islice(beneath, *bounds):
             found.append(number)
             if with_break and len(found) == 1:
-                compile_core.graph_break()
+                gradsplit.graph_break()
         return found, list(beneath), x + 1
 
     expected = run(torch.ones(1))
-    compiled = compile_core.compile(run, backend="eager", fullgraph=not with_break)
+    compiled = gradsplit.compile(run, backend="eager", fullgraph=not with_break)
     assert compiled(torch.ones(1)) == expected
 
 
@@ -37,4 +37,4 @@ def test_wrong_bounds():
             return str(error), x + 1
 
     x = torch.ones(1)
-    assert compile_core.compile(run, backend="eager", fullgraph=True)(x) == run(x)
+    assert gradsplit.compile(run, backend="eager", fullgraph=True)(x) == run(x)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import compile_core
-from compile_core.ir.torch_switches import read_switches
+import gradsplit
+from gradsplit.compile_core.ir.torch_switches import read_switches
 from tests.capture.same_as_plain import check_same
 
 
@@ -118,7 +118,7 @@ def test_same_as_plain(program, backend):
 def breaks_in_autocast(x):
     with AUTOCAST:
         y = x @ x.T
-        compile_core.graph_break()
+        gradsplit.graph_break()
         z = x @ x.T
     return y, z, torch.is_autocast_enabled("cpu")
 
@@ -129,7 +129,7 @@ def test_a_graph_that_ends_in_an_autocast_made_before():
 
 
 def test_results_of_inference_mode_are_inference_tensors():
-    compiled = compile_core.compile(inference_inside, backend="eager", fullgraph=True)
+    compiled = gradsplit.compile(inference_inside, backend="eager", fullgraph=True)
     made, inside, other = compiled(torch.ones(2))
     assert made.is_inference()
     assert inside
@@ -137,9 +137,7 @@ def test_results_of_inference_mode_are_inference_tensors():
 
 
 def test_a_switch_left_turned_runs_as_plain_python():
-    compiled = compile_core.compile(
-        lambda x: (torch._C._set_cudnn_benchmark(True), x * 2)[1], backend="eager"
-    )
+    compiled = gradsplit.compile(lambda x: (torch._C._set_cudnn_benchmark(True), x * 2)[1], backend="eager")
     try:
         compiled(torch.ones(2))
         assert torch.backends.cudnn.benchmark
@@ -148,7 +146,7 @@ def test_a_switch_left_turned_runs_as_plain_python():
 
 
 def test_what_was_read_is_guarded():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda x: x + (1 if torch.backends.cudnn.benchmark else 0), backend="eager", fullgraph=True
     )
     x = torch.zeros(2)
@@ -167,7 +165,7 @@ def test_modes_are_as_before_when_the_graph_raises(mode, backend):
         with mode():
             return x[index] * 2
 
-    compiled = compile_core.compile(program, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=True)
     x = torch.randn(3)
     compiled(x, torch.tensor([0, 1]))
     with pytest.raises(IndexError):
@@ -177,7 +175,7 @@ def test_modes_are_as_before_when_the_graph_raises(mode, backend):
 
 
 def test_inference_mode_of_the_caller_is_seen():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda x: x + (1 if torch.is_inference_mode_enabled() else 0), backend="eager", fullgraph=True
     )
     x = torch.zeros(2)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
-from compile_core.compiled_function import CompiledFunction
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
+from gradsplit.compile_core.compiled_function import CompiledFunction
 
 untyped: Any = torch
 VALUES = [0.5, 2.5, 0.0, -0.0, math.nan, math.inf, 1.0, -1.0, 1e-300, 3.7]
@@ -280,7 +280,7 @@ def test_compiled_programs_take_all_values(backend, caplog):
     def scaled(x, a):
         return (x * a + a * 2).relu()
 
-    compiled = compile_core.compile(scaled, backend=backend)
+    compiled = gradsplit.compile(scaled, backend=backend)
     for value in VALUES:
         x = torch.tensor([1.5, -2.0, 0.25])
         torch.testing.assert_close(compiled(x, value), scaled(x, value), equal_nan=True)
@@ -323,7 +323,7 @@ def train(make_optimizer, make_schedule, *, compiled: bool, inside: bool = False
         if schedule is not None and inside:
             schedule.step()
 
-    call: Any = compile_core.compile(step, backend="eager") if compiled else step
+    call: Any = gradsplit.compile(step, backend="eager") if compiled else step
     counts = []
     for index in range(8):
         call(torch.full((3, 4), float(index)))

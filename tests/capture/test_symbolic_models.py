@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
+import gradsplit
 from examples.gpt import GPT, GPTConfig
 
 TINY = GPTConfig(vocabulary=32, context=8, layers=2, heads=2, width=8)
@@ -30,7 +30,7 @@ def tokens(batch: int, time: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 def test_one_entry_serves_batches_of_2_to_512_of_a_gpt(dynamic: bool | None) -> None:
     torch.manual_seed(0)
     model = GPT(TINY)
-    made = compile_core.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    made = gradsplit.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     step(made, model, *tokens(5))
     for batch in (2, 3, 4, 7, 8, 64, 511, 512):
         inputs = tokens(batch)
@@ -40,7 +40,7 @@ def test_one_entry_serves_batches_of_2_to_512_of_a_gpt(dynamic: bool | None) -> 
 
 def test_another_length_costs_one_more() -> None:
     model = GPT(TINY)
-    made = compile_core.compile(model, backend="eager", fullgraph=True)
+    made = gradsplit.compile(model, backend="eager", fullgraph=True)
     for batch, time in ((2, 8), (3, 8), (4, 8), (4, 7), (5, 6), (9, 3)):
         inputs = tokens(batch, time)
         torch.testing.assert_close(step(made, model, *inputs), step(model, model, *inputs))
@@ -49,7 +49,7 @@ def test_another_length_costs_one_more() -> None:
 
 def test_the_stages_behind_capture() -> None:
     model = GPT(TINY)
-    made = compile_core.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    made = gradsplit.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for batch in (2, 3, 64, 3):
         inputs = tokens(batch)
         torch.testing.assert_close(step(made, model, *inputs), step(model, model, *inputs))
@@ -65,7 +65,7 @@ def test_convolutions_with_batch_norm() -> None:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
     )
-    made = compile_core.compile(model, backend="eager", fullgraph=True)
+    made = gradsplit.compile(model, backend="eager", fullgraph=True)
     for batch in (2, 3, 5, 9):
         x = torch.randn(batch, 3, 12, 12)
         model.eval()

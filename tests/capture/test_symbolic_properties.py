@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compile_core.capture.guards.source_writer import compile_function
-from compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.capture.guards.source_writer import compile_function
+from gradsplit.compile_core.compiled_function import CompiledFunction
 from tests.capture.same_as_plain import assert_same
 
 NUMBERS = st.recursive(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 from tests.capture.same_as_plain import assert_same as assert_agree
 
 
@@ -16,7 +16,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    return compile_core.compile(function, backend="eager", fullgraph=True, **options)
+    return gradsplit.compile(function, backend="eager", fullgraph=True, **options)
 
 
 def check(function: Callable[..., Any], calls: list[tuple[Any, ...]], entries: int, **options: Any) -> Any:
@@ -174,7 +174,7 @@ OPEN = [
 def test_arithmetic_keeps_sizes_open(name: str) -> None:
     compute = ARITHMETIC[name]
     x = torch.randn(40)
-    compile_core.mark_dynamic(x, 0)  # an error where the size comes to be one value
+    gradsplit.mark_dynamic(x, 0)  # an error where the size comes to be one value
     compiled(lambda x, n: (compute(x.shape[0], n), x + 1), dynamic=True)(x, 7)
 
 
@@ -287,7 +287,7 @@ def test_graph_breaks_pass_integers_on() -> None:
         print(end="")
         return y * y.shape[0], y.shape[0] + 1
 
-    made = compile_core.compile(function, backend="eager")
+    made = gradsplit.compile(function, backend="eager")
     for rows in (4, 6, 8, 10, 30):
         x = torch.randn(rows, 3)
         assert_same(made(x), function(x))
@@ -307,7 +307,7 @@ def test_modules() -> None:
     module = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.AdaptiveAvgPool2d(1)
     )
-    made = compile_core.compile(module, backend="eager", fullgraph=True)
+    made = gradsplit.compile(module, backend="eager", fullgraph=True)
     for size in ((2, 3, 8, 8), (3, 3, 8, 8), (5, 3, 9, 9), (7, 3, 12, 10), (9, 3, 11, 21)):
         x = torch.randn(size)
         module.eval()
@@ -316,7 +316,7 @@ def test_modules() -> None:
 
 
 def test_data_dependent_sizes_still_break_the_graph() -> None:
-    made = compile_core.compile(lambda x: x.nonzero() + 1, backend="eager", dynamic=True)
+    made = gradsplit.compile(lambda x: x.nonzero() + 1, backend="eager", dynamic=True)
     for rows in (3, 5):
         x = torch.arange(rows)
         assert_same(made(x), x.nonzero() + 1)
@@ -346,7 +346,7 @@ def test_counters_of_modules_and_globals() -> None:
             return x * self.calls
 
     module = Counting()
-    made = compile_core.compile(module, backend="eager", fullgraph=True)
+    made = gradsplit.compile(module, backend="eager", fullgraph=True)
     for call in range(1, 12):
         assert torch.equal(made(torch.ones(2)), torch.full((2,), float(call)))
     assert module.seen == list(range(2, 24, 2)) and type(module.calls) is int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_core
-from compile_core.errors import Unsupported
+import gradsplit
+from gradsplit.compile_core.errors import Unsupported
 from tests.capture.same_as_plain import check_same
 
 
@@ -71,7 +71,7 @@ def test_same_as_plain(program, backend):
 
 
 def test_a_leaf_gathers_its_own_gradient():
-    compiled = compile_core.compile(
+    compiled = gradsplit.compile(
         lambda x: (x * 2).detach().requires_grad_(), backend="aot_eager", fullgraph=True
     )
     leaf = compiled(torch.ones(2))
@@ -91,7 +91,7 @@ def test_a_leaf_gathers_its_own_gradient():
 )
 def test_refused(program):
     with pytest.raises(Unsupported):
-        compile_core.compile(program, backend="eager", fullgraph=True)(torch.randn(3, 4))
+        gradsplit.compile(program, backend="eager", fullgraph=True)(torch.randn(3, 4))
 
 
 def test_an_argument_that_changes_its_metadata():
@@ -117,7 +117,7 @@ def test_an_argument_that_changes_its_metadata():
 )
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_where_a_tensor_begins_in_its_storage(program, backend):
-    compiled = compile_core.compile(program, backend=backend)
+    compiled = gradsplit.compile(program, backend=backend)
     ours, plain = torch.arange(24.0), torch.arange(24.0)
     for offset in (0, 8, 4, 0):
         x, y = (storage[offset : offset + 8].view(2, 4) for storage in (ours, plain))
@@ -159,5 +159,5 @@ def writes_to_chunks(x):
 )
 def test_memory_that_functionalization_does_not_follow(program, of):
     ours, plain = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(2, 4)
-    assert torch.equal(compile_core.compile(program, backend="triton")(of(ours)), program(of(plain)))
+    assert torch.equal(gradsplit.compile(program, backend="triton")(of(ours)), program(of(plain)))
     assert torch.equal(ours, plain)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-import compile_core
-from compile_core.backends.registry import DEFAULT_BACKEND
+import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 
 
 def make_model():
@@ -57,7 +57,7 @@ def break_reasons(compiled):
 def check_training(step, make_optimizer, *, backend="eager", exact=True, settled_after=2):
     """Ten steps plain and compiled; returns the compiled function."""
     plain, ours = Run(make_optimizer), Run(make_optimizer)
-    compiled = compile_core.compile(step, backend=backend)
+    compiled = gradsplit.compile(step, backend=backend)
     captures = []
     for expected_batch, batch in zip(plain.batches, ours.batches, strict=True):
         expected, found = step(plain, expected_batch), compiled(ours, batch)
@@ -211,7 +211,7 @@ def test_accumulated_gradients():
 
     plain, ours = Run(OPTIMIZERS["adam"]), Run(OPTIMIZERS["adam"])
     expected = [step(plain, batch).item() for batch in plain.batches]
-    compiled = compile_core.compile(step, backend="eager")
+    compiled = gradsplit.compile(step, backend="eager")
     assert [compiled(ours, batch).item() for batch in ours.batches] == expected
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import compile_core
+import gradsplit
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _RELATIVE |= {torch.complex128: 1e-9, torch.complex64: 2e-5}
@@ -311,9 +311,9 @@ def _check(source: str, name: str) -> Verdict:
         relative = max(relative, 1e-7)
     eager = observe(load(source, name))
     namespace = load(source, name)
-    compile_core.reset()
+    gradsplit.reset()
     options = dict(namespace["OPTIONS"])
-    compiled = observe(namespace, lambda function: compile_core.compile(function, options=options))
+    compiled = observe(namespace, lambda function: gradsplit.compile(function, options=options))
     verdict = _difference(eager, compiled, relative)
     if verdict.is_finding:
         where = verdict.detail.partition(":")[0]
@@ -407,7 +407,7 @@ def _short(value: Any) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    compile_core.config.log_level = 40
+    gradsplit.config.log_level = 40
     for path in sys.argv[1:]:
         with open(path) as file:
             print(path, check(file.read(), path))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import compile_core
+import gradsplit
 from tests.differential.compare import check
 from tests.differential.operator_samples import count_samples, write_sample
 from tests.differential.write_program import write_program
@@ -55,7 +55,7 @@ def main() -> None:
     current = Path(sys.argv[1])
     faulthandler.enable()
     torch.set_num_threads(1)
-    compile_core.config.log_level = 60
+    gradsplit.config.log_level = 60
     answers = os.fdopen(os.dup(1), "w")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for line in sys.stdin:

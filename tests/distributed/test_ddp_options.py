@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed import DDPOptions
+from gradsplit.distributed import DDPOptions
 
 
 @pytest.mark.parametrize(

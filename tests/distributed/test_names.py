@@ -6,10 +6,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.backends.triton import compile_region
-from compile_core.ir.regions import build_region
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
+from gradsplit.compile_core.backends.triton import compile_region
+from gradsplit.compile_core.ir.regions import build_region
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
 
 
 def test_a_destination_named_like_a_node() -> None:

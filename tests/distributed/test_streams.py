@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.collectives.work import StreamWork
-from distributed.streams import current_stream
+from gradsplit.distributed.collectives.work import StreamWork
+from gradsplit.distributed.streams import current_stream
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.print_graph import print_graph, print_schedule
-from compile_core.ir.regions import build_region, whole_schedule
-from compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
+from gradsplit.compile_core.ir.regions import build_region, whole_schedule
+from gradsplit.compile_core.ir.schedule import Schedule
 
 
 def traced() -> torch.fx.GraphModule:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.regions import build_region, graph_inputs, graph_results, whole_schedule
+from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_results, whole_schedule
 
 
 def traced(function, *inputs: torch.Tensor) -> GraphModule:

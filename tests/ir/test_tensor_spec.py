@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

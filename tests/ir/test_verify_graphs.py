@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.errors import InternalError
-from compile_core.ir.graphs import JointGraph
-from compile_core.ir.regions import whole_schedule
-from compile_core.ir.schedule import Schedule
-from compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.regions import whole_schedule
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 
 
 class Product(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Real jobs of two ranks: `python -m launch` as a user runs it, and under a user's own mpiexec."""
+"""Real jobs of two ranks: `python -m gradsplit.launch` as a user runs it, and under a user's own mpiexec."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("mpi4py")
 
-from launch.errors import LaunchError
-from launch.mpi_environment import find_mpi
-from launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.mpi_environment import find_mpi
+from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTLY_S = 15
@@ -42,7 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def launch(*arguments: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "launch", *map(str, arguments)],
+        [sys.executable, "-m", "gradsplit.launch", *map(str, arguments)],
         check=False,
         cwd=cwd,
         env=environment(**more),
@@ -96,7 +96,7 @@ def test_under_a_users_own_mpiexec(tmp_path):
     variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
     del variables["MPI4PY_LIBMPI"]  # The rank has to find it.
     for options, code in (["--master-port", "23456"], 0), (["--nproc-per-node", "3"], 2):
-        program = [sys.executable, "-m", "launch", *options, str(script)]
+        program = [sys.executable, "-m", "gradsplit.launch", *options, str(script)]
         job = subprocess.run(
             mpiexec_command(INSTALLATION, 2, program),
             check=False,
@@ -134,7 +134,7 @@ print("looked")
 
 def test_what_ranks_tell_each_other_is_plain_data(tmp_path):
     script = """
-from launch.mpi_world import join_world
+from gradsplit.launch.mpi_world import join_world
 def refuse(*arguments):
     raise AssertionError("a message was a pickle")
 world = join_world()
@@ -243,7 +243,7 @@ def test_a_killed_rank_leaves_no_process_behind(tmp_path):
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_launcher_ends_everything(tmp_path, ending):
     script = write(tmp_path, STARTS_A_CHILD)
-    command = [sys.executable, "-m", "launch", "--nproc-per-node", "2", str(script), str(tmp_path)]
+    command = [sys.executable, "-m", "gradsplit.launch", "--nproc-per-node", "2", str(script), str(tmp_path)]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main, parse_spec, split_arguments
-from launch.entry import check_entry
-from launch.errors import LaunchError
-from launch.launch_spec import EntryKind, LaunchSpec
-from launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
-from launch.mpi_variables import mpi_rank, mpi_size, without_mpi_variables
-from launch.mpiexec_command import mpiexec_command, mpiexec_variables
-from launch.rank_placement import check_placement, place_ranks
-from launch.rendezvous import Rendezvous, choose_rendezvous
-from launch.terminal import terminal_variables
-from launch.worker import Failure, describe
+from gradsplit.launch.cli import main, parse_spec, split_arguments
+from gradsplit.launch.entry import check_entry
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
+from gradsplit.launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
+from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, without_mpi_variables
+from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from gradsplit.launch.rank_placement import check_placement, place_ranks
+from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
+from gradsplit.launch.terminal import terminal_variables
+from gradsplit.launch.worker import Failure, describe
 
 
 def parse(*arguments: str) -> LaunchSpec:
@@ -186,7 +186,7 @@ def test_a_system_mpi_goes_before_the_embedded_one_with_its_own_library(tmp_path
     system = make_installation(tmp_path / "system", "HYDRA build details:", "libmpi.so.12")
     broken = make_installation(tmp_path / "broken", "Open MPI", "libmpi.so.40")
     broken.write_text("#!/bin/sh\nexit 1\n")
-    monkeypatch.setattr("launch.mpi_environment.own_script_folders", lambda: [embedded.parent])
+    monkeypatch.setattr("gradsplit.launch.mpi_environment.own_script_folders", lambda: [embedded.parent])
     path = os.pathsep.join(str(mpiexec.parent) for mpiexec in (embedded, broken, system))
     assert find_mpi({"PATH": path}) == MpiInstallation(
         system, Flavour.MPICH, tmp_path / "system" / "lib" / "libmpi.so.12"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.ir.loops import LoopNest, LoopProgram, View
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.loops import LoopNest, LoopProgram, View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from tests.lowering.codegen_nests import NestBuilder
 
 INPUTS = ("upstream", "residual", "x", "weight", "mean", "rstd")

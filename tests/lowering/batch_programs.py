@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_core.ir.loops import LoopProgram, NestBatch
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
-from compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.ir.loops import LoopProgram, NestBatch
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.product_programs import on
 

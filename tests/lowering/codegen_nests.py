@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
@@ -19,7 +19,7 @@ from compile_core.ir.loops import (
     Statement,
     Store,
 )
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.ir.loops import SCALAR_OPERATIONS
+from gradsplit.compile_core.ir.loops import SCALAR_OPERATIONS
 from tests.lowering.codegen_nests import BOOL, F32, F64, I64, Case, NestBuilder
 
 I32 = torch.int32

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from compile_core.ir.loops import ExternCall
-from compile_core.lowering.build import generate
+from gradsplit.compile_core.ir.loops import ExternCall
+from gradsplit.compile_core.lowering.build import generate
 from tests.lowering.batch_programs import (
     PROGRAMS,
     averages_in_place,

@@ -18,12 +18,12 @@ from typing import Any
 import numpy
 import torch
 
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import LoopProgram
-from compile_core.lowering.triton_kernels.build_triton import write_module
-from compile_core.lowering.triton_kernels.triton_compiler import import_function, triton
-from compile_core.runtime.link_program import LinkedProgram, link_program
-from compile_core.toolchain.disk_cache import content_key
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import write_module
+from gradsplit.compile_core.lowering.triton_kernels.triton_compiler import import_function, triton
+from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
+from gradsplit.compile_core.toolchain.disk_cache import content_key
 from tests.lowering.product_programs import on
 
 ROOT = Path(__file__).parents[2]

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.captured_graphs.replace_calls import copy_module
-from compile_core.backends.registry import RegionBackend
-from compile_core.backends.triton import generate_region
-from compile_core.compiled_function import CompiledFunction
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import ExternCall, LoopProgram, Step
-from compile_core.ir.schedule import Compute
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
-from compile_core.pipeline import compile_graph
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.backends.registry import RegionBackend
+from gradsplit.compile_core.backends.triton import generate_region
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, Step
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.pipeline import compile_graph
 from tests.lowering.interpreted_kernels import interpreted
 from tests.lowering.loop_evaluator import Buffers, Noise, allocate, evaluate, flat, run_step
 from tests.lowering.move_graph import on_gpu

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import LoopNest, ProductNest
-from compile_core.lowering.triton_kernels.codegen_product import generate_product
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.ir.loops import LoopNest, ProductNest
+from gradsplit.compile_core.lowering.triton_kernels.codegen_product import generate_product
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.interpreted_kernels import link_interpreted
 from tests.lowering.lowering_harness import compare
 from tests.lowering.product_programs import PROGRAMS, product_program

@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from compile_core.ir.loops import ExternCall
-from compile_core.ir.max_pooling import GRADIENT, MAX_POOL
-from compile_core.lowering.build import generate
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.fusion.join_columns import join_column_sums
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.tiling.one_walk_variances import one_walk_variances
-from compile_core.lowering.tiling.tiling_split import split_reductions
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.ir.loops import ExternCall
+from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
+from gradsplit.compile_core.lowering.build import generate
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.tiling.one_walk_variances import one_walk_variances
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering import convolution_programs
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.counter_random import random_bits, random_word
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.counter_random import random_bits, random_word
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     BandNest,
@@ -26,8 +26,8 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 Buffers = dict[str, torch.Tensor]
 Noise = Callable[[torch.Tensor], torch.Tensor]

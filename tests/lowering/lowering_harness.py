@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step
-from compile_core.ir.schedule import Compute
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.move_graph import on_gpu
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from compile_core.ir.loops import ExternCall, LoopProgram, ProductNest, ProductTile, Step
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.products.fuse_products import find_products, with_products
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, ProductNest, ProductTile, Step
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.products.fuse_products import find_products, with_products
 from tests.lowering.lowering_harness import compute_of, trace
 
 TILE = ProductTile(32, 32, 16, 2, 4)

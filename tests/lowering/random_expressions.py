@@ -33,13 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_core.backends.triton import generate_region
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import LoopProgram
-from compile_core.lowering.build import build
-from compile_core.observe.dump import StageDump
-from compile_core.options import CompileOptions
-from compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.backends.triton import generate_region
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.lowering.build import build
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.runtime.link_program import link_program
 from tests.lowering.expression_operations import ACCUMULATES, EXACT
 from tests.lowering.expression_writer import write_expression
 from tests.lowering.expressions import Expression, Step, smaller, without_denormals
@@ -360,7 +360,7 @@ def main() -> None:
         # Triton looks when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "tests.lowering.random_expressions", *sys.argv[1:]])
-    for name in ("compile_core", "torch._subclasses.fake_tensor"):
+    for name in ("gradsplit", "torch._subclasses.fake_tensor"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     first, last = arguments.seed, arguments.seed + arguments.count

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 
 
 class Block(nn.Module):

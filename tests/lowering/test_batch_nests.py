@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_core.ir.loops import ExternCall, LoopProgram, NestBatch
-from compile_core.ir.print_loops import print_program
-from compile_core.lowering.build import build, generate
-from compile_core.lowering.fusion import batch_nests as batching
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, NestBatch
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.lowering.fusion import batch_nests as batching
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.runtime.link_program import link_program
 from tests.lowering.lowering_harness import check, compute_of, trace
 
 aten = torch.ops.aten

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.ir.kernels import KERNEL_SYMBOL
-from compile_core.lowering.build import build, start_build
-from compile_core.lowering.cpp_kernels import build_cpp, cpp_machine
-from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
-from compile_core.toolchain import cpp_compiler
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL
+from gradsplit.compile_core.lowering.build import build, start_build
+from gradsplit.compile_core.lowering.cpp_kernels import build_cpp, cpp_machine
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from gradsplit.compile_core.toolchain import cpp_compiler
 from tests.lowering.codegen_nests import inputs_for, residual_add, softmax
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +78,8 @@ def test_a_damaged_object_is_rebuilt_and_not_loaded(
     # In a process of its own: rewriting an object that this one has mapped would crash it.
     script = (
         "import sys; from pathlib import Path; from tests.lowering.codegen_nests import softmax\n"
-        "from compile_core.lowering.build import build\n"
-        "from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp\n"
+        "from gradsplit.compile_core.lowering.build import build\n"
+        "from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp\n"
         "build([generate_cpp(*softmax(3, 5))], Path(sys.argv[1]))"
     )
     subprocess.run(

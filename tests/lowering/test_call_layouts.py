@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import compile_core
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.runtime.instructions import LaidOut
+import gradsplit
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.runtime.instructions import LaidOut
 
 
 def empty_slice(x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_changed_inputs_with_gaps(program: Any, size: tuple[int, ...], stride: t
     memory = [torch.arange(64.0) for _ in range(2)]
     plain, twin = (one.as_strided(size, stride) for one in memory)
     expected = program(plain)
-    found = compile_core.compile(program, fullgraph=True)(twin)
+    found = gradsplit.compile(program, fullgraph=True)(twin)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
     assert torch.equal(*memory)
 
@@ -55,7 +55,7 @@ def unpooled(x: torch.Tensor) -> torch.Tensor:
 def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
     x = torch.randn(2, 4, 6, 2).movedim(-1, 1) if program is not complex_angle else torch.randn(2, 3, 4, 2)
     expected, found = ([], [])
-    for run, results in ((program, expected), (compile_core.compile(program, fullgraph=True), found)):
+    for run, results in ((program, expected), (gradsplit.compile(program, fullgraph=True), found)):
         leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
         result = run(leaf)
         weights = torch.arange(float(result.numel())).view(result.shape)
@@ -99,7 +99,7 @@ def of_two(x: torch.Tensor) -> list[torch.Tensor]:
 def test_results_lie_as_those_of_the_kernels(x: torch.Tensor, program: Any, requires_grad: bool) -> None:
     """Where the kernels of the CPU keep no strides, and what torch says of fake tensors does."""
     x = x.clone().requires_grad_(requires_grad)
-    found, expected = compile_core.compile(program, fullgraph=True)(x), program(x)
+    found, expected = gradsplit.compile(program, fullgraph=True)(x), program(x)
     torch.testing.assert_close(found, expected, check_stride=True)
 
 
@@ -114,7 +114,7 @@ def of_images(x: torch.Tensor) -> list[torch.Tensor]:
 
 def test_results_of_kernels_that_know_channels_last() -> None:
     x = torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last)
-    found, expected = compile_core.compile(of_images, backend="aot_eager", fullgraph=True)(x), of_images(x)
+    found, expected = gradsplit.compile(of_images, backend="aot_eager", fullgraph=True)(x), of_images(x)
     torch.testing.assert_close(found, expected, check_stride=True)
 
 
@@ -134,7 +134,7 @@ def margin_losses(x: torch.Tensor) -> list[torch.Tensor]:
 
 def test_losses_of_one_sample() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    both = [run(x) for run in (margin_losses, compile_core.compile(margin_losses, fullgraph=True))]
+    both = [run(x) for run in (margin_losses, gradsplit.compile(margin_losses, fullgraph=True))]
     torch.testing.assert_close(both[1], both[0], check_stride=True)
     expected, found = (torch.autograd.grad([loss.sum() for loss in losses], x) for losses in both)
     torch.testing.assert_close(found, expected)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compile_core.errors import Unsupported
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import Gather
-from compile_core.lowering.build import build, generate
-from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import Gather
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
 from tests.lowering.codegen_nests import (
     BOOL,
     CPU,
@@ -286,7 +286,7 @@ def test_reads_through_strides_and_offsets(folder: Path) -> None:
 
 
 def _load(access):
-    from compile_core.ir.loops import Load
+    from gradsplit.compile_core.ir.loops import Load
 
     return Load(access, F32)
 

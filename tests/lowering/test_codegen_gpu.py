@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import BandNest, ExternCall, LoopNest
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.build import build, generate
-from compile_core.lowering.fusion.join_columns import join_column_sums
-from compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
-from compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.ir.loops import BandNest, ExternCall, LoopNest
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
+from gradsplit.compile_core.runtime.link_program import link_program
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile_core.ir.loops import Load, LoopNest, LoopProgram
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.ir.verify_loops import verify_nest
-from compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.ir.loops import Load, LoopNest, LoopProgram
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.verify_loops import verify_nest
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_nest, split_reductions
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import (
     BOOL,
     F32,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import Load, Store
-from compile_core.lowering.nests.order_axes import simplify
-from compile_core.lowering.tiling.tiling_triton import tile_for_gpu
-from compile_core.lowering.triton_kernels import build_triton, triton_compiler
-from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import Load, Store
+from gradsplit.compile_core.lowering.nests.order_axes import simplify
+from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from gradsplit.compile_core.lowering.triton_kernels import build_triton, triton_compiler
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import (
     HAND_WRITTEN,
     Case,

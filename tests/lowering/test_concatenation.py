@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.ir.loops import LoopNest, Store
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.ir.loops import LoopNest, Store
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.autograd.compare_with_eager import check
 from tests.lowering.lowering_harness import compute_of, trace
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import compile_core
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.lowering.decompositions.convolution_layouts import view
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
+import gradsplit
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.lowering.decompositions.convolution_layouts import view
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import assert_same, captured, fakes
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def test_results_and_gradients_keep_errors_and_strides():
     ).cuda()  # fmt: skip
     x = torch.randn(4, 3, 20, 20, device="cuda")
     exact = copy.deepcopy(plain).double()
-    compiled = compile_core.compile(copy.deepcopy(plain), fullgraph=True)
+    compiled = gradsplit.compile(copy.deepcopy(plain), fullgraph=True)
     runs = []
     for module, cast in ((exact, False), (plain, True), (compiled, True)):
         with torch.autocast("cuda", torch.bfloat16, enabled=cast):

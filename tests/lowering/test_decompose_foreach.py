@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
+from gradsplit.compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
 
 aten = torch.ops.aten
 TABLE = foreach_decompositions()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_core.ir.max_pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
+from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL, PLACES, POSITIONS
 from tests.autograd.compare_with_eager import check, compile_program
 
 CASES = [

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import compile_core
-from compile_core.backends import aot_eager, triton
-from compile_core.backends.registry import RegionBackend
-from compile_core.compiled_function import CompiledFunction
-from compile_core.options import CompileOptions
-from compile_core.pipeline import compile_graph
+import gradsplit
+from gradsplit.compile_core.backends import aot_eager, triton
+from gradsplit.compile_core.backends.registry import RegionBackend
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.pipeline import compile_graph
 
 NAN, INF = float("nan"), float("inf")
 
@@ -67,7 +67,7 @@ def test_ignored_rows_in_kernels(classes: int) -> None:
     x[2, 1] = INF
     arguments = x, torch.tensor([-100, 2, -100])
     expected = values_and_gradients(F.cross_entropy, *arguments)
-    found = values_and_gradients(compile_core.compile(F.cross_entropy), *arguments)
+    found = values_and_gradients(gradsplit.compile(F.cross_entropy), *arguments)
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
@@ -95,7 +95,7 @@ def test_the_mean_of_a_row_with_infinity(function: Callable[..., Any], position:
     x = torch.randn(3, 5)
     x[1, position], x[2, :1] = -INF, NAN
     for program in (function, functools.partial(function, dim=1), functools.partial(function, dim=0)):
-        torch.testing.assert_close(compile_core.compile(program)(x), program(x), equal_nan=True)
+        torch.testing.assert_close(gradsplit.compile(program)(x), program(x), equal_nan=True)
 
 
 def test_running_means_of_infinite_channels() -> None:
@@ -106,7 +106,7 @@ def test_running_means_of_infinite_channels() -> None:
 
     x = torch.randn(4, 3)
     x[0, 0], x[1, 1] = INF, NAN
-    found = compile_core.compile(program)(x, torch.zeros(3), torch.ones(3))
+    found = gradsplit.compile(program)(x, torch.zeros(3), torch.ones(3))
     torch.testing.assert_close(found, program(x, torch.zeros(3), torch.ones(3)), equal_nan=True)
 
 
@@ -122,7 +122,7 @@ def test_running_means_of_infinite_channels() -> None:
 def test_a_bound_that_is_no_number(function: Callable[..., Any]) -> None:
     """Versions of torch disagree about it."""
     x = torch.randn(20)
-    torch.testing.assert_close(compile_core.compile(function)(x), function(x), equal_nan=True)
+    torch.testing.assert_close(gradsplit.compile(function)(x), function(x), equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,4 @@ def test_gradients_of_whole_vectors(function: Callable[..., Any]) -> None:
         [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.5, -0.5, 7.0, -4.0, 2.0, -2.0] * 8
     )
     expected = values_and_gradients(function, x)
-    torch.testing.assert_close(
-        values_and_gradients(compile_core.compile(function), x), expected, equal_nan=True
-    )
+    torch.testing.assert_close(values_and_gradients(gradsplit.compile(function), x), expected, equal_nan=True)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import compile_core
-from compile_core.autograd.rewrites.simplify import simplify
-from compile_core.ir.loops import LoopNest, Reduce
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.decompositions import embedding_gradients
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
+import gradsplit
+from gradsplit.compile_core.autograd.rewrites.simplify import simplify
+from gradsplit.compile_core.ir.loops import LoopNest, Reduce
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.decompositions import embedding_gradients
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compare, compute_of, nests, trace
 
@@ -131,6 +131,6 @@ def test_on_a_gpu(count: int) -> None:
         return torch.nn.functional.embedding(indices, table).square().sum()
 
     program(exact).backward()
-    compile_core.compile(program)(table).backward()
+    gradsplit.compile(program)(table).backward()
     assert table.grad is not None and exact.grad is not None
     torch.testing.assert_close(table.grad.double(), exact.grad, rtol=1e-4, atol=1e-3)

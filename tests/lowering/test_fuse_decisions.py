@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from compile_core.ir.loops import Load, LoopProgram, Store
-from compile_core.lowering.fusion.fuse import fuse_and_explain
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.nests.change_axes import simplified
-from compile_core.lowering.nests.order_axes import simplify
+from gradsplit.compile_core.ir.loops import Load, LoopProgram, Store
+from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.nests.change_axes import simplified
+from gradsplit.compile_core.lowering.nests.order_axes import simplify
 from tests.lowering.codegen_nests import flat_positions, positions
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 

@@ -7,8 +7,8 @@ from textwrap import dedent
 import torch
 import torch.nn.functional as F
 
-from compile_core.ir.loops import LoopProgram
-from compile_core.ir.print_loops import print_nest, print_program
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.ir.print_loops import print_nest, print_program
 from tests.lowering.lowering_harness import check, check_module, nests, trace_joint
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import BandNest, LoopNest, LoopProgram, Store, View
-from compile_core.ir.step_effects import writes
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import generate
-from compile_core.lowering.fusion.fuse import Refusal
-from compile_core.lowering.fusion.join_columns import join_and_explain, join_column_sums
-from compile_core.lowering.tiling.tiling_split import split_reductions
-from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.ir.loops import BandNest, LoopNest, LoopProgram, Store, View
+from gradsplit.compile_core.ir.step_effects import writes
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.build import generate
+from gradsplit.compile_core.lowering.fusion.fuse import Refusal
+from gradsplit.compile_core.lowering.fusion.join_columns import join_and_explain, join_column_sums
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from tests.lowering.band_programs import inputs_of, norm_backward
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.product_programs import on

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import compile_core
-from compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
-from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
-from compile_core.lowering.triton_kernels.codegen_triton import generate_triton
+import gradsplit
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import generate_cpp
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import generate_triton
 from tests.lowering.codegen_nests import Case, NestBuilder, softmax, transpose
 
 ROWS, COLUMNS = 2**16 + 3, 2**15 + 5
@@ -76,14 +76,14 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bytes_on_a_gpu(name: str) -> None:
     x = torch.arange(ROWS * COLUMNS, device="cuda").remainder_(251).to(torch.uint8).view(ROWS, COLUMNS)
-    torch.testing.assert_close(compile_core.compile(PROGRAMS[name])(x), PROGRAMS[name](x), rtol=0, atol=0)
+    torch.testing.assert_close(gradsplit.compile(PROGRAMS[name])(x), PROGRAMS[name](x), rtol=0, atol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_softmax_of_bfloat16_on_a_gpu() -> None:
     x = torch.randn(COLUMNS, ROWS, device="cuda", dtype=torch.bfloat16)
-    found = compile_core.compile(lambda x: torch.softmax(x, 1))(x)
+    found = gradsplit.compile(lambda x: torch.softmax(x, 1))(x)
     for start in range(0, COLUMNS, 4096):
         exact = torch.softmax(x[start : start + 4096].double(), 1)
         assert ((found[start : start + 4096].double() - exact).abs() <= exact * 2.0**-8 + 1e-30).all()

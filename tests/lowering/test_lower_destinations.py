@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_core.errors import Unsupported
-from compile_core.ir.loops import LoopProgram
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.nests.order_axes import simplify
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.nests.order_axes import simplify
 from tests.lowering.convolution_programs import LAYOUTS, inputs, weight_gradient
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import compile_core
+import gradsplit
 
 DIVISIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "floor": lambda a, b: a // b,
@@ -19,7 +19,7 @@ DIVISIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integer_division_by_zero(name: str) -> None:
-    compiled = compile_core.compile(DIVISIONS[name], fullgraph=True)
+    compiled = gradsplit.compile(DIVISIONS[name], fullgraph=True)
     a, b = torch.arange(-4, 4), torch.tensor([1, 2, 3, -4, 5, -6, 7, 8])
     assert torch.equal(compiled(a, b), DIVISIONS[name](a, b))
     b[3] = 0
@@ -28,7 +28,7 @@ def test_integer_division_by_zero(name: str) -> None:
 
 
 def test_an_index_out_of_range() -> None:
-    compiled = compile_core.compile(lambda table, index: table[index] * 2, fullgraph=True)
+    compiled = gradsplit.compile(lambda table, index: table[index] * 2, fullgraph=True)
     table = torch.randn(4, 3)
     assert torch.equal(compiled(table, torch.tensor([0, 3, -1])), table[[0, 3, -1]] * 2)
     with pytest.raises(IndexError):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_core.ir.loops import LoopProgram, View
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.build import generate
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
-from compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.ir.loops import LoopProgram, View
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.build import generate
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import calls, check_module, compute_of, kernels, nests
 from tests.lowering.small_gpt import SmallGPT, cut, joint_graph

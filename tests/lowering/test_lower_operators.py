@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import compile_core
-from compile_core.ir.loops import ExternCall
-from compile_core.ir.verify_loops import verify_program
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
-from compile_core.lowering.graph_to_loops.lower import lower
+import gradsplit
+from gradsplit.compile_core.ir.loops import ExternCall
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.loop_evaluator import evaluate
 from tests.lowering.lowering_harness import check, check_module, compute_of, nests, trace, trace_joint
 
@@ -102,7 +102,7 @@ def test_bytes_are_divided_by_negative_numbers_that_wrap_around() -> None:
         lambda x: (x // -1, x % -1, torch.fmod(x, -1), x // -3, x % -3),
         lambda x: (x.to(torch.int8) // -1, x.to(torch.int8) % -1),
     ):
-        torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(x), program(x))
+        torch.testing.assert_close(gradsplit.compile(program, fullgraph=True)(x), program(x))
 
 
 @pytest.mark.parametrize("base", [-3, -0.5, -0.0, float("-inf"), 3])
@@ -110,7 +110,7 @@ def test_powers_of_negative_numbers(base: float) -> None:
     x = torch.tensor([2.0, 3.0, 0.0, -2.0, 0.5])
     whole = torch.tensor([2, 3, 0])
     for backend in ("triton", "aot_eager", "eager"):
-        compiled = compile_core.compile(
+        compiled = gradsplit.compile(
             lambda x, whole: (base**x, pow(base, whole)), fullgraph=True, backend=backend
         )
         torch.testing.assert_close(compiled(x, whole), (base**x, base**whole), equal_nan=True)
@@ -130,8 +130,8 @@ def test_a_loss_has_the_dtype_of_its_input(dtype: torch.dtype, reduction: str, l
         return loss(x, y, reduction=reduction)
 
     x, y = _x(6, 10, dtype=dtype), _x(10, 6, dtype=torch.float64).t()
-    assert compile_core.compile(lambda: loss(x, y).dtype, fullgraph=True)() == dtype
-    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(x, y), program(x, y))
+    assert gradsplit.compile(lambda: loss(x, y).dtype, fullgraph=True)() == dtype
+    torch.testing.assert_close(gradsplit.compile(program, fullgraph=True)(x, y), program(x, y))
     check(program, x, y.to(dtype))
 
 
@@ -314,7 +314,7 @@ def test_complex_numbers_pass_through_torch() -> None:
 def test_imaginary_parts_of_conjugates(program: Any) -> None:
     """Torch makes them views of memory that holds the negative."""
     z = torch.randn(3, 3, dtype=torch.complex64)
-    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(z), program(z))
+    torch.testing.assert_close(gradsplit.compile(program, fullgraph=True)(z), program(z))
 
 
 @pytest.mark.parametrize("make", [torch.conj, lambda z: z.conj().imag])
@@ -324,7 +324,7 @@ def test_inputs_whose_memory_holds_something_else(make: Any) -> None:
         return x.real * 3 + x.real.sum()
 
     ours, plain = (make(torch.arange(6).view(2, 3) * (1 + 2j)) for _ in range(2))
-    torch.testing.assert_close(compile_core.compile(program)(ours), program(plain))
+    torch.testing.assert_close(gradsplit.compile(program)(ours), program(plain))
     torch.testing.assert_close(ours, plain)
 
 
@@ -352,13 +352,13 @@ def test_strides_reach_beyond_a_view(program: Any) -> None:
 )
 def test_operators_that_have_loops_for_real_numbers_alone(program: Any) -> None:
     z = torch.randn(3, 3, dtype=torch.complex64)
-    torch.testing.assert_close(compile_core.compile(program, fullgraph=True)(z), program(z))
+    torch.testing.assert_close(gradsplit.compile(program, fullgraph=True)(z), program(z))
 
 
 def test_a_complex_tensor_like_one_that_is_not_needed() -> None:
     """The gradient subtracts a square from ones that are made like it."""
     z = torch.randn(3, 3, dtype=torch.complex64, requires_grad=True)
-    found, expected = (run(z) for run in (compile_core.compile(torch.atanh), torch.atanh))
+    found, expected = (run(z) for run in (gradsplit.compile(torch.atanh), torch.atanh))
     gradients = [torch.autograd.grad(result.abs().sum(), z) for result in (found, expected)]
     torch.testing.assert_close(*gradients)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.loops import (
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Gather,
@@ -20,8 +20,8 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.verify_loops import verify_program
 
 FLOAT = torch.float32
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_core.ir.loops import LoopProgram, Reduce
+from gradsplit.compile_core.ir.loops import LoopProgram, Reduce
 from tests.lowering.lowering_harness import check, nests
 
 ROWS, COLUMNS = 6, 5

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_core.lowering.fusion import pieces
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.fusion import pieces
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from tests.lowering.lowering_harness import check, compute_of, trace
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, ProductTile
-from compile_core.ir.print_loops import print_program
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.products import choose_products as choosing
-from compile_core.lowering.products.choose_products import choose_products, tiles_for
-from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
-from compile_core.lowering.triton_kernels.codegen_product import generate_product
+import gradsplit
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, ProductTile
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.products import choose_products as choosing
+from gradsplit.compile_core.lowering.products.choose_products import choose_products, tiles_for
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.lowering.triton_kernels.codegen_product import generate_product
 from tests.lowering.lowering_harness import compute_of, trace
 from tests.lowering.product_programs import PROGRAMS, on, product_program, products
 from tests.lowering.run_interpreted import check_interpreted
@@ -122,7 +122,7 @@ def test_every_tile_computes_on_a_gpu(
         monkeypatch.setattr(choosing, "_known", {})
         monkeypatch.setattr(choosing, "_seconds", _favour(number))
         options = {"max_autotune": True, "cache_folder": tmp_path / str(number)}
-        compiled = compile_core.compile(model, options=options)
+        compiled = gradsplit.compile(model, options=options)
         model.zero_grad()
         compiled(x).float().square().mean().backward()
         bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
@@ -152,7 +152,7 @@ def test_times_are_taken_on_a_gpu(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
     model = model.cuda().bfloat16()
     x = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
-    compiled = compile_core.compile(model, options={"max_autotune": True, "cache_folder": tmp_path})
+    compiled = gradsplit.compile(model, options={"max_autotune": True, "cache_folder": tmp_path})
     torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
     compiled(x).sum().backward()
     assert list((tmp_path / "entries").glob("*/seconds.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.ir.loops import LoopProgram
 from tests.lowering import random_expressions
 from tests.lowering.expressions import Expression, Leaf, Step
 from tests.lowering.interpreted_kernels import run_interpreted

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_core.ir.counter_random import INTEGERS, NORMAL, SEED_STRIDE, UNIFORM, random_bits
-from compile_core.lowering.build import build, generate
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.ir.counter_random import INTEGERS, NORMAL, SEED_STRIDE, UNIFORM, random_bits
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.runtime.link_program import link_program
 from tests.lowering.lowering_harness import calls, check, compute_of, nests, trace
 
 SEEDS = torch.tensor([-(2**63), 1 << 40, 12345, -7]).repeat_interleave(SEED_STRIDE).view(-1, SEED_STRIDE)

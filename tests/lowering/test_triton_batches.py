@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from compile_core.ir.loops import ExternCall
-from compile_core.lowering.build import build, generate
-from compile_core.lowering.fusion.batch_nests import batch_nests
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.lowering.triton_kernels.build_triton import compile_triton_for
-from compile_core.runtime.link_program import link_program
-from compile_core.runtime.region_interpreter import region_interpreter
+from gradsplit.compile_core.ir.loops import ExternCall
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
+from gradsplit.compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
 from tests.lowering.batch_programs import PROGRAMS, batch_program, batches, momentum_in_place
 from tests.lowering.lowering_harness import compare, compute_of, trace
 from tests.lowering.product_programs import on

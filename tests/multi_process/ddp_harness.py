@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit.distributed import inspect_ddp
 
 # Set by the test that starts the ranks.
 DEVICE = os.environ.get("DDP_CASES_DEVICE", "cpu")
@@ -83,7 +83,7 @@ class ThreeTypes(nn.Module):
 class PartlyPlain(Net):
     """One layer, of which autograd reads the weight itself, lies between two graphs and is used in the second again."""
 
-    @compile_core.disable
+    @gradsplit.disable
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(x)
 
@@ -108,7 +108,7 @@ def pair(
 ) -> tuple[Any, Any]:
     """Stock DDP and compiled DDP of equal modules."""
     compiled = stock_ddp(make, **ddp_options)
-    return stock_ddp(make, **ddp_options), compile_core.compile(
+    return stock_ddp(make, **ddp_options), gradsplit.compile(
         compiled, backend=backend, mode=mode, fullgraph=fullgraph
     )
 

@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from compile_core.options import CompileOptions
-from compile_core.planners import CompileRequest
-from distributed import CompiledDDP, DDPOptions
-from distributed.agreement.agreement import agreement_of
+import gradsplit
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed import CompiledDDP, DDPOptions
+from gradsplit.distributed.agreement.agreement import agreement_of
 from tests.multi_process.faults import Faults
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -73,7 +73,7 @@ def step(model: Any, rows: int = 2, columns: int = 8, dtype: torch.dtype = torch
 
 
 def fail() -> None:
-    raise compile_core.InternalError("a fault on this rank")
+    raise gradsplit.InternalError("a fault on this rank")
 
 
 def interrupt() -> None:
@@ -114,7 +114,7 @@ def later_models_after_a_failure() -> None:
     if RANK == 1:
         faults.happens = fail
     for _ in range(2):
-        with suppress(compile_core.CompileError, compile_core.InternalError):
+        with suppress(gradsplit.CompileError, gradsplit.InternalError):
             step(compiled(make_ddp(), faults))
             raise AssertionError("the compilation failed on rank 1")
     check_equal_to_stock(compiled(make_ddp()), [2, 2])
@@ -183,7 +183,7 @@ def failure_is_known_before_the_backward() -> None:
         watch.announce("rank 1 gave up")
         raise KeyboardInterrupt
     while not watch.failure:
-        with suppress(compile_core.CompileError):
+        with suppress(gradsplit.CompileError):
             watch.at_point()
     assert model.buckets is not None
     model.buckets.averaging.start = lambda flat: fail()  # type: ignore[method-assign]
@@ -241,12 +241,12 @@ def process_dies_while_it_compiles() -> None:
 
 
 def main(folder: Path) -> None:
-    logging.getLogger("compile_core").setLevel(logging.CRITICAL)
+    logging.getLogger("gradsplit").setLevel(logging.CRITICAL)
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD_SIZE, is_master=RANK == 0
     )
     # What the first compilation of a process imports takes ranks that share processors unequally long.
-    step(compile_core.compile(Net(), backend="aot_eager"))
+    step(gradsplit.compile(Net(), backend="aot_eager"))
     outcomes: dict[str, tuple[str, float]] = {}
     # A group of gloo's that is let go waits for collectives in which the other rank will not take part.
     groups = []

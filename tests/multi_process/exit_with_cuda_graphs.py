@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_harness import Net, loss_of
 
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.cuda.set_device(device)
 dist.init_process_group("nccl", device_id=device)
-compiled = compile_core.compile(
+compiled = gradsplit.compile(
     DistributedDataParallel(Net().to(device), bucket_cap_mb=0.004), mode="reduce-overhead", fullgraph=True
 )
 for _ in range(8):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from compile_core.backends.registry import RegionBackend, resolve_backend
+from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
 
 
 class Faults:

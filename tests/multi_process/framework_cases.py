@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import compile_core
+import gradsplit
 
 COMPILE: dict[str, Callable[[Any], Any]] = {
-    "gradsplit": compile_core.compile,
+    "gradsplit": gradsplit.compile,
     "torch.compile": partial(torch.compile, backend="gradsplit"),
 }
 

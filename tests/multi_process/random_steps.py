@@ -1,7 +1,7 @@
 """Random sequences of what training programs do with a DDP module, compiled and plain, compared after each.
 
-``python -m launch --nproc-per-node 2 -m tests.multi_process.random_steps COUNT [SEED]`` runs that many; the first that
-differs is printed with its seed. Cases run a few of them with every test run.
+``python -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.random_steps COUNT [SEED]`` runs that many; the
+first that differs is printed with its seed. Cases run a few of them with every test run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from compile_core.compiled_module import CompiledModule
-from distributed import inspect_ddp
+from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_cases.checkpointing import Checkpointed
 from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (

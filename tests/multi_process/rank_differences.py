@@ -1,6 +1,6 @@
 """Ranks whose forwards differ, beside stock DDP: kinds of difference, kinds that cannot be averaged, and random pairs.
 
-``python -m launch --nproc-per-node 2 -m tests.multi_process.rank_differences FOLDER`` runs all kinds, as
+``python -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences FOLDER`` runs all kinds, as
 ``test_rank_differences.py`` does, and writes what became of each, a file for each rank;
 ``... -m tests.multi_process.rank_differences pairs COUNT [SEED]`` runs so many random pairs of forwards.
 """
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
-from compile_core import CompileError
-from distributed import DDPOptions, compile_ddp
+import gradsplit
+from gradsplit import CompileError
+from gradsplit.distributed import DDPOptions, compile_ddp
 from tests.multi_process.ddp_harness import check_buffers, check_close, check_gradients, check_in_graph
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[], None]] = {}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
 
 
-@compile_core.disable
+@gradsplit.disable
 def in_plain_python(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x).sin()
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
             return self.layer(x) * self.layer.weight.square().mean()
         x = torch.tanh(self.layer(x))
         if style == "breaks":
-            compile_core.graph_break()
+            gradsplit.graph_break()
         if style == "twice":
             x = self.layer(x)
         return x
@@ -141,7 +141,7 @@ def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> t
         torch.manual_seed(7)
         found.append(DistributedDataParallel(make().to(dtype), bucket_cap_mb=0.0005, **options))
     stock, compiled = found
-    return stock, compile_core.compile(compiled, backend="aot_eager")
+    return stock, gradsplit.compile(compiled, backend="aot_eager")
 
 
 def check(
@@ -235,7 +235,7 @@ def layers_in_another_order() -> None:
 @kind
 def all_of_one_rank_in_plain_python() -> None:
     class Plain(Varied):
-        forward = compile_core.disable(Varied.forward) if RANK else Varied.forward
+        forward = gradsplit.disable(Varied.forward) if RANK else Varied.forward
 
     check(lambda model, step: model(batch(step)), Plain)
 
@@ -464,7 +464,7 @@ def run_pairs(count: int, first_seed: int = 0) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for seed in range(first_seed, first_seed + count):
         random_pair(seed)
-        compile_core.reset()
+        gradsplit.reset()
     print(f"rank {RANK}: {count} pairs are alike", flush=True)
     time.sleep(1)  # see run_ddp_cases.py
     dist.destroy_process_group()

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from compile_core import compiled_code
-from compile_core.options import CompileOptions
-from compile_core.planners import CompileRequest
-from distributed import CompiledDDP, DDPOptions
-from distributed.agreement import bulletin, ring
+import gradsplit
+from gradsplit.compile_core import compiled_code
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed import CompiledDDP, DDPOptions
+from gradsplit.distributed.agreement import bulletin, ring
 from tests.multi_process.faults import Faults
 from tests.start_ranks import ROOT
 
@@ -108,7 +108,7 @@ class InForward(torch.autograd.Function):
         return gradient.clone()
 
 
-@compile_core.disable
+@gradsplit.disable
 def run_plainly(x: torch.Tensor) -> torch.Tensor:
     return InForward.apply(x)
 

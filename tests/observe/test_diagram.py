@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import compile_core
-from compile_core.observe.diagram import Box, draw
+import gradsplit
+from gradsplit.compile_core.observe.diagram import Box, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,7 +31,7 @@ def test_rows_follow_what_a_step_needs() -> None:
 def test_compiled_regions_are_drawn(tmp_path: Path, backend: str, picture: str) -> None:
     options = {"trace_folder": tmp_path, "trace.graph_diagram": True}
     x = torch.randn(4, 4, requires_grad=True)
-    compile_core.compile(lambda x: (x @ x).sin().sum(), backend=backend, options=options)(x).backward()
+    gradsplit.compile(lambda x: (x @ x).sin().sum(), backend=backend, options=options)(x).backward()
     drawn = {path.name.split(".", 1)[1]: path for path in tmp_path.glob("*.svg")}
     assert set(drawn) == {f"forward.{picture}.svg", f"backward.{picture}.svg"}
     labels = [
@@ -42,6 +42,6 @@ def test_compiled_regions_are_drawn(tmp_path: Path, backend: str, picture: str) 
 
 def test_what_was_not_fused_is_written_with_the_reason(tmp_path: Path) -> None:
     x = torch.randn(8, 6)
-    compile_core.compile(lambda x: (x.sum(0), x.sum(1)), options={"trace_folder": tmp_path})(x)
+    gradsplit.compile(lambda x: (x.sum(0), x.sum(1)), options={"trace_folder": tmp_path})(x)
     (written,) = tmp_path.glob("*.unfused.txt")
     assert "they reduce over different axes (192 bytes)" in written.read_text()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_function import CompiledFunction
 from tests.programs.program_writer import Program, ProgramWriter, Statement
 
 _SECONDS_PER_PROGRAM = 120
@@ -299,7 +299,7 @@ def main() -> None:
         "--keep-going", action="store_true", help="name every seed that differs, without its program"
     )
     arguments = parser.parse_args()
-    logging.getLogger("compile_core").setLevel(logging.CRITICAL)
+    logging.getLogger("gradsplit").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     began, wrong = time.monotonic(), []
     seeds = range(arguments.seed, arguments.seed + arguments.count)

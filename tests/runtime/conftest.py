@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compile_core.runtime import link_program
-from compile_core.runtime.region_interpreter import region_interpreter
+from gradsplit.compile_core.runtime import link_program
+from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
 
 
 @pytest.fixture(params=["interpreted", "python"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_core.runtime.graphed_program import Program
+from gradsplit.compile_core.runtime.graphed_program import Program
 
 
 def at_the_address_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import compile_core
-from compile_core.runtime.cuda_graphs import CudaRecorder
+import gradsplit
+from gradsplit.compile_core.runtime.cuda_graphs import CudaRecorder
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,7 @@ def step(module: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
 def run_steps(mode: str, backend: str, accumulate: bool) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
     torch.manual_seed(5)
     module = Net().cuda()
-    compiled = compile_core.compile(module, mode=mode, backend=backend, fullgraph=True)
+    compiled = gradsplit.compile(module, mode=mode, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found = []
     for number in range(8):
@@ -91,7 +91,7 @@ def test_training_equals_the_default_mode(backend: str, accumulate: bool, record
 
 def test_memory_stays_the_same_over_steps(recorded: list[str]) -> None:
     module = Net().cuda()
-    compiled = compile_core.compile(module, mode="reduce-overhead")
+    compiled = gradsplit.compile(module, mode="reduce-overhead")
     used = []
     for _ in range(12):
         module.zero_grad()
@@ -104,7 +104,7 @@ def test_memory_stays_the_same_over_steps(recorded: list[str]) -> None:
 
 def test_results_are_kept_and_streams_are_followed() -> None:
     module = Net().cuda().eval()
-    compiled = compile_core.compile(module, mode="reduce-overhead")
+    compiled = gradsplit.compile(module, mode="reduce-overhead")
     xs = [torch.randn(4, 3, 16, 16, device="cuda") for _ in range(8)]
     found = []
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_failed_capture_is_survived(caplog: Any, recorded: list[str]) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(torch.linalg.inv(x), 0.5)
 
-    compiled = compile_core.compile(program, mode="reduce-overhead", backend="aot_eager")
+    compiled = gradsplit.compile(program, mode="reduce-overhead", backend="aot_eager")
     x = torch.eye(8, device="cuda") * 2
     for _ in range(4):
         torch.manual_seed(1)
@@ -137,7 +137,7 @@ def test_tensors_on_the_cpu_are_the_reason(caplog: Any, recorded: list[str]) -> 
     def program(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x * scale
 
-    compiled = compile_core.compile(program, mode="reduce-overhead")
+    compiled = gradsplit.compile(program, mode="reduce-overhead")
     for _ in range(3):
         found = compiled(torch.ones(4, device="cuda"), torch.tensor(3.0))
     assert torch.equal(found, torch.full((4,), 3.0, device="cuda"))
@@ -146,7 +146,7 @@ def test_tensors_on_the_cpu_are_the_reason(caplog: Any, recorded: list[str]) -> 
 
 def test_inside_a_capture_of_the_programs_own(caplog: Any) -> None:
     module = Net().cuda().eval()
-    compiled = compile_core.compile(copy.deepcopy(module), mode="reduce-overhead")
+    compiled = gradsplit.compile(copy.deepcopy(module), mode="reduce-overhead")
     x = torch.randn(4, 3, 16, 16, device="cuda")
     with torch.no_grad():
         for _ in range(3):

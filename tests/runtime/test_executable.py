@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.schedule import Compute, Schedule
-from compile_core.runtime.executable import link
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.schedule import Compute, Schedule
+from gradsplit.compile_core.runtime.executable import link
 from tests.runtime.silent_communicator import SilentCommunicator
 
 EMPTY = torch.fx.GraphModule({}, torch.fx.Graph())

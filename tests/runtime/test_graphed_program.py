@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import compile_core
-from compile_core import pipeline
-from compile_core.ir.kept_calls import KeptCall
-from compile_core.runtime import cuda_graphs, graphed_program
-from compile_core.runtime.cuda_graphs import graph_programs
-from compile_core.runtime.graphed_program import GraphedProgram
+import gradsplit
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.runtime import cuda_graphs, graphed_program
+from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
 
 
@@ -55,7 +55,7 @@ def nets() -> tuple[Net, Net, Any]:
     return (
         plain,
         twin,
-        compile_core.compile(twin, backend="aot_eager", mode="reduce-overhead", fullgraph=True),
+        gradsplit.compile(twin, backend="aot_eager", mode="reduce-overhead", fullgraph=True),
     )
 
 
@@ -288,7 +288,7 @@ def test_gradients_are_not_differentiated_silently(recorder: RecorderOnCpu) -> N
         compiled(x)[0].backward()
     (x,) = batches(1)
     first = torch.autograd.grad(compiled(x)[0], list(twin.parameters()), create_graph=True)
-    with pytest.raises(compile_core.Unsupported, match="double_backward"):
+    with pytest.raises(gradsplit.Unsupported, match="double_backward"):
         first[0].sum().backward()
 
 
@@ -435,6 +435,6 @@ def test_reasons_in_a_graph(module: torch.fx.GraphModule, reason: str) -> None:
 def test_without_cuda_the_mode_is_the_default(caplog: Any) -> None:
     cuda_graphs._report_no_cuda.cache_clear()
     for _ in range(2):
-        compiled = compile_core.compile(lambda x: x + 1, backend="aot_eager", mode="reduce-overhead")
+        compiled = gradsplit.compile(lambda x: x + 1, backend="aot_eager", mode="reduce-overhead")
         assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
     assert caplog.text.count("CUDA graphs need a CUDA device") == 1

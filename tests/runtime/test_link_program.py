@@ -7,12 +7,22 @@ import math
 import pytest
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import Access, Apply, ExternCall, Load, LoopNest, LoopProgram, Step, Store, View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.runtime.instructions import instructions_of
-from compile_core.runtime.link_program import LinkedProgram, link_program
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    Apply,
+    ExternCall,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Step,
+    Store,
+    View,
+)
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.runtime.instructions import instructions_of
+from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

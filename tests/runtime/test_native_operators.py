@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from compile_core.ir.loops import ExternCall, LoopProgram, View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.runtime.link_program import link_program
-from compile_core.runtime.native_operators import native_call
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.runtime.native_operators import native_call
 
 aten = torch.ops.aten
 
@@ -101,5 +101,5 @@ def test_an_operator_with_other_arguments_than_its_function_has(monkeypatch: pyt
     call = ExternCall(aten.mm.out, tuple(views[:2]), {}, (), {"out": views[2]})
     assert native_call(call, "cpu") is not None and native_call(call, "no_such_device") is None
     functions = {aten.mm.out: ("mm_out", "out self mat2 precision")}
-    monkeypatch.setattr("compile_core.runtime.native_operators._FUNCTIONS", functions)
+    monkeypatch.setattr("gradsplit.compile_core.runtime.native_operators._FUNCTIONS", functions)
     assert native_call(call, "cpu") is None

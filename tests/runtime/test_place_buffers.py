@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_core.ir.loops import Access, Apply, Load, LoopNest, LoopProgram, Store, View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.build import build, generate
-from compile_core.runtime.link_program import link_program
-from compile_core.runtime.place_buffers import place_buffers
+from gradsplit.compile_core.ir.loops import Access, Apply, Load, LoopNest, LoopProgram, Store, View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.build import build, generate
+from gradsplit.compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.runtime.place_buffers import place_buffers
 from tests.runtime.test_link_program import doubling, extern, spec, whole
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import compile_core
-from compile_core import pipeline
-from compile_core.ir.schedule import Compute, Schedule
-from compile_core.runtime.cuda_graphs import graph_programs
-from compile_core.runtime.executable import Executable, link
-from compile_core.runtime.graphed_program import GraphedProgram
-from compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
+import gradsplit
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.ir.schedule import Compute, Schedule
+from gradsplit.compile_core.runtime.cuda_graphs import graph_programs
+from gradsplit.compile_core.runtime.executable import Executable, link
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram
+from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 from tests.runtime.recorder_on_cpu import RecorderOnCpu
 from tests.runtime.silent_communicator import SilentCommunicator
 
@@ -190,7 +190,7 @@ def test_programs_without_destinations_are_recorded_whole(
 ) -> None:
     monkeypatch.setattr(pipeline, "with_cuda_graphs", functools.partial(graph_programs, recorder=recorder))
     x = torch.randn(4, requires_grad=True)
-    compiled = compile_core.compile(lambda x: x.sin().sum(), backend="aot_eager", mode="reduce-overhead")
+    compiled = gradsplit.compile(lambda x: x.sin().sum(), backend="aot_eager", mode="reduce-overhead")
     for _ in range(3):
         compiled(x).backward()
     assert recorder.recorded == 2

@@ -13,18 +13,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
-from compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step, View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.passes import buffers_of
-from compile_core.runtime import link_program as link_program_module
-from compile_core.runtime import region_interpreter as loader
-from compile_core.runtime.encode_program import encode_program
-from compile_core.runtime.instructions import instructions_of
-from compile_core.runtime.link_program import link_program
-from compile_core.runtime.region_interpreter import region_interpreter
-from compile_core.toolchain.cpp_compiler import builtin_function
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import BuiltKernel, CudaLaunch, KernelSource
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, Step, View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.passes import buffers_of
+from gradsplit.compile_core.runtime import link_program as link_program_module
+from gradsplit.compile_core.runtime import region_interpreter as loader
+from gradsplit.compile_core.runtime.encode_program import encode_program
+from gradsplit.compile_core.runtime.instructions import instructions_of
+from gradsplit.compile_core.runtime.link_program import link_program
+from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
+from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
 from tests.runtime.test_link_program import CPU, doubling, extern, spec, whole
 
 aten = torch.ops.aten
@@ -212,7 +212,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     program, sources = program_of(
         [doubling("nest", "x", "y", 3)], [whole("y", 3)], dict.fromkeys("xy", spec(3))
     )
-    with caplog.at_level(logging.INFO, "compile_core"):
+    with caplog.at_level(logging.INFO, "gradsplit"):
         run = link_program(program, sources, {"nest": lambda x, y: y.copy_(2 * x)})
     assert "regions are run by generated Python: there is none" in caplog.text
     assert run([torch.ones(3)])[0].tolist() == [2.0, 2.0, 2.0]

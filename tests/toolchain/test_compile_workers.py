@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from compile_core.errors import CompileError
-from compile_core.toolchain import compile_workers
-from compile_core.toolchain.compile_workers import CompileWorkers
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.toolchain import compile_workers
+from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers
 
 SCRIPT = """
 import contextlib, json, os, sys, time

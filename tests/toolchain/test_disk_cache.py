@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from compile_core import config
-from compile_core.errors import CompileError
-from compile_core.toolchain import disk_cache
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit import config
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.toolchain import disk_cache
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 ROOT = Path(__file__).parents[2]
 KEY = content_key("something")
@@ -38,22 +38,14 @@ def read(cache: DiskCache, key: str, text: str, calls: list[str] | None = None) 
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    # A bare package, since compile_core's own imports torch, which takes many times as long as the test.
     source = """
-        import sys, time, types
+        import sys, time
         from pathlib import Path
-        package = sys.modules["compile_core"] = types.ModuleType("compile_core")
-        package.__path__ = [sys.argv.pop(1)]
-        from compile_core.toolchain.disk_cache import DiskCache
+        from gradsplit.compile_core.toolchain.disk_cache import DiskCache
     """
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(source) + textwrap.dedent(script),
-            str(ROOT / "compile_core"),
-            *map(str, arguments),
-        ],
+        [sys.executable, "-c", textwrap.dedent(source) + textwrap.dedent(script), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )

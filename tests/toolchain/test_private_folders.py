@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import compile_core
-from compile_core.errors import CompileError
-from compile_core.lowering.cpp_kernels import build_cpp
-from compile_core.lowering.triton_kernels import build_triton
-from compile_core.options import default_cache_folder
-from compile_core.toolchain import disk_cache, private_folders
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+import gradsplit
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.lowering.cpp_kernels import build_cpp
+from gradsplit.compile_core.lowering.triton_kernels import build_triton
+from gradsplit.compile_core.options import default_cache_folder
+from gradsplit.compile_core.toolchain import disk_cache, private_folders
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 KEY = content_key("something")
 
@@ -168,8 +168,8 @@ def test_kernels_that_do_not_load_are_built_again(
 
     def call() -> None:
         monkeypatch.setattr(build_cpp, "_loaded", {})
-        compile_core.reset()  # equal code is one program
-        compiled = compile_core.compile(lambda a: a.sin() + 1, options={"cache_folder": cache})
+        gradsplit.reset()  # equal code is one program
+        compiled = gradsplit.compile(lambda a: a.sin() + 1, options={"cache_folder": cache})
         torch.testing.assert_close(compiled(x), x.sin() + 1)
 
     call()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_inputs
-from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import graph_inputs
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from compile_core.autograd.bound_graphs.compiled_call import (
+from gradsplit.compile_core.autograd.bound_graphs.compiled_call import (
     DifferentiableProgram,
     call_program,
     standalone_outputs,
 )
-from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
-from compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
-from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
-from compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
-from compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
+from gradsplit.compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
+from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
+from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
+from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
 # torch exports it without declaring it.
 set_grad_enabled: Any = torch._C._set_grad_enabled  # type: ignore[attr-defined]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.gradient_sources import inputs_that_matter
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.numbers import is_number
-from compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.gradient_sources import inputs_that_matter
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 
 
 @dataclass(frozen=True)

@@ -14,26 +14,29 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from compile_core.autograd.bound_graphs.absent_hooks import HooksOfResult, spare_leaves
-from compile_core.autograd.bound_graphs.arriving_gradients import (
+from gradsplit.compile_core.autograd.bound_graphs.absent_hooks import HooksOfResult, spare_leaves
+from gradsplit.compile_core.autograd.bound_graphs.arriving_gradients import (
     ArrivalFlags,
     are_batched,
     as_specified,
     batched_as_specified,
 )
-from compile_core.autograd.bound_graphs.changeable_values import ChangeableValues
-from compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward, undifferentiable
-from compile_core.autograd.bound_graphs.independent_results import IndependentResults
-from compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
-from compile_core.autograd.bound_graphs.returned_draws import Program
-from compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
-from compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
-from compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
-from compile_core.ir.numbers import is_number
-from compile_core.ir.pick import Pick, picker
-from compile_core.ir.regions import graph_results
-from compile_core.ir.torch_switches import without_autocast
+from gradsplit.compile_core.autograd.bound_graphs.changeable_values import ChangeableValues
+from gradsplit.compile_core.autograd.bound_graphs.double_backward import (
+    DifferentiableBackward,
+    undifferentiable,
+)
+from gradsplit.compile_core.autograd.bound_graphs.independent_results import IndependentResults
+from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
+from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
+from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
+from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.pick import Pick, picker
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.compile_core.ir.torch_switches import without_autocast
 
 
 @dataclass(frozen=True)

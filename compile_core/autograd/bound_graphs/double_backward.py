@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from compile_core.errors import Unsupported
-from compile_core.ir.graphs import GraphSignature, JointGraph
-from compile_core.ir.random_operators import is_random
-from compile_core.ir.torch_switches import TorchModes, preserved_switches
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph
+from gradsplit.compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.ir.torch_switches import TorchModes, preserved_switches
 
 
 @dataclass(frozen=True)

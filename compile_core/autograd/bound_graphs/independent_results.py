@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.ir.gradient_sources import Sources, gradient_sources, inputs_that_matter
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.numbers import is_number
-from compile_core.ir.regions import graph_inputs
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.gradient_sources import Sources, gradient_sources, inputs_that_matter
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.regions import graph_inputs
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

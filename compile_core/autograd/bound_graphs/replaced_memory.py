@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.pick import Pick, picker
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.pick import Pick, picker
 
 _address_of = torch.Tensor.data_ptr
 _offset_of: Any = torch.Tensor.storage_offset

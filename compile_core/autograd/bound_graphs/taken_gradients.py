@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.communicator import Communicator
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.pick import Pick, picker
-from compile_core.ir.schedule import Schedule
+from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.pick import Pick, picker
+from gradsplit.compile_core.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from compile_core.autograd.captured_graphs.overlapping_writes import RefuseOverlappingWrites
-from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
-from compile_core.errors import Unsupported
-from compile_core.ir.fake_results import run_on_fakes
-from compile_core.ir.graphs import ResultAlias
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.autograd.captured_graphs.overlapping_writes import RefuseOverlappingWrites
+from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.fake_results import run_on_fakes
+from gradsplit.compile_core.ir.graphs import ResultAlias
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, cut_graph
+from gradsplit.compile_core.errors import Unsupported
 
 
 def cut_at_results(module: GraphModule) -> list[Piece]:

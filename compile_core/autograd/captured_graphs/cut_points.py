@@ -24,15 +24,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_core.autograd.captured_graphs.calling_convention import (
+from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
     as_intermediate,
     failures_explained,
 )
-from compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
-from compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
-from compile_core.errors import Unsupported
-from compile_core.ir.fake_results import run_on_fakes
-from compile_core.ir.torch_switches import read_switches
+from gradsplit.compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
+from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.fake_results import run_on_fakes
+from gradsplit.compile_core.ir.torch_switches import read_switches
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from compile_core.autograd.captured_graphs.known_values import known_values
-from compile_core.autograd.captured_graphs.replace_calls import copy_module
-from compile_core.ir.higher_order import CHECKPOINTS
-from compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.autograd.captured_graphs.known_values import known_values
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from compile_core.ir.ancestors import ancestors
-from compile_core.ir.higher_order import CHECKPOINTS
+from gradsplit.compile_core.ir.ancestors import ancestors
+from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from compile_core.errors import Unsupported
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors"])
 

@@ -17,11 +17,11 @@ import torch
 from torch.amp import autocast_mode
 from torch.fx import Graph, GraphModule, Node
 
-from compile_core.errors import Unsupported
-from compile_core.ir.lazy_modules import lazy_module
-from compile_core.ir.number_nodes import number_node
-from compile_core.ir.numbers import Place, expression_of, has_backed_symbols, symbol_places
-from compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.lazy_modules import lazy_module
+from gradsplit.compile_core.ir.number_nodes import number_node
+from gradsplit.compile_core.ir.numbers import Place, expression_of, has_backed_symbols, symbol_places
+from gradsplit.compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from compile_core.ir.control_flow import DATA_DEPENDENT
+from gradsplit.compile_core.ir.control_flow import DATA_DEPENDENT
 
 
 def replace_calls(module: GraphModule, replacements: Mapping[Any, Callable[..., Any]]) -> GraphModule:

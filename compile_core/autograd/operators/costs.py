@@ -10,8 +10,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from compile_core.autograd.operators.kinds import packet
-from compile_core.ir.numbers import value_at_compilation
+from gradsplit.compile_core.autograd.operators.kinds import packet
+from gradsplit.compile_core.ir.numbers import value_at_compilation
 
 
 def operations_of(node: Node) -> int:

@@ -13,8 +13,8 @@ import operator
 import torch
 from torch.fx import Node
 
-from compile_core.ir.counter_random import COUNTER_OPERATORS
-from compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS
+from gradsplit.compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Set
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compile_core.autograd.operators.region_marks import RegionMark, mark_of
-from compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.autograd.operators.region_marks import RegionMark, mark_of
+from gradsplit.compile_core.ir.random_operators import is_random
 
 
 class Order(enum.Enum):

@@ -20,9 +20,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from compile_core.autograd.operators.kinds import is_view, packet
-from compile_core.ir.gradient_sources import Sources, gradient_sources
-from compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
+from gradsplit.compile_core.ir.gradient_sources import Sources, gradient_sources
+from gradsplit.compile_core.ir.graphs import JointGraph
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from compile_core.autograd.operators.region_marks import mark_of
-from compile_core.autograd.operators.viewed_memory import memory_of
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.autograd.operators.region_marks import mark_of
+from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 

@@ -22,9 +22,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compile_core.autograd.operators.kinds import is_fusible, is_view
-from compile_core.ir.graphs import JointGraph
-from compile_core.ir.numbers import is_number, value_at_compilation
+from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_core.autograd.operators.backward_marks import is_of_backward, mark_as_backward
-from compile_core.ir.counter_random import (
+from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward, mark_as_backward
+from gradsplit.compile_core.ir.counter_random import (
     INTEGERS,
     NORMAL,
     SEED_STRIDE,
@@ -27,7 +27,7 @@ from compile_core.ir.counter_random import (
     UNIFORM_BITS,
     integers_in_range,
 )
-from compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.graphs import JointGraph
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from compile_core.errors import Unsupported
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 

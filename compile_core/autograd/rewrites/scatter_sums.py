@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from compile_core.autograd.operators.region_marks import mark_of
+from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.operators.viewed_memory import memory_of
-from compile_core.ir.numbers import is_number
+from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
+from gradsplit.compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_core.autograd.operators.region_marks import mark_of
-from compile_core.autograd.rewrites.drop_copies import drop_copies
-from compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
-from compile_core.ir.max_pooling import PLACES, POSITIONS
-from compile_core.ir.numbers import is_number
-from compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.autograd.operators.region_marks import mark_of
+from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
+from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
+from gradsplit.compile_core.ir.max_pooling import PLACES, POSITIONS
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.random_operators import is_random
 
 aten = torch.ops.aten
 

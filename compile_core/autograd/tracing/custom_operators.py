@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from compile_core.autograd.tracing.kept_calls import KeptCalls
-from compile_core.autograd.tracing.record_operators import outside_of_recording
-from compile_core.errors import Unsupported
-from compile_core.ir.kept_calls import KeptCall
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls
+from gradsplit.compile_core.autograd.tracing.record_operators import outside_of_recording
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 def functional_custom_operators(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compile_core.ir.kept_calls import OPERATOR, KeptCall
+from gradsplit.compile_core.ir.kept_calls import OPERATOR, KeptCall
 
 _numbers = itertools.count()
 _being_traced: dict[int, KeptCall] = {}

@@ -19,10 +19,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from compile_core.autograd.captured_graphs.replace_calls import copy_module
-from compile_core.errors import Unsupported
-from compile_core.ir.number_nodes import number_node
-from compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.number_nodes import number_node
+from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, symbol_places
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from typing import Any
 import sympy
 import torch
 
-from compile_core.ir.graphs import OpenSize, ResultAlias
-from compile_core.ir.numbers import expression_of
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.graphs import OpenSize, ResultAlias
+from gradsplit.compile_core.ir.numbers import expression_of
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 
 class OpenSizes:

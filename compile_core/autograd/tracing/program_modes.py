@@ -18,8 +18,8 @@ from torch.fx import traceback as node_metadata
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_core.errors import Unsupported
-from compile_core.ir.torch_switches import SWITCHES, Switch
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.torch_switches import SWITCHES, Switch
 
 _set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
 _DEFAULT = "default_dtype"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_core.autograd.tracing.random_order import memory_order
+from gradsplit.compile_core.autograd.tracing.random_order import memory_order
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
-from compile_core.autograd.operators.region_marks import RegionMark, is_marking, mark_of, marked
-from compile_core.errors import Unsupported
-from compile_core.ir import higher_order
-from compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.autograd.operators.region_marks import RegionMark, is_marking, mark_of, marked
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir import higher_order
+from gradsplit.compile_core.ir.random_operators import is_random
 
 _numbers = itertools.count()
 

@@ -23,12 +23,12 @@ from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
-from compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
-from compile_core.errors import Unsupported
-from compile_core.ir.fake_results import corrected
-from compile_core.ir.lazy_modules import lazy_module
-from compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
+from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.fake_results import corrected
+from gradsplit.compile_core.ir.lazy_modules import lazy_module
+from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
 
 _C: Any = torch._C
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import bytecode
 
-from compile_core.capture.code_objects.python_versions import HALVES
+from gradsplit.compile_core.capture.code_objects.python_versions import HALVES
 
 
 @dataclass(frozen=True)

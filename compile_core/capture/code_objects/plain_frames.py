@@ -16,8 +16,8 @@ from typing import Any
 
 import bytecode
 
-from compile_core.capture.code_objects.instructions import Code, Instruction, decode, editable
-from compile_core.capture.code_objects.python_versions import (
+from gradsplit.compile_core.capture.code_objects.instructions import Code, Instruction, decode, editable
+from gradsplit.compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     LOAD_ATTR_HAS_METHOD_BIT,
     NULL_IS_ABOVE_CALLABLE,

@@ -23,8 +23,8 @@ from typing import Any
 import bytecode
 from bytecode.instr import CellVar, FreeVar, TryBegin, TryEnd
 
-from compile_core.capture.code_objects.instructions import Instruction, decode, editable
-from compile_core.capture.code_objects.python_versions import (
+from gradsplit.compile_core.capture.code_objects.instructions import Instruction, decode, editable
+from gradsplit.compile_core.capture.code_objects.python_versions import (
     CALL_NEEDS_PRECALL,
     END_OF_FOR,
     FORWARD_JUMP_OF,
@@ -34,7 +34,7 @@ from compile_core.capture.code_objects.python_versions import (
     PLAIN_LOAD_FAST,
     TAKES_BOOL,
 )
-from compile_core.errors import InternalError
+from gradsplit.compile_core.errors import InternalError
 
 # Parameters that carry stack values, and the local variables of break code on its way out.
 STACK_PREFIX = "_gs_stack_"

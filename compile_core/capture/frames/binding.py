@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import new_dict
-from compile_core.errors import InternalError
+from gradsplit.compile_core.capture.object_model.functions import FunctionValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import new_dict
+from gradsplit.compile_core.errors import InternalError
 
 
 def bind_arguments(

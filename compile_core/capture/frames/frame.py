@@ -5,10 +5,10 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable
 
-from compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
-from compile_core.capture.object_model.functions import CellValue, FunctionValue
-from compile_core.capture.values.base import CaptureState, LastInstruction, SymbolicRaise, Value
-from compile_core.errors import CodeLocation, InternalError
+from gradsplit.compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
+from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
+from gradsplit.compile_core.capture.values.base import CaptureState, LastInstruction, SymbolicRaise, Value
+from gradsplit.compile_core.errors import CodeLocation, InternalError
 
 OpcodeHandler = Callable[["Frame", Instruction], None]
 

@@ -6,12 +6,12 @@ import builtins
 import types
 from typing import ClassVar
 
-from compile_core.capture.code_objects.python_versions import INTRINSICS_1, SEND_POPS_ITERATOR
-from compile_core.capture.frames.frame import Frame
-from compile_core.capture.object_model.exceptions import ExceptionValue, exception_to_raise
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
-from compile_core.capture.values.iterators import IteratorValue
+from gradsplit.compile_core.capture.code_objects.python_versions import INTRINSICS_1, SEND_POPS_ITERATOR
+from gradsplit.compile_core.capture.frames.frame import Frame
+from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue, exception_to_raise
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from gradsplit.compile_core.capture.values.iterators import IteratorValue
 
 
 class GeneratorValue(IteratorValue):

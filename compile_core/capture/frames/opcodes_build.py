@@ -5,15 +5,15 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from compile_core.capture.code_objects.instructions import Instruction
-from compile_core.capture.code_objects.python_versions import INTRINSICS_1
-from compile_core.capture.frames.frame import Frame, opcode
-from compile_core.capture.operations import operators, texts
-from compile_core.capture.values.base import Value
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
-from compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
-from compile_core.capture.values.sets import SetValue, new_set
+from gradsplit.compile_core.capture.code_objects.instructions import Instruction
+from gradsplit.compile_core.capture.code_objects.python_versions import INTRINSICS_1
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.operations import operators, texts
+from gradsplit.compile_core.capture.values.base import Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
+from gradsplit.compile_core.capture.values.sets import SetValue, new_set
 
 
 @opcode("BUILD_SLICE")

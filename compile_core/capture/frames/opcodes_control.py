@@ -5,18 +5,18 @@ from __future__ import annotations
 import builtins
 import types
 
-from compile_core.capture.code_objects.instructions import Instruction
-from compile_core.capture.code_objects.python_versions import (
+from gradsplit.compile_core.capture.code_objects.instructions import Instruction
+from gradsplit.compile_core.capture.code_objects.python_versions import (
     END_FOR_POPS,
     FOR_ITER_POPS_ITERATOR,
     INTRINSICS_2,
     SEND_POPS_ITERATOR,
 )
-from compile_core.capture.frames.frame import Frame, opcode
-from compile_core.capture.frames.generators import GeneratorValue
-from compile_core.capture.frames.opcodes_data import push_callable
-from compile_core.capture.object_model.classes import ClassValue, SuperValue
-from compile_core.capture.object_model.exceptions import (
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.frames.generators import GeneratorValue
+from gradsplit.compile_core.capture.frames.opcodes_data import push_callable
+from gradsplit.compile_core.capture.object_model.classes import ClassValue, SuperValue
+from gradsplit.compile_core.capture.object_model.exceptions import (
     ExceptionValue,
     TracebackValue,
     exception_to_raise,
@@ -24,11 +24,11 @@ from compile_core.capture.object_model.exceptions import (
     reraise_rest,
     split_group,
 )
-from compile_core.capture.object_model.functions import CellValue, FunctionValue
-from compile_core.capture.values.base import HANDLED_BEFORE, NULL, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
+from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
+from gradsplit.compile_core.capture.values.base import HANDLED_BEFORE, NULL, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
 
 
 @opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import builtins as builtins_module
 
-from compile_core.capture.code_objects.instructions import Instruction
-from compile_core.capture.code_objects.python_versions import (
+from gradsplit.compile_core.capture.code_objects.instructions import Instruction
+from gradsplit.compile_core.capture.code_objects.python_versions import (
     LOAD_ATTR_HAS_METHOD_BIT,
     NO_EFFECT,
     NULL_IS_ABOVE_CALLABLE,
 )
-from compile_core.capture.frames.frame import Frame, opcode
-from compile_core.capture.object_model.functions import CellValue
-from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.libraries import is_library_name, is_library_state
-from compile_core.capture.operations import comparisons, operators
-from compile_core.capture.values.base import NULL, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue, SliceValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir.sources import GlobalSource, ItemSource
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.object_model.functions import CellValue
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name, is_library_state
+from gradsplit.compile_core.capture.operations import comparisons, operators
+from gradsplit.compile_core.capture.values.base import NULL, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir.sources import GlobalSource, ItemSource
 
 
 @opcode(*sorted(NO_EFFECT))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections.abc
 
-from compile_core.capture.code_objects.instructions import Instruction
-from compile_core.capture.frames.frame import Frame, opcode
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.operations.type_tests import is_instance
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.code_objects.instructions import Instruction
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.operations.type_tests import is_instance
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
 
 # Classes whose only positional pattern is the object itself.
 _SELF_MATCHING = (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)

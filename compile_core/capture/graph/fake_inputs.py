@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
+from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
 
 
 def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | None) -> FakeTensor:

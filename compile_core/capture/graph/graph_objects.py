@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
 
 
 class GraphObjectValue(Value):

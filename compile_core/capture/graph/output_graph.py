@@ -25,16 +25,16 @@ from torch.fx.immutable_collections import immutable_list
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_core.capture.graph.fake_inputs import layout_of, make_fake
-from compile_core.capture.open_numbers.open_floats import takes_open_floats
-from compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
-from compile_core.capture.values.base import PlainCall
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
-from compile_core.ir.fake_results import run_on_fakes, with_kernels_results
-from compile_core.ir.number_nodes import number_node
-from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
-from compile_core.ir.torch_switches import free_guards
+from gradsplit.compile_core.capture.graph.fake_inputs import layout_of, make_fake
+from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats
+from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes, TensorSizes
+from gradsplit.compile_core.capture.values.base import PlainCall
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
+from gradsplit.compile_core.ir.fake_results import run_on_fakes, with_kernels_results
+from gradsplit.compile_core.ir.number_nodes import number_node
+from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
+from gradsplit.compile_core.ir.torch_switches import free_guards
 
 _NO_FAKE_RULE = (
     DataDependentOutputException,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from compile_core.capture.values.base import Value
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.capture.values.base import Value
+from gradsplit.compile_core.errors import Unsupported
 
 
 class SideEffects:

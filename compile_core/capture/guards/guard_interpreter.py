@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from compile_core.toolchain.cpp_compiler import builtin_function
-from compile_core.toolchain.torch_library import LoadErrors, find_place, load_library
+from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, find_place, load_library
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
-from compile_core.capture.guards.guard_interpreter import GuardInterpreter
-from compile_core.capture.guards.source_writer import evaluate
-from compile_core.ir.captured import CapturedFrame, Guard
-from compile_core.ir.sources import (
+from gradsplit.compile_core.capture.guards.guard_interpreter import GuardInterpreter
+from gradsplit.compile_core.capture.guards.source_writer import evaluate
+from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
+from gradsplit.compile_core.ir.sources import (
     AttributeSource,
     ContentSource,
     GlobalSource,
@@ -39,7 +39,7 @@ from compile_core.ir.sources import (
     ReferenceSource,
     Source,
 )
-from compile_core.toolchain.torch_library import device_codes, dtype_code, strided_code
+from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_code, strided_code
 
 
 class _Instruction(IntEnum):

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.guards.guard_interpreter import guard_interpreter
-from compile_core.capture.guards.guard_program import compile_program
-from compile_core.capture.guards.source_writer import SourceWriter, compile_function
-from compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
-from compile_core.ir.sources import ContentSource, Source, variable_of
+from gradsplit.compile_core.capture.guards.guard_interpreter import guard_interpreter
+from gradsplit.compile_core.capture.guards.guard_program import compile_program
+from gradsplit.compile_core.capture.guards.source_writer import SourceWriter, compile_function
+from gradsplit.compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
+from gradsplit.compile_core.ir.sources import ContentSource, Source, variable_of
 
 _IDENTITY_TYPES = (
     type(None),

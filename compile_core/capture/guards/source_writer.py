@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.ir.sources import Reference, Source
+from gradsplit.compile_core.ir.sources import Reference, Source
 
 
 class SourceWriter:

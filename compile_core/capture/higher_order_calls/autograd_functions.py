@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.torch_rules.modes import set_grad_mode
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.errors import Unsupported
-from compile_core.ir import higher_order
+from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir import higher_order
 
 # Until torch 2.13 a class method in Python, whose function the rule is for; from 2.14 on a built-in class method.
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]

@@ -17,18 +17,18 @@ import sympy
 import torch
 from torch import fx
 
-from compile_core.capture.graph.output_graph import OutputGraph
-from compile_core.capture.object_model.partials import PartialValue
-from compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.structures import map_parts
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.errors import Unsupported
-from compile_core.ir.captured import InputKind
-from compile_core.ir.sources import Source
-from compile_core.ir.torch_switches import read_switches
+from gradsplit.compile_core.capture.graph.output_graph import OutputGraph
+from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.structures import map_parts
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.captured import InputKind
+from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.ir.torch_switches import read_switches
 
 
 class BodyGraph(OutputGraph):

@@ -6,11 +6,15 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from compile_core.capture.higher_order_calls.bodies import call_with_bodies, capture_body, real_object
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir import higher_order
+from gradsplit.compile_core.capture.higher_order_calls.bodies import (
+    call_with_bodies,
+    capture_body,
+    real_object,
+)
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir import higher_order
 
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 

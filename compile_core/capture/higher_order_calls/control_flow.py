@@ -10,7 +10,7 @@ from torch._higher_order_ops.cond import cond, cond_op
 from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import Node
 
-from compile_core.capture.higher_order_calls.bodies import (
+from gradsplit.compile_core.capture.higher_order_calls.bodies import (
     Body,
     body_argument,
     body_graph,
@@ -18,12 +18,12 @@ from compile_core.capture.higher_order_calls.bodies import (
     capture_body,
     tensors_of,
 )
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir import control_flow as nodes
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir import control_flow as nodes
 
 
 @call_rule(cond, cond_op)

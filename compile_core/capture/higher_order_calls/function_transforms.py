@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from compile_core.capture.graph.graph_objects import GraphObjectValue
-from compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
-from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.values.base import CaptureState, PlainCall, Value
-from compile_core.capture.values.call_rules import CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir import function_transforms as nodes
+from gradsplit.compile_core.capture.graph.graph_objects import GraphObjectValue
+from gradsplit.compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
+from gradsplit.compile_core.capture.object_model.functions import FunctionValue
+from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
+from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir import function_transforms as nodes
 
 
 class TransformedValue(Value):

@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn.utils import stateless
 
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 
 @call_rule(torch.func.functional_call, stateless.functional_call)

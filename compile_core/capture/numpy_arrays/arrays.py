@@ -11,17 +11,27 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from compile_core import config
-from compile_core.capture.guards.source_writer import SourceWriter
-from compile_core.capture.numpy_arrays.dtypes import adjusted, checked_answer, divides_integers, nodes_in
-from compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicNumber
-from compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, is_none
-from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.ir import numpy_calls
-from compile_core.ir.sources import ConvertedSource, Source
+from gradsplit.compile_core import config
+from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
+from gradsplit.compile_core.capture.numpy_arrays.dtypes import (
+    adjusted,
+    checked_answer,
+    divides_integers,
+    nodes_in,
+)
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import FloatInput, SymbolicNumber
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, PlainCall, Value
+from gradsplit.compile_core.capture.values.constants import (
+    BuiltinMethod,
+    ConstantValue,
+    SequenceIterator,
+    is_none,
+)
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir import numpy_calls
+from gradsplit.compile_core.ir.sources import ConvertedSource, Source
 
 _ARRAY_ATTRIBUTES = ("T", "real", "imag")
 _METHODS = frozenset(

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from compile_core.capture.values.base import CaptureState
+from gradsplit.compile_core.capture.values.base import CaptureState
 
 # Without a dtype the stand-in takes torch's default for these.
 _MAKE_FLOATS = frozenset(["identity", "logspace", "tri"])

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from compile_core.capture.numpy_arrays.arrays import ArrayValue, as_array
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.structures import map_parts
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, as_array
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.structures import map_parts
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 
 def wrap_numpy(function: Callable[..., Any]) -> Callable[..., Any]:

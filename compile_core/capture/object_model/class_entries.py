@@ -5,10 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.ir.sources import AttributeSource, ItemSource, Source
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 
 def class_lookup(cls: type, name: str, after: type | None = None) -> tuple[type | None, Any]:

@@ -8,39 +8,39 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.object_model.class_entries import (
+from gradsplit.compile_core.capture.object_model.class_entries import (
     changed_class_attribute,
     find_class_entry,
     guard_entry,
     wrap_class_entry,
 )
-from compile_core.capture.object_model.content import content_base, make_content
-from compile_core.capture.object_model.enums import (
+from gradsplit.compile_core.capture.object_model.content import content_base, make_content
+from gradsplit.compile_core.capture.object_model.enums import (
     enum_call,
     enum_contains,
     enum_item,
     enum_iterator,
     is_enumeration,
 )
-from compile_core.capture.object_model.exceptions import make_exception
-from compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from compile_core.capture.object_model.functions import BoundMethodValue
-from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.object_model.objects import (
+from gradsplit.compile_core.capture.object_model.exceptions import make_exception
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.object_model.objects import (
     InstanceValue,
     bind_class_entry,
     call_descriptor,
     is_plain_layout,
 )
-from compile_core.capture.object_model.type_forms import subscript
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CallRule, find_call_rule
-from compile_core.capture.values.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.ir.sources import AttributeSource
+from gradsplit.compile_core.capture.object_model.type_forms import subscript
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule
+from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.ir.sources import AttributeSource
 
 # Where torch takes a dtype it takes these classes of Python too.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}

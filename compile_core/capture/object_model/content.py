@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import collections
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.sets import SetValue
 
 _MAPPINGS = (collections.OrderedDict, collections.defaultdict, dict)
 _LITERALS = (str, bytes, int, float, complex)

@@ -6,12 +6,17 @@ import enum
 import types
 from typing import Any
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import bind_class_entry
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator, fold
-from compile_core.ir.sources import AttributeSource, ItemSource
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import (
+    BuiltinMethod,
+    ConstantValue,
+    SequenceIterator,
+    fold,
+)
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource
 
 
 def enum_attribute(state: CaptureState, member: Value, name: str) -> Value:

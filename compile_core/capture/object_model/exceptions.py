@@ -11,14 +11,14 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
-from compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 
 class TracebackValue(Value):

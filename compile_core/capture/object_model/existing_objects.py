@@ -10,14 +10,14 @@ from typing import Any
 from torch._ops import OpOverloadPacket
 from torch.backends import ContextProp
 
-from compile_core.capture.object_model.functions import bind_function
-from compile_core.capture.object_model.instance_dict import MISSING
-from compile_core.capture.object_model.libraries import is_library_name, is_library_state
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CallRule
-from compile_core.capture.values.constants import BuiltinMethod
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
+from gradsplit.compile_core.capture.object_model.functions import bind_function
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name, is_library_state
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CallRule
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
 
 class PythonModuleValue(ReferenceValue):

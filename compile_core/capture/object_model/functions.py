@@ -5,14 +5,14 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
-from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
-from compile_core.capture.object_model.libraries import is_library_name
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.ir.sources import AttributeSource, ItemSource, Source
+from gradsplit.compile_core.capture.directives import DISABLED_BECAUSE, is_disabled
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 
 class CellValue(Value):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import Item
-from compile_core.capture.values.mappings import DictValue
-from compile_core.ir.sources import ItemSource, Source
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import Item
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.ir.sources import ItemSource, Source
 
 # Stands for an attribute that was deleted in the frame.
 MISSING: Any = object()

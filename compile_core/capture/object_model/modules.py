@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_registry
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.values.base import CaptureState, LazyValue, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
 
 # Why a graph ends where a module is called that has a compiled form of its own.
 COMPILED_APART = "compiled-apart"

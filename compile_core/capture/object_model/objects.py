@@ -6,24 +6,24 @@ import functools
 import types
 from typing import Any
 
-from compile_core.capture.code_objects.python_versions import NO_DICTIONARY
-from compile_core.capture.object_model.class_entries import (
+from gradsplit.compile_core.capture.code_objects.python_versions import NO_DICTIONARY
+from gradsplit.compile_core.capture.object_model.class_entries import (
     changed_class_attribute,
     class_lookup,
     find_class_entry,
     guard_entry,
     wrap_class_entry,
 )
-from compile_core.capture.object_model.content import overrides
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ContainerValue
-from compile_core.capture.values.hash_keys import ComputedKey
-from compile_core.capture.values.index_iterator import IndexIterator
-from compile_core.capture.values.mappings import DictValue
-from compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
+from gradsplit.compile_core.capture.object_model.content import overrides
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ContainerValue
+from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
+from gradsplit.compile_core.capture.values.index_iterator import IndexIterator
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, OwnDictSource, Source
 
 # Caches of the standard library, of weak references, which their owners do without where they are ``None``.
 _CACHES = frozenset({(functools.singledispatchmethod, "_method_cache")})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.mappings import DictValue, new_dict
-from compile_core.ir.sources import Source
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
+from gradsplit.compile_core.ir.sources import Source
 
 
 class PartialValue(Value):

@@ -6,8 +6,8 @@ import types
 import typing
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
-from compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 TYPE_FORMS: tuple[Any, ...] = (
     types.GenericAlias,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import Item, ListValue
-from compile_core.ir.sources import Source
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import Item, ListValue
+from gradsplit.compile_core.ir.sources import Source
 
 
 class GrowingList(ListValue):

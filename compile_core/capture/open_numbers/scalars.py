@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, compare_numbers
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, compare_numbers
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # No power, difference or quotient that programs form of it is zero.
 _EXAMPLE = 0.375

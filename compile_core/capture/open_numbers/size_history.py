@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compile_core.ir.sources import LocalSource, ModuleEntrySource, Source
+from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source
 
 # Sizes 0 and 1 broadcast and change what is contiguous, so an entry is compiled for each of them.
 SPECIAL_SIZES = (0, 1)

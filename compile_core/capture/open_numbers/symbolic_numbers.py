@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.ir.sources import Source
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.ir.sources import Source
 
 Names = Callable[[Source], str]
 

@@ -23,12 +23,18 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from compile_core.capture.guards.guards import GuardSet
-from compile_core.capture.open_numbers.size_history import SPECIAL_SIZES, SizeHistory
-from compile_core.capture.open_numbers.size_marks import SizeMarks, marks_of
-from compile_core.capture.open_numbers.size_printer import SizePrinter
-from compile_core.errors import CodeLocation, CompileError
-from compile_core.ir.sources import AttributeSource, CallSource, ItemSource, ModuleEntrySource, Source
+from gradsplit.compile_core.capture.guards.guards import GuardSet
+from gradsplit.compile_core.capture.open_numbers.size_history import SPECIAL_SIZES, SizeHistory
+from gradsplit.compile_core.capture.open_numbers.size_marks import SizeMarks, marks_of
+from gradsplit.compile_core.capture.open_numbers.size_printer import SizePrinter
+from gradsplit.compile_core.errors import CodeLocation, CompileError
+from gradsplit.compile_core.ir.sources import (
+    AttributeSource,
+    CallSource,
+    ItemSource,
+    ModuleEntrySource,
+    Source,
+)
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
-from compile_core.capture.object_model.functions import BoundMethodValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.object_model.opaque import OpaqueValue, settled
-from compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, are_numbers, compare_numbers
-from compile_core.capture.operations.special_methods import of_metaclass, plain_content, special_method
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.constants import ConstantValue, fold, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.hash_keys import IdentityValue
-from compile_core.capture.values.mappings import DictValue, DictView
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.sets import SetValue, as_set
-from compile_core.capture.values.tensors import TensorValue
-from compile_core.errors import Unsupported
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.object_model.opaque import OpaqueValue, settled
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
+    SymbolicNumber,
+    are_numbers,
+    compare_numbers,
+)
+from gradsplit.compile_core.capture.operations.special_methods import (
+    of_metaclass,
+    plain_content,
+    special_method,
+)
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.hash_keys import IdentityValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.sets import SetValue, as_set
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.errors import Unsupported
 
 COMPARE: dict[str, tuple[Callable[..., Any], str, str]] = {
     "==": (operator.eq, "__eq__", "__eq__"),

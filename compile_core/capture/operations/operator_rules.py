@@ -6,12 +6,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
-from compile_core.capture.operations import comparisons, operators
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
+from gradsplit.compile_core.capture.operations import comparisons, operators
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import SequenceValue
 
 
 def _rule(call: Callable[..., Value]) -> CallRule:

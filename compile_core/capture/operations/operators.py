@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.open_numbers.scalars import compute_scalar
-from compile_core.capture.open_numbers.symbolic_numbers import (
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, operate
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.scalars import compute_scalar
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
     are_numbers,
     binary_number,
     negate_number,
 )
-from compile_core.capture.operations.special_methods import (
+from gradsplit.compile_core.capture.operations.special_methods import (
     StandIn,
     is_not_implemented,
     of_metaclass,
@@ -25,15 +25,15 @@ from compile_core.capture.operations.special_methods import (
     special_call,
     special_method,
 )
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import Item, ListValue, SequenceValue
-from compile_core.capture.values.deques import DequeValue
-from compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
-from compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
-from compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
-from compile_core.capture.values.sets import SetValue, as_set
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import Item, ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, DictView, ReadOnlyView
+from gradsplit.compile_core.capture.values.sets import IN_PLACE_OPERATORS as IN_PLACE_SET_OPERATORS
+from gradsplit.compile_core.capture.values.sets import OPERATORS as SET_OPERATORS
+from gradsplit.compile_core.capture.values.sets import SetValue, as_set
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # BINARY_OP's text: the function, the methods on the left, on the right.
 BINARY: dict[str, tuple[Callable[..., Any], str, str]] = {

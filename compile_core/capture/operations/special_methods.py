@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import types
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 _OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
 

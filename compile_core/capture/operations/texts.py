@@ -6,17 +6,17 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.exceptions import ExceptionValue
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
-from compile_core.capture.operations.special_methods import StandIn
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import SequenceValue, SliceValue
-from compile_core.capture.values.deques import DequeValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
+from gradsplit.compile_core.capture.operations.special_methods import StandIn
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.sets import SetValue
 
 
 def text(state: CaptureState, value: Value) -> Value:

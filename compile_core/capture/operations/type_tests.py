@@ -8,16 +8,20 @@ import typing
 
 import torch
 
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.libraries import is_library_object
-from compile_core.capture.object_model.objects import InstanceValue, bind_class_entry, names_another_class
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.tensors import TensorValue, type_name
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.objects import (
+    InstanceValue,
+    bind_class_entry,
+    names_another_class,
+)
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue, type_name
 
 
 @call_rule(isinstance)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import types
 
-from compile_core.capture.object_model.classes import ClassValue, new_instance
-from compile_core.capture.object_model.content import CONTENT_BASES, content_base
-from compile_core.capture.object_model.functions import BoundMethodValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue, sequence_fields
+from gradsplit.compile_core.capture.object_model.classes import ClassValue, new_instance
+from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, content_base
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue, sequence_fields
 
 
 def _name(state: CaptureState, value: Value) -> str:

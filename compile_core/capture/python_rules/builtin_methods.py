@@ -9,15 +9,15 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.object_model.content import CONTENT_BASES, overrides
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.operations import comparisons, operators
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ListValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, overrides
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.operations import comparisons, operators
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.sets import SetValue
 
 Method = Callable[..., Value]
 

@@ -9,24 +9,24 @@ import operator
 import typing
 from typing import Any
 
-from compile_core.capture.frames.frame import Frame
-from compile_core.capture.numpy_arrays.arrays import operate
-from compile_core.capture.object_model.class_entries import find_class_entry
-from compile_core.capture.object_model.classes import ClassValue, SuperValue
-from compile_core.capture.object_model.exceptions import ExceptionValue
-from compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.object_model.partials import PartialValue
-from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
-from compile_core.capture.operations import operators, texts
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, fold, is_none
-from compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
-from compile_core.capture.values.mappings import DictValue, new_dict
-from compile_core.capture.values.sets import SetValue, as_set, new_set
-from compile_core.capture.values.tensors import METHOD_RULES, TensorValue
+from gradsplit.compile_core.capture.frames.frame import Frame
+from gradsplit.compile_core.capture.numpy_arrays.arrays import operate
+from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
+from gradsplit.compile_core.capture.object_model.classes import ClassValue, SuperValue
+from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.object_model.partials import PartialValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
+from gradsplit.compile_core.capture.operations import operators, texts
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold, is_none
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
+from gradsplit.compile_core.capture.values.sets import SetValue, as_set, new_set
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, TensorValue
 
 _PURE = (
     [abs, bytes, complex, divmod, ord, pow, round]

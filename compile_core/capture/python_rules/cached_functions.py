@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.constants import ConstantValue, is_literal
-from compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_literal
+from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 
 class CachedFunctionValue(ReferenceValue):

@@ -7,18 +7,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.object_model.content import overrides
-from compile_core.capture.object_model.functions import FunctionValue
-from compile_core.capture.object_model.instance_dict import InstanceDict
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.mappings import DictValue
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.sets import SetValue, as_set
+from gradsplit.compile_core.capture.object_model.content import overrides
+from gradsplit.compile_core.capture.object_model.functions import FunctionValue
+from gradsplit.compile_core.capture.object_model.instance_dict import InstanceDict
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.sets import SetValue, as_set
 
 # A class that defines one of these says itself how it is copied.
 _OWN_WAYS = (

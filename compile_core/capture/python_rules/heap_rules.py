@@ -6,10 +6,10 @@ import bisect
 import heapq
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import ListValue, SequenceValue, SortKey
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SortKey
 
 
 def _heap_rule(function: Any) -> CallRule:

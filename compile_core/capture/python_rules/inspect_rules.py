@@ -7,13 +7,13 @@ import types
 import typing
 from typing import Any
 
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.mappings import DictValue, ReadOnlyView
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 
 
 @call_rule(types.MappingProxyType)

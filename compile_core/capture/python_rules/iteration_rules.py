@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from compile_core.capture.frames.generators import stop_iteration
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
-from compile_core.capture.operations import comparisons, operators
-from compile_core.capture.operations.special_methods import special_call
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
-from compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
-from compile_core.capture.values.iterators import IteratorValue
-from compile_core.capture.values.mappings import DictValue, DictView
-from compile_core.capture.values.sets import SetValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.frames.generators import stop_iteration
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
+from gradsplit.compile_core.capture.operations import comparisons, operators
+from gradsplit.compile_core.capture.operations.special_methods import special_call
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
+from gradsplit.compile_core.capture.values.iterators import IteratorValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
+from gradsplit.compile_core.capture.values.sets import SetValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 
 class SentinelIterator(IteratorValue):

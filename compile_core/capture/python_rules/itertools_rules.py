@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from compile_core.capture.operations import operators
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.iterators import IteratorValue, SliceIterator
+from gradsplit.compile_core.capture.operations import operators
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.iterators import IteratorValue, SliceIterator
 
 
 class RealIterator(IteratorValue):

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
 def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:

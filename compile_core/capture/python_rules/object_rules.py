@@ -7,18 +7,18 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.object_model.classes import ClassValue
-from compile_core.capture.object_model.objects import InstanceValue
-from compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
-from compile_core.capture.operations import operator_rules
-from compile_core.capture.operations.special_methods import special_call
-from compile_core.capture.python_rules import builtin_rules
-from compile_core.capture.values.base import CaptureState, NotConstant, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.containers import ListValue
-from compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
+from gradsplit.compile_core.capture.operations import operator_rules
+from gradsplit.compile_core.capture.operations.special_methods import special_call
+from gradsplit.compile_core.capture.python_rules import builtin_rules
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.containers import ListValue
+from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # Some rules below ask the object first and else do what the rule for literals does.
 assert builtin_rules and operator_rules

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 _BY_TENSORS = ("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex")
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.tensors import (
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.tensors import (
     ATTRIBUTE_STORES,
     TensorValue,
     attribute_read,
     method_rule,
 )
-from compile_core.ir.sources import AttributeSource
+from gradsplit.compile_core.ir.sources import AttributeSource
 
 
 @attribute_read("grad")

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from compile_core.capture.guards.source_writer import SourceWriter
-from compile_core.capture.object_model.existing_objects import CallableReferenceValue
-from compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
-from compile_core.capture.torch_rules.global_state import autocast_state
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
-from compile_core.ir.torch_switches import SWITCHES
+from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
+from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.ir.torch_switches import SWITCHES
 
 
 class ModeValue(Value):

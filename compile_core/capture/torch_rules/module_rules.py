@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from compile_core.capture.object_model.modules import ModuleValue
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.object_model.modules import ModuleValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
 @call_rule(torch.nn.Module.__getattr__)

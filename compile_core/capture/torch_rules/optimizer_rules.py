@@ -16,12 +16,12 @@ import torch
 import torch.optim.optimizer as library
 from torch._compile import _disable_dynamo
 
-from compile_core.capture.torch_rules.modes import set_grad_mode
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule, decorator_rule
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.mappings import DictValue, new_dict
+from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule, decorator_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
 
 _SCOPE = "torch.optim."
 _GLOBAL_HOOKS = {

@@ -7,9 +7,9 @@ the moving averages of a normalisation.
 
 from __future__ import annotations
 
-from compile_core.capture.open_numbers.scalars import compute_scalar, read_scalar
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.tensors import TensorValue, method_rule
+from gradsplit.compile_core.capture.open_numbers.scalars import compute_scalar, read_scalar
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
 _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
 

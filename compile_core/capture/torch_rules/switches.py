@@ -12,12 +12,12 @@ import torch
 from torch.autograd import grad_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compile_core.capture.guards.source_writer import SourceWriter
-from compile_core.capture.torch_rules.modes import ModeValue
-from compile_core.capture.values.base import CaptureState, Value, constants_of
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue
-from compile_core.ir.torch_switches import SWITCHES, Switch
+from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
+from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.ir.torch_switches import SWITCHES, Switch
 
 
 def _guard(state: CaptureState, switch: Switch) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule
-from compile_core.capture.values.constants import ConstantValue, is_none
-from compile_core.capture.values.containers import SequenceValue
-from compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
+from gradsplit.compile_core.capture.values.containers import SequenceValue
+from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
 
 _C: Any = torch._C
 

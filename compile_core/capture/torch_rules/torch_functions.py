@@ -12,12 +12,12 @@ import torch.overrides
 from torch import _jit_internal
 from torch.nn import functional
 
-from compile_core.capture.torch_rules.global_state import attention_kernels
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from compile_core.capture.values.constants import ConstantValue, fold
-from compile_core.capture.values.references import ReferenceValue
-from compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.torch_rules.global_state import attention_kernels
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.
 _FACTORIES = [

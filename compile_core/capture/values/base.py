@@ -17,9 +17,9 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from compile_core.capture.guards.guards import GuardSet
-from compile_core.errors import CodeLocation, Unsupported
-from compile_core.ir.sources import Reference, ReferenceSource, Source
+from gradsplit.compile_core.capture.guards.guards import GuardSet
+from gradsplit.compile_core.errors import CodeLocation, Unsupported
+from gradsplit.compile_core.ir.sources import Reference, ReferenceSource, Source
 
 
 class PlainCall(Exception):
@@ -182,7 +182,7 @@ class LastInstruction(Value):
 
 
 # The frame that stands for the call of an object is nobody's line.
-_ENTRY = "compile_core.call_targets"
+_ENTRY = "gradsplit.compile_core.call_targets"
 
 
 def calling_line() -> CodeLocation:
@@ -197,7 +197,7 @@ def calling_line() -> CodeLocation:
 
 def _is_ours(frame: types.FrameType) -> bool:
     root = str(frame.f_globals.get("__name__", "builtins")).split(".", 1)[0]
-    return root in ("compile_core", "torch", "contextlib", "builtins") or frame.f_code.co_filename[0] == "<"
+    return root in ("gradsplit", "torch", "contextlib", "builtins") or frame.f_code.co_filename[0] == "<"
 
 
 @dataclass(frozen=True)

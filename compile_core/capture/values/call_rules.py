@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value, constants_of
 
 LITERAL_TYPES = (
     type(None),

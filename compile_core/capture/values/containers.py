@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.constants import (
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import (
     BuiltinMethod,
     ConstantValue,
     SequenceIterator,

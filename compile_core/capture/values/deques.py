@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 from typing import Any, ClassVar
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.call_rules import call_rule
-from compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
-from compile_core.capture.values.containers import Item, ListValue
-from compile_core.errors import InternalError
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
+from gradsplit.compile_core.capture.values.containers import Item, ListValue
+from gradsplit.compile_core.errors import InternalError
 
 _ITERATOR = type(iter(collections.deque()))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
 class ComputedKey:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
 class IndexIterator(Value):

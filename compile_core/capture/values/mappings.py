@@ -8,11 +8,11 @@ import math
 import types
 from typing import Any, ClassVar
 
-from compile_core.capture.values.base import CaptureState, LazyValue, Value
-from compile_core.capture.values.constants import ConstantValue, SequenceIterator
-from compile_core.capture.values.containers import ContainerValue, Item, SequenceValue
-from compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
-from compile_core.ir.sources import EntrySource, KeySource, KeysSource
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
+from gradsplit.compile_core.capture.values.containers import ContainerValue, Item, SequenceValue
+from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
+from gradsplit.compile_core.ir.sources import EntrySource, KeySource, KeysSource
 
 
 class DictValue(ContainerValue):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.ir.sources import Source
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.ir.sources import Source
 
 _NAMED_TYPES = (
     types.FunctionType,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import ConstantValue, SequenceIterator
-from compile_core.capture.values.containers import ContainerValue, SequenceValue
-from compile_core.capture.values.hash_keys import ComputedKey
-from compile_core.capture.values.mappings import DictValue, DictView
-from compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
+from gradsplit.compile_core.capture.values.containers import ContainerValue, SequenceValue
+from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
+from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
+from gradsplit.compile_core.capture.values.references import ReferenceValue
 
 Members = dict[Any, Value]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.containers import ListValue, SequenceValue
-from compile_core.capture.values.mappings import DictValue
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
+from gradsplit.compile_core.capture.values.mappings import DictValue
 
 
 def map_parts(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_core.capture.values.base import CaptureState, Value
-from compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
-from compile_core.ir.sources import AttributeSource, ItemSource, Source
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
+from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
 
 # Methods that answer from metadata alone, which the guards pin down.
 _METADATA_METHODS = frozenset(

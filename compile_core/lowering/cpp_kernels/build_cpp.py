@@ -26,18 +26,18 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from compile_core.errors import CompileError
-from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
-from compile_core.lowering.cpp_kernels.cpp_machine import (
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
+from gradsplit.compile_core.lowering.cpp_kernels.cpp_machine import (
     compiler_version,
     kernel_flags,
     machine_identity,
     openmp_runtime,
 )
-from compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
-from compile_core.toolchain.disk_cache import DiskCache, content_key
-from compile_core.toolchain.processors import usable_processors
-from compile_core.toolchain.torch_library import word_at
+from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.toolchain.processors import usable_processors
+from gradsplit.compile_core.toolchain.torch_library import word_at
 
 # What a unit costs beside its kernels is about what two small kernels cost.
 _FEWEST_IN_UNIT = 2

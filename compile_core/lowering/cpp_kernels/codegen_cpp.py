@@ -24,15 +24,21 @@ from math import prod
 
 import torch
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.ir.loops import LoopNest, Store
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, Loop, axis_loop
-from compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.cpp_kernels.scalar_cpp import memory_type, value_type
-from compile_core.lowering.nests.order_axes import parallel_axes, points, simplify
-from compile_core.lowering.nests.passes import Pass, analyse, buffers_of, statement_cost, stored_buffers
-from compile_core.lowering.tiling.tiling_cpp import tile_for_cpu
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from gradsplit.compile_core.ir.loops import LoopNest, Store
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, Loop, axis_loop
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
+from gradsplit.compile_core.lowering.cpp_kernels.scalar_cpp import memory_type, value_type
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points, simplify
+from gradsplit.compile_core.lowering.nests.passes import (
+    Pass,
+    analyse,
+    buffers_of,
+    statement_cost,
+    stored_buffers,
+)
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import tile_for_cpu
 
 # What a unit may keep on its stack for later passes, half of a usual second-level cache.
 _SCRATCH_BYTES = 256 * 1024

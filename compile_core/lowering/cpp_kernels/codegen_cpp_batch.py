@@ -13,18 +13,18 @@ from math import prod
 
 import torch
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.ir.loops import Load, LoopNest, NestBatch, Position, Store
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.cpp_kernels.codegen_cpp import (
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from gradsplit.compile_core.ir.loops import Load, LoopNest, NestBatch, Position, Store
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import (
     LONG_KERNEL_COST,
     entry_function,
     parameters,
     pointer,
 )
-from compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, axis_loop
-from compile_core.lowering.nests.passes import analyse, buffers_of, statement_cost, stored_buffers
-from compile_core.lowering.tiling.tiling_cpp import GRAIN_COST, CpuTiling
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, axis_loop
+from gradsplit.compile_core.lowering.nests.passes import analyse, buffers_of, statement_cost, stored_buffers
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import GRAIN_COST, CpuTiling
 
 
 def generate_cpp_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> KernelSource:

@@ -12,14 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store, operands
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.cpp_kernels import scalar_cpp
-from compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
-from compile_core.lowering.nests.order_axes import parallel_axes
-from compile_core.lowering.nests.passes import NestAnalysis, stored_buffers, value_dtypes
-from compile_core.lowering.tiling.tiling_cpp import CpuTiling, is_transposed
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    Apply,
+    Constant,
+    Load,
+    Position,
+    Reduce,
+    Statement,
+    Store,
+    operands,
+)
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.cpp_kernels import scalar_cpp
+from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
+from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, stored_buffers, value_dtypes
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import CpuTiling, is_transposed
 
 
 @dataclass(frozen=True)

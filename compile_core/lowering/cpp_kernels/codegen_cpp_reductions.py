@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.ir.loops import Reduce
-from compile_core.lowering.cpp_kernels.scalar_cpp import value_type
+from gradsplit.compile_core.ir.loops import Reduce
+from gradsplit.compile_core.lowering.cpp_kernels.scalar_cpp import value_type
 
 _POSITIONAL = ("argmax", "argmin")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.options import chosen_cpp_compiler
-from compile_core.toolchain.cpp_compiler import compiler
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.options import chosen_cpp_compiler
+from gradsplit.compile_core.toolchain.cpp_compiler import compiler
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _VERSION = "version.txt"
 _FLAGS = (

@@ -11,8 +11,8 @@ from math import isinf, isnan
 
 import torch
 
-from compile_core.errors import InternalError, Unsupported
-from compile_core.ir.loops import Apply, Constant
+from gradsplit.compile_core.errors import InternalError, Unsupported
+from gradsplit.compile_core.ir.loops import Apply, Constant
 
 VALUE_TYPES: Mapping[torch.dtype, str] = {
     torch.bool: "bool",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_core.ir import max_pooling
+from gradsplit.compile_core.ir import max_pooling
 
 _MOST_PLACES = 25
 _NARROW = (torch.float16, torch.bfloat16)

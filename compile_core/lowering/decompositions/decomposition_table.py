@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
-from compile_core.lowering.decompositions import convolution_layouts
-from compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
-from compile_core.lowering.decompositions.decompose_pooling import (
+from gradsplit.compile_core.lowering.decompositions import convolution_layouts
+from gradsplit.compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
+from gradsplit.compile_core.lowering.decompositions.decompose_pooling import (
     avg_pool2d,
     avg_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
 )
-from compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
+from gradsplit.compile_core.lowering.decompositions.embedding_gradients import embedding_dense_backward
 
 aten = torch.ops.aten
 

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.fusion.overwrite_inputs import cannot_fail
-from compile_core.lowering.fusion.pieces import in_pieces
-from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
-from compile_core.lowering.nests.kernel_bases import separated
-from compile_core.lowering.nests.order_axes import simplify
-from compile_core.lowering.nests.passes import buffers_of
+from gradsplit.compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.fusion.overwrite_inputs import cannot_fail
+from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
+from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from gradsplit.compile_core.lowering.nests.kernel_bases import separated
+from gradsplit.compile_core.lowering.nests.order_axes import simplify
+from gradsplit.compile_core.lowering.nests.passes import buffers_of
 
 _MOST_HELD_BYTES = 1 << 24
 # On a GPU each is an argument of the kernel: there may be 4 KiB of them, and each takes time to compile.

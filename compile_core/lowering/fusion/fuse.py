@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.fusion.batch_nests import batch_key
-from compile_core.lowering.fusion.one_term_sums import without_one_term_sums
-from compile_core.lowering.fusion.pieces import in_pieces
-from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
-from compile_core.lowering.nests.body_builder import BodyBuilder
-from compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
-from compile_core.lowering.nests.live_statements import without_dead_statements
-from compile_core.lowering.nests.match_axes import NoMatchError, axis_terms, match
+from gradsplit.compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_key
+from gradsplit.compile_core.lowering.fusion.one_term_sums import without_one_term_sums
+from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
+from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
+from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
+from gradsplit.compile_core.lowering.nests.match_axes import NoMatchError, axis_terms, match
 
 # Beyond these, registers and compile time cost more than memory traffic saves.
 _MOST_STATEMENTS = 400

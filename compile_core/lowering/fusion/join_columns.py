@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     BandNest,
     Constant,
     Load,
@@ -28,18 +28,18 @@ from compile_core.ir.loops import (
     Store,
     operands,
 )
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.fusion.fuse import Refusal
-from compile_core.lowering.fusion.pieces import in_pieces
-from compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
-from compile_core.lowering.nests.body_builder import BodyBuilder
-from compile_core.lowering.nests.change_axes import OtherPointsError, Transplant
-from compile_core.lowering.nests.live_statements import live_statements, only_statements
-from compile_core.lowering.nests.order_axes import parallel_axes, simplify
-from compile_core.lowering.nests.passes import analyse, buffers_of
-from compile_core.lowering.tiling.tiling_bands import band_of, partial_bytes
-from compile_core.lowering.tiling.tiling_split import ReductionSplit, is_one_round
-from compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.fusion.fuse import Refusal
+from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
+from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.lowering.nests.change_axes import OtherPointsError, Transplant
+from gradsplit.compile_core.lowering.nests.live_statements import live_statements, only_statements
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, simplify
+from gradsplit.compile_core.lowering.nests.passes import analyse, buffers_of
+from gradsplit.compile_core.lowering.tiling.tiling_bands import band_of, partial_bytes
+from gradsplit.compile_core.lowering.tiling.tiling_split import ReductionSplit, is_one_round
+from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 
 
 def join_column_sums(program: LoopProgram) -> LoopProgram:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Apply,
     Constant,
     Load,
@@ -24,9 +24,9 @@ from compile_core.ir.loops import (
     Store,
     operands,
 )
-from compile_core.lowering.nests.body_builder import BodyBuilder
-from compile_core.lowering.nests.live_statements import renumbered, without_dead_statements
-from compile_core.lowering.nests.order_axes import parallel_axes, with_axes
+from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.lowering.nests.live_statements import renumbered, without_dead_statements
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, with_axes
 
 # Operations of one argument that keep zero, between the choice of the term and the sum.
 _KEEP_ZERO = frozenset({"round_to", "cast", "neg"})

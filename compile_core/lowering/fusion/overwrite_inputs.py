@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compile_core.ir.loops import Access, BandNest, Load, LoopNest, LoopProgram, Step, Store, View
-from compile_core.ir.schedule import Compute
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
-from compile_core.lowering.nests.order_axes import simplify
+from gradsplit.compile_core.ir.loops import Access, BandNest, Load, LoopNest, LoopProgram, Step, Store, View
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
+from gradsplit.compile_core.lowering.nests.order_axes import simplify
 
 
 def overwrite_inputs(program: LoopProgram, compute: Compute) -> LoopProgram:

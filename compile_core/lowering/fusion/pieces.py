@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from compile_core.ir.loops import LoopProgram, Step, View
-from compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.loops import LoopProgram, Step, View
+from gradsplit.compile_core.ir.step_effects import reads, writes
 
 _MOST_STEPS = 1024
 

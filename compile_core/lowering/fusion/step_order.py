@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from compile_core.ir.loops import ExternCall, Step
-from compile_core.ir.step_effects import mutated, reads, writes
+from gradsplit.compile_core.ir.loops import ExternCall, Step
+from gradsplit.compile_core.ir.step_effects import mutated, reads, writes
 
 
 def direct_dependencies(steps: Sequence[Step]) -> list[set[int]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 
 aten = torch.ops.aten
 

@@ -19,49 +19,53 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_core.errors import Unsupported
-from compile_core.ir.loops import LoopProgram, View
-from compile_core.ir.schedule import Compute
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
-from compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, pointwise, static_spec
-from compile_core.lowering.graph_to_loops.lower_calls import lower_call
-from compile_core.lowering.graph_to_loops.lower_concatenation import (
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.loops import LoopProgram, View
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
+    ProgramBuilder,
+    pointwise,
+    static_spec,
+)
+from gradsplit.compile_core.lowering.graph_to_loops.lower_calls import lower_call
+from gradsplit.compile_core.lowering.graph_to_loops.lower_concatenation import (
     Concatenations,
     parts_along_last_dim,
     reduce_parts,
 )
-from compile_core.lowering.graph_to_loops.lower_index import Index
-from compile_core.lowering.graph_to_loops.lower_plan import (
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import (
     INLINE,
     MEMORY,
     GraphPlan,
     plan_graph,
     use_kind,
 )
-from compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
-from compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
-from compile_core.lowering.graph_to_loops.reduction_rules import (
+from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
+from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import (
     has_positions,
     is_reduction,
     lower_reduction,
     reductions_of,
 )
-from compile_core.lowering.graph_to_loops.scalar_rules import (
+from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import (
     CONVERSIONS,
     OPERANDS,
     is_pointwise,
     operand_dtype,
     scalar_rule,
 )
-from compile_core.lowering.graph_to_loops.view_rules import (
+from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     SPLITTING_VIEWS,
     VIEW_RULES,
     restride,
     split_reindex,
     view_of,
 )
-from compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
+from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
 
 aten = torch.ops.aten
 

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from compile_core.errors import Unsupported
-from compile_core.ir.loops import ExternCall, LoopNest, Step, View
-from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from compile_core.lowering.graph_to_loops.lower_index import Affine, AxisSplitError, Index
-from compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor, NeedsMemoryError
-from compile_core.lowering.nests.body_builder import compute_dtype
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, Step, View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, AxisSplitError, Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import (
+    Cost,
+    Emitter,
+    LazyTensor,
+    NeedsMemoryError,
+)
+from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 _NAME_LENGTH = 60
 

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compile_core.errors import Unsupported
-from compile_core.ir.kept_calls import KeptCall
-from compile_core.ir.loops import View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.graph_to_loops.extern_rules import OUT_VARIANTS, out_variant
-from compile_core.lowering.graph_to_loops.lower_builder import (
+from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.ir.kept_calls import KeptCall
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import OUT_VARIANTS, out_variant
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
     dense_strides,
     pointwise,
     static_spec,
 )
-from compile_core.lowering.graph_to_loops.lower_index import Index
-from compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, in_place_variant
-from compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, in_place_variant
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 
 aten = torch.ops.aten
 

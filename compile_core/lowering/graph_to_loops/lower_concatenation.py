@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import View
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, dense_strides
-from compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, numel_of
-from compile_core.lowering.graph_to_loops.lower_values import LazyTensor
-from compile_core.lowering.graph_to_loops.reduction_rules import Reduction, lower_reduction
-from compile_core.lowering.graph_to_loops.view_rules import reshaped, restride
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, dense_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, numel_of
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import LazyTensor
+from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import Reduction, lower_reduction
+from gradsplit.compile_core.lowering.graph_to_loops.view_rules import reshaped, restride
 
 aten = torch.ops.aten
 

@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import View
-from compile_core.ir.max_pooling import GRADIENT, MAX_POOL
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, dense_strides, static_spec
-from compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
-from compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor
-from compile_core.lowering.nests.body_builder import compute_dtype
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
+    ProgramBuilder,
+    dense_strides,
+    static_spec,
+)
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor
+from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 POOLING = frozenset({MAX_POOL, GRADIENT})
 

@@ -14,9 +14,15 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Gather, View
-from compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index, Indirect, NotAffineError
-from compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.ir.loops import Access, Gather, View
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
+    Affine,
+    Entry,
+    Index,
+    Indirect,
+    NotAffineError,
+)
+from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 
 Body = Callable[["Emitter", Index], int]
 Reindex = Callable[["Emitter", Index], Index]

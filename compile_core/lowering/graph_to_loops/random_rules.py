@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.counter_random import INTEGERS, NORMAL, UNIFORM, UNIFORM_BITS
-from compile_core.ir.tensor_spec import contiguous_strides
-from compile_core.lowering.graph_to_loops.lower_builder import pointwise
-from compile_core.lowering.graph_to_loops.lower_index import Affine, Index
-from compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
+from gradsplit.compile_core.ir.counter_random import INTEGERS, NORMAL, UNIFORM, UNIFORM_BITS
+from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import pointwise
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Index
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 
 # Ten rounds of a handful of operations: dearer than reading a number, much cheaper than another kernel.
 _BITS_OPERATIONS = 30

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import View
-from compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
-from compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, pointwise
-from compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
-from compile_core.lowering.nests.body_builder import compute_dtype
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, pointwise
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
+from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ class Reduction:
     """One reduction of a call.
 
     Attributes:
-        operation: of ``compile_core.ir.loops.REDUCTIONS``.
+        operation: of ``gradsplit.compile_core.ir.loops.REDUCTIONS``.
         dims: reduced dims, nonnegative; all of them for a full reduction.
         keepdim: whether the result keeps them with size 1.
         accumulator: dtype of the accumulator.

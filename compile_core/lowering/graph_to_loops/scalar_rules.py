@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compile_core.lowering.graph_to_loops.lower_values import Argument, Emitter, LazyTensor
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Emitter, LazyTensor
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import View
-from compile_core.ir.tensor_spec import contiguous_strides
-from compile_core.lowering.graph_to_loops.lower_index import Affine, Index, NotAffineError, reshape_index
-from compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor, Reindex
+from gradsplit.compile_core.ir.loops import View
+from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
+    Affine,
+    Index,
+    NotAffineError,
+    reshape_index,
+)
+from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor, Reindex
 
 aten = torch.ops.aten
 

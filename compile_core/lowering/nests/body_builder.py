@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store
+from gradsplit.compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store
 
 _LOOP_DTYPES = frozenset(
     {

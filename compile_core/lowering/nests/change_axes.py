@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
@@ -24,8 +24,8 @@ from compile_core.ir.loops import (
     Statement,
     Store,
 )
-from compile_core.lowering.nests.body_builder import BodyBuilder
-from compile_core.lowering.nests.live_statements import without_dead_statements
+from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
 
 # For each old axis, its terms (new axis, coefficient); an axis of extent 1 has none.
 AxisMap = Sequence[Sequence[tuple[int, int]]]

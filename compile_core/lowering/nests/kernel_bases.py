@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compile_core.ir.loops import Access, Load, LoopNest, Statement, Store
-from compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Statement, Store
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _ALIGNED_BYTES = 16
 

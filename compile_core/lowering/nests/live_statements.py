@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from compile_core.ir.loops import Access, Apply, Load, Reduce, Statement, Store, operands
+from gradsplit.compile_core.ir.loops import Access, Apply, Load, Reduce, Statement, Store, operands
 
 
 def without_dead_statements(body: Sequence[Statement]) -> tuple[Statement, ...]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compile_core.ir.loops import Access, Load, LoopNest, Store
-from compile_core.lowering.nests.change_axes import BufferDtype, can_split, split_axis
+from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Store
+from gradsplit.compile_core.lowering.nests.change_axes import BufferDtype, can_split, split_axis
 
 
 class NoMatchError(Exception):

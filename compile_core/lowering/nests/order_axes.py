@@ -12,7 +12,17 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Statement, Store
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    Apply,
+    Constant,
+    Load,
+    LoopNest,
+    Position,
+    Reduce,
+    Statement,
+    Store,
+)
 
 
 def simplify(nest: LoopNest) -> LoopNest:

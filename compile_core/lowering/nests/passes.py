@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.errors import InternalError
-from compile_core.ir.loops import (
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.loops import (
     Apply,
     Constant,
     Load,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
@@ -25,9 +25,9 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
-from compile_core.ir.step_effects import writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.products.gemm_speed import GemmSpeed, onednn_linear
+from gradsplit.compile_core.ir.step_effects import writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed, onednn_linear
 
 aten = torch.ops.aten
 

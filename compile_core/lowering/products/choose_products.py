@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from compile_core.ir.loops import LoopProgram, ProductNest, ProductTile, Step
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.build import generate, start_build
-from compile_core.lowering.products.fuse_products import Candidate, find_products, with_products
-from compile_core.lowering.triton_kernels.build_triton import triton_version
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.ir.loops import LoopProgram, ProductNest, ProductTile, Step
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.build import generate, start_build
+from gradsplit.compile_core.lowering.products.fuse_products import Candidate, find_products, with_products
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import triton_version
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 logger = logging.getLogger(__name__)
 

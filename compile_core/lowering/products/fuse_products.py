@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
@@ -28,9 +28,9 @@ from compile_core.ir.loops import (
     Store,
     View,
 )
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.nests.live_statements import renumbered
-from compile_core.lowering.nests.order_axes import cut_axis, with_axes
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.nests.live_statements import renumbered
+from gradsplit.compile_core.lowering.nests.order_axes import cut_axis, with_axes
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from compile_core.lowering.cpp_kernels.cpp_machine import machine_identity
-from compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.lowering.cpp_kernels.cpp_machine import machine_identity
+from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384
 _FILE = "seconds.json"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from compile_core.ir.loops import Apply, Constant, LoopNest, Reduce, Statement
-from compile_core.lowering.nests.live_statements import without_dead_statements
-from compile_core.lowering.nests.order_axes import parallel_axes
+from gradsplit.compile_core.ir.loops import Apply, Constant, LoopNest, Reduce, Statement
+from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
 
 
 def one_walk_variances(nest: LoopNest) -> LoopNest:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from compile_core.ir.loops import BandNest, Load, LoopNest
-from compile_core.lowering.tiling.tiling_triton import GpuTiling, power_of_two
+from gradsplit.compile_core.ir.loops import BandNest, Load, LoopNest
+from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling, power_of_two
 
 # A program's registers, in elements: values of a whole row that are live at once, times the row's length.
 _BUDGET = 32768

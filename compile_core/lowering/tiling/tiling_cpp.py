@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from compile_core.ir.loops import Access, Load, LoopNest, Store
-from compile_core.lowering.nests.order_axes import parallel_axes, points
-from compile_core.lowering.nests.passes import statement_cost
+from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Store
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points
+from gradsplit.compile_core.lowering.nests.passes import statement_cost
 
 _TILE = 32
 _COLUMN_BLOCK = 1024

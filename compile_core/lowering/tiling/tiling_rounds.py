@@ -17,11 +17,11 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store, operands
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.live_statements import renumbered
-from compile_core.lowering.nests.order_axes import parallel_axes
-from compile_core.lowering.nests.passes import NestAnalysis, analyse
+from gradsplit.compile_core.ir.loops import Access, Apply, Load, LoopNest, Reduce, Statement, Store, operands
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.live_statements import renumbered
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
+from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, analyse
 
 
 def split_rounds(

@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from compile_core.ir.loops import (
+from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     BandNest,
@@ -30,14 +30,18 @@ from compile_core.ir.loops import (
     Store,
     operands,
 )
-from compile_core.ir.step_effects import reads
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.live_statements import regathered, renumbered
-from compile_core.lowering.nests.order_axes import parallel_axes, simplify
-from compile_core.lowering.nests.passes import NestAnalysis, analyse, buffers_of, stored_buffers
-from compile_core.lowering.tiling.one_walk_variances import has_deviations, one_walk_variances, sum_beside
-from compile_core.lowering.tiling.tiling_rounds import has_several_rounds, split_rounds
-from compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from gradsplit.compile_core.ir.step_effects import reads
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.live_statements import regathered, renumbered
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, simplify
+from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, analyse, buffers_of, stored_buffers
+from gradsplit.compile_core.lowering.tiling.one_walk_variances import (
+    has_deviations,
+    one_walk_variances,
+    sum_beside,
+)
+from gradsplit.compile_core.lowering.tiling.tiling_rounds import has_several_rounds, split_rounds
+from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 
 _ENOUGH_PROGRAMS = 128
 # Programs enough for all processors; more of them where each still has this much to do: measured on column sums, alone

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from compile_core.ir.loops import Load, LoopNest, Store
-from compile_core.lowering.nests.order_axes import parallel_axes
-from compile_core.lowering.tiling.tiling_cpp import is_transposed
+from gradsplit.compile_core.ir.loops import Load, LoopNest, Store
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
+from gradsplit.compile_core.lowering.tiling.tiling_cpp import is_transposed
 
 _POINTWISE_TILE = 1024
 _LIGHT_BODY = 64

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from compile_core.errors import CompileError
-from compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
-from compile_core.lowering.triton_kernels import triton_compiler
-from compile_core.toolchain.compile_workers import CompileWorkers
-from compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
-from compile_core.toolchain.private_folders import MODE, usable_folder
-from compile_core.toolchain.processors import usable_processors
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
+from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
+from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers
+from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
+from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
+from gradsplit.compile_core.toolchain.processors import usable_processors
 
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.

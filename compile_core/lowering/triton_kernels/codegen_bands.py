@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import BandNest, Reduce, Store
-from compile_core.ir.step_effects import writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.passes import buffers_of
-from compile_core.lowering.tiling.tiling_bands import rows_in_flight, tile_bands
-from compile_core.lowering.triton_kernels import scalar_triton
-from compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import BandNest, Reduce, Store
+from gradsplit.compile_core.ir.step_effects import writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.passes import buffers_of
+from gradsplit.compile_core.lowering.tiling.tiling_bands import rows_in_flight, tile_bands
+from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
 
 
 def generate_bands(step: BandNest, buffers: Mapping[str, TensorSpec]) -> KernelSource:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import Load, ProductNest, View
-from compile_core.ir.step_effects import reads, writes
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.tiling.tiling_triton import GpuTiling
-from compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import Load, ProductNest, View
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.tiling.tiling_triton import GpuTiling
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
 
 _ROWS_OF_BLOCKS = 8
 

@@ -19,16 +19,26 @@ from math import prod
 
 import torch
 
-from compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from compile_core.ir.loops import Access, Apply, Constant, Load, LoopNest, Position, Reduce, Store, operands
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.order_axes import parallel_axes, simplify
-from compile_core.lowering.nests.passes import NestAnalysis, Pass, analyse, buffers_of, value_dtypes
-from compile_core.lowering.tiling.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
-from compile_core.lowering.triton_kernels import scalar_triton
-from compile_core.lowering.triton_kernels.online_sums import OnlineSum, online_sums
-from compile_core.lowering.triton_kernels.triton_reductions import TileReduction
-from compile_core.lowering.triton_kernels.triton_sides import Side
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    Apply,
+    Constant,
+    Load,
+    LoopNest,
+    Position,
+    Reduce,
+    Store,
+    operands,
+)
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, simplify
+from gradsplit.compile_core.lowering.nests.passes import NestAnalysis, Pass, analyse, buffers_of, value_dtypes
+from gradsplit.compile_core.lowering.tiling.tiling_triton import MOST_TOGETHER, GpuTiling, tile_for_gpu
+from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
+from gradsplit.compile_core.lowering.triton_kernels.online_sums import OnlineSum, online_sums
+from gradsplit.compile_core.lowering.triton_kernels.triton_reductions import TileReduction
+from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
 _LARGEST_INT32 = 2**31 - 1
 _MOST_EARLY_LOADS = 8

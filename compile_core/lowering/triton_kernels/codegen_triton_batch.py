@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from compile_core.ir.kernels import KernelSource
-from compile_core.ir.loops import LoopNest, NestBatch
-from compile_core.ir.tensor_spec import TensorSpec
-from compile_core.lowering.nests.kernel_bases import separated
-from compile_core.lowering.nests.passes import buffers_of
-from compile_core.lowering.tiling.tiling_triton import tile_for_gpu
-from compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
-from compile_core.lowering.triton_kernels.triton_sides import Side
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.compile_core.ir.loops import LoopNest, NestBatch
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.lowering.nests.kernel_bases import separated
+from gradsplit.compile_core.lowering.nests.passes import buffers_of
+from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
+from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import TritonWriter, triton_source
+from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
 
 def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> KernelSource:

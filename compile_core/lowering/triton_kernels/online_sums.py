@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.ir.loops import Apply, Reduce
-from compile_core.lowering.nests.passes import NestAnalysis
-from compile_core.lowering.triton_kernels.triton_sides import Side
+from gradsplit.compile_core.ir.loops import Apply, Reduce
+from gradsplit.compile_core.lowering.nests.passes import NestAnalysis
+from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
 # Elements with a maximum of their own: what a thread loads together of 16-bit floats.
 _GROUP = 8

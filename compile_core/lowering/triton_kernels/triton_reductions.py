@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_core.ir.loops import Reduce
-from compile_core.lowering.triton_kernels import scalar_triton
-from compile_core.lowering.triton_kernels.triton_sides import Side
+from gradsplit.compile_core.ir.loops import Reduce
+from gradsplit.compile_core.lowering.triton_kernels import scalar_triton
+from gradsplit.compile_core.lowering.triton_kernels.triton_sides import Side
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distributed.agreement.session import HandOut
+from gradsplit.distributed.agreement.session import HandOut
 
 
 class HandedOut:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from compile_core.errors import CompileError
-from distributed.agreement import agreement as agreements
-from distributed.agreement import failure_watch
-from distributed.agreement.agreement import Agreement
-from distributed.agreement.bulletin import Bulletin
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.agreement import agreement as agreements
+from gradsplit.distributed.agreement import failure_watch
+from gradsplit.distributed.agreement.agreement import Agreement
+from gradsplit.distributed.agreement.bulletin import Bulletin
 from tests.distributed.agreement.handed_out import HandedOut
 
 FACTS = {"the parameter w": "float32[8]", "the parameter b": "float32[2]", "static_graph": "False"}
@@ -311,9 +311,9 @@ def test_what_a_device_is_beyond_does_not_hide_the_failure() -> None:
 _FREED_AND_ENDS = """
 import threading
 from torch._C._distributed_c10d import HashStore
-from distributed.agreement import failure_watch
-from distributed.agreement.agreement import Agreement
-from distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement import failure_watch
+from gradsplit.distributed.agreement.agreement import Agreement
+from gradsplit.distributed.agreement.bulletin import Bulletin
 from tests.distributed.agreement.handed_out import HandedOut
 failure_watch.POLL_INTERVAL_S, failure_watch._ABORT_AFTER_S = 0.05, 0.1
 store, aborted, handed = HashStore(), threading.Event(), HandedOut()

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from compile_core.errors import CompileError
-from distributed.agreement import bulletin as bulletins
-from distributed.agreement.bulletin import Bulletin, StoreLost
-from distributed.agreement.session import meet
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed.agreement import bulletin as bulletins
+from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
+from gradsplit.distributed.agreement.session import meet
 from tests.distributed.agreement.handed_out import HandedOut
 
 SECRET = b"a secret of the job"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from distributed.agreement import rank_process, ring
-from distributed.agreement.bulletin import Bulletin
-from distributed.agreement.ring import Neighbour
+from gradsplit.distributed.agreement import rank_process, ring
+from gradsplit.distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement.ring import Neighbour
 
 
 class Clock:

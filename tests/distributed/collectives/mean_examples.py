@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from distributed.collectives.mean_kernel import kernel_source
+from gradsplit.distributed.collectives.mean_kernel import kernel_source
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Less than a block, a block, several, and more than the programs have at once.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.collectives import copy_engines
-from distributed.collectives.copy_engines import average, find_engines
-from distributed.collectives.shared_buffers import SharedBuffer, part_of
+from gradsplit.distributed.collectives import copy_engines
+from gradsplit.distributed.collectives.copy_engines import average, find_engines
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer, part_of
 from tests.distributed.collectives.thread_operations import ThreadOperations
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from compile_core.ir.kernels import KernelSource
-from distributed.collectives import device_kernels
-from distributed.collectives.mean_kernel import MeanKernel
+from gradsplit.compile_core.ir.kernels import KernelSource
+from gradsplit.distributed.collectives import device_kernels
+from gradsplit.distributed.collectives.mean_kernel import MeanKernel
 
 CPU = torch.device("cpu")
 

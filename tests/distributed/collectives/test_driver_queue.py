@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from compile_core.ir.kernels import BuiltKernel, CudaLaunch
-from compile_core.toolchain.torch_library import build_library
-from distributed.collectives import driver_queue
-from distributed.collectives.driver_queue import DriverQueue
-from distributed.collectives.mean_kernel import MeanKernel
+from gradsplit.compile_core.ir.kernels import BuiltKernel, CudaLaunch
+from gradsplit.compile_core.toolchain.torch_library import build_library
+from gradsplit.distributed.collectives import driver_queue
+from gradsplit.distributed.collectives.driver_queue import DriverQueue
+from gradsplit.distributed.collectives.mean_kernel import MeanKernel
 
 STREAM = 77
 P, U64, U32, INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.collectives.mean_kernel import MeanKernel
+from gradsplit.distributed.collectives.mean_kernel import MeanKernel
 from tests.distributed.collectives.mean_examples import DTYPES, SIZES, check
 from tests.lowering.interpreted_kernels import run_interpreted
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.collectives import measure_costs
-from distributed.collectives.measure_costs import ReadyTimes, measure_link
-from distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.distributed.collectives import measure_costs
+from gradsplit.distributed.collectives.measure_costs import ReadyTimes, measure_link
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 
 
 class SteppedClock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.collectives.peer_access import _forbidding_setting, _Place, _reason_of
+from gradsplit.distributed.collectives.peer_access import _forbidding_setting, _Place, _reason_of
 
 HERE = _Place("host", 0, frozenset({1, 2}), "nccl")
 THERE = _Place("host", 1, frozenset({0, 2}), "nccl")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from distributed.collectives.shared_buffers import SharedBuffer
-from distributed.gradients.bucket_buffers import _views_of
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.distributed.gradients.bucket_buffers import _views_of
 
 
 def test_a_buffer_keeps_no_view_of_its_own_memory() -> None:

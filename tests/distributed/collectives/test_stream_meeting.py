@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.collectives import stream_meeting
-from distributed.collectives.shared_buffers import SharedBuffer
-from distributed.collectives.stream_meeting import StreamMeeting
+from gradsplit.distributed.collectives import stream_meeting
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.distributed.collectives.stream_meeting import StreamMeeting
 
 CLOCK = 2**32
 

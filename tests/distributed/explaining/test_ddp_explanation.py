@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bucketing import Interval, Parameter, Timeline, reducer_plan
-from distributed import DDPExplanation
-from distributed.explaining.ddp_explanation import Segment
+from gradsplit.bucketing import Interval, Parameter, Timeline, reducer_plan
+from gradsplit.distributed import DDPExplanation
+from gradsplit.distributed.explaining.ddp_explanation import Segment
 
 PARAMETERS = [Parameter(name, 256, 4, "torch.float32", "cpu") for name in ("head", "body", "stem")]
 STEP = Timeline(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distributed.explaining.record_timeline import Recorder
+from gradsplit.distributed.explaining.record_timeline import Recorder
 from tests.distributed.collectives.test_measure_costs import SteppedClock
 
 

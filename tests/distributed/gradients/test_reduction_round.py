@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.gradients.reduction_round import ReductionRound
+from gradsplit.distributed.gradients.reduction_round import ReductionRound
 
 
 def test_a_bucket_waits_for_its_last_gradient_and_the_buckets_before_it():

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.optimizer_steps.parameter_readers import ParameterReaders
-from distributed.optimizer_steps.partial_optimizer import PartialOptimizer
-from distributed.optimizer_steps.step_in_backward import StepInBackward
+from gradsplit.distributed.optimizer_steps.parameter_readers import ParameterReaders
+from gradsplit.distributed.optimizer_steps.partial_optimizer import PartialOptimizer
+from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
 
 
 class FakeWork:

@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from compile_core.autograd.partitioning.partition import partition
-from compile_core.autograd.trace_joint import trace_joint
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.autograd.partitioning.partition import partition
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from tests.autograd.compare_with_eager import captured
 from tests.lowering.move_graph import on_gpu
 

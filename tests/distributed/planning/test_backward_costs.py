@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compile_core.ir.loops import ExternCall, LoopProgram
-from compile_core.ir.regions import graph_results, whole_schedule
-from compile_core.ir.step_effects import reads, writes
-from compile_core.lowering.fusion.fuse import fuse
-from compile_core.lowering.graph_to_loops.lower import lower
-from compile_core.runtime.instructions import Allocate, Free, instructions_of
-from distributed.planning.backward_costs import GPU_RATES, OrderCosts, node_facts
+from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
+from gradsplit.compile_core.ir.regions import graph_results, whole_schedule
+from gradsplit.compile_core.ir.step_effects import reads, writes
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.runtime.instructions import Allocate, Free, instructions_of
+from gradsplit.distributed.planning.backward_costs import GPU_RATES, OrderCosts, node_facts
 from tests.distributed.planning.recorded_backwards import recorded
 
 _WIDTH, _ROWS = 512, 2048

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from compile_core.ir.graphs import PartitionedGraph
-from compile_core.ir.regions import graph_results
-from compile_core.ir.schedule import Schedule
-from distributed.planning.cut_backward import Segment, cut_backward
+from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.compile_core.ir.schedule import Schedule
+from gradsplit.distributed.planning.cut_backward import Segment, cut_backward
 from tests.autograd.compare_with_eager import backward, compile_program, partitioned_graph
 from tests.runtime.silent_communicator import SilentCommunicator
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distributed.planning.ddp_planner import DDPPlanner
+from gradsplit.distributed.planning.ddp_planner import DDPPlanner
 from tests.distributed.planning.recorded_backwards import recorded_graph
 
 SHAPES = {**{f"w{k}": (1024, 1024) for k in range(6)}, "table": (65536, 1024)}

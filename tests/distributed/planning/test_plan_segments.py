@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from bucketing.link_model import LinkModel
-from compile_core.ir.regions import graph_results
-from distributed.planning.backward_costs import OrderCosts, node_facts
-from distributed.planning.cut_backward import Segment
-from distributed.planning.plan_segments import GPU, plan_segments
+from gradsplit.bucketing.link_model import LinkModel
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.distributed.planning.backward_costs import OrderCosts, node_facts
+from gradsplit.distributed.planning.cut_backward import Segment
+from gradsplit.distributed.planning.plan_segments import GPU, plan_segments
 from tests.distributed.planning.recorded_backwards import recorded
 
 aten = torch.ops.aten

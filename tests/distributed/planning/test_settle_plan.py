@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from bucketing.bucket import Parameter
-from bucketing.cost_model import CostModel
-from bucketing.link_model import LinkModel
-from bucketing.merge_plan import MergePlan, merge_plan
-from bucketing.simulate import simulate
-from distributed.planning.settle_plan import with_slack
+from gradsplit.bucketing.bucket import Parameter
+from gradsplit.bucketing.cost_model import CostModel
+from gradsplit.bucketing.link_model import LinkModel
+from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
+from gradsplit.bucketing.simulate import simulate
+from gradsplit.distributed.planning.settle_plan import with_slack
 
 # Segments of the backwards of BERT and GPT-2 as estimated: MiB and ms.
 BACKWARDS = {

@@ -8,19 +8,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_core.backends.registry import resolve_backend
-from compile_core.compiled_function import CompiledFunction
-from compile_core.errors import CompileError
-from compile_core.options import parse_options
-from compile_core.planners import CompileRequest
-from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.agreement.agreement import agreement_of
-from distributed.ddp_module import process_group
-from distributed.reducer.graph_in_ddp import GraphInDDP
-from distributed.reducer.split_forward import SplitForward
-from distributed.reducer.stock_buckets import stock_buckets
-from distributed.reducer.wrapped_parameters import reduced_parameters
-from distributed.reducer_way import ReducerWay
+from gradsplit.compile_core.backends.registry import resolve_backend
+from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.options import parse_options
+from gradsplit.compile_core.planners import CompileRequest
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
+from gradsplit.distributed.agreement.agreement import agreement_of
+from gradsplit.distributed.ddp_module import process_group
+from gradsplit.distributed.reducer.graph_in_ddp import GraphInDDP
+from gradsplit.distributed.reducer.split_forward import SplitForward
+from gradsplit.distributed.reducer.stock_buckets import stock_buckets
+from gradsplit.distributed.reducer.wrapped_parameters import reduced_parameters
+from gradsplit.distributed.reducer_way import ReducerWay
 
 EAGER = CompileRequest(resolve_backend("eager"), parse_options(None, None), fullgraph=True)
 

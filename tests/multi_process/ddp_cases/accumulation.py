@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import compile_core
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -186,7 +186,7 @@ class Towers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left = self.left(x)
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return left, self.right(x)
 
 

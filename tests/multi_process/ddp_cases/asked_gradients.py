@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (
     DEVICE,
@@ -173,8 +173,8 @@ def gradients_with_a_history() -> None:
         (loss + sum(gradient.square().sum() for gradient in found)).backward()
 
     stock = stock_ddp()
-    compiled = compile_core.compile(stock_ddp(), backend="aot_eager", options={"double_backward": True})
+    compiled = gradsplit.compile(stock_ddp(), backend="aot_eager", options={"double_backward": True})
     check_steps(stock, compiled, run, steps=2, exact=False)
-    refused: nn.Module = compile_core.compile(stock_ddp(), backend="aot_eager")
-    with pytest.raises(compile_core.CompileError, match="double_backward"):
+    refused: nn.Module = gradsplit.compile(stock_ddp(), backend="aot_eager")
+    with pytest.raises(gradsplit.CompileError, match="double_backward"):
         run(refused, 0)

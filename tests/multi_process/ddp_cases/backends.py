@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distributed import inspect_ddp
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     case,
     check_reducer,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import compile_core
-from distributed import inspect_ddp
-from distributed.reducer.parked_reducer import is_parked, park_reducer
+import gradsplit
+from gradsplit.distributed import inspect_ddp
+from gradsplit.distributed.reducer.parked_reducer import is_parked, park_reducer
 from tests.multi_process.ddp_harness import (
     Net,
     PartlyPlain,
@@ -151,7 +151,7 @@ class Block(nn.Module):
         return x + self.linear(hidden)
 
 
-@compile_core.disable
+@gradsplit.disable
 def breaks() -> None:
     """A call that no graph holds."""
 
@@ -222,7 +222,7 @@ def buckets_travel_while_the_program_reduces() -> None:
             return total
 
     class Blocks(Net):
-        @compile_core.disable
+        @gradsplit.disable
         def reduced(self, x: torch.Tensor) -> torch.Tensor:
             return Reducing.apply(x)
 

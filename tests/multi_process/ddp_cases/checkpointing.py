@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_harness import (
     case,
     check_gradients,
@@ -42,7 +42,7 @@ class Checkpointed(nn.Module):
     def pair(self, first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = first(x)
         if self.breaks:
-            compile_core.graph_break()
+            gradsplit.graph_break()
         return second(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.collectives.averaging import WIRE_TYPES
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
+from gradsplit.distributed.collectives.averaging import WIRE_TYPES
 from tests.multi_process.ddp_harness import (
     Net,
     ThreeTypes,

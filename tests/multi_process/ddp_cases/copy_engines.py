@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.collectives import averaging
-from distributed.collectives.peer_access import reason_against
-from distributed.collectives.shared_buffers import SharedBuffer
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
+from gradsplit.distributed.collectives import averaging
+from gradsplit.distributed.collectives.peer_access import reason_against
+from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 from tests.multi_process.ddp_harness import (
     Net,
     ThreeTypes,

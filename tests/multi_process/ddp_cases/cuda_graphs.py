@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import compile_core
-from bucketing.bucket import BucketPlan
-from bucketing.reducer_plan import reducer_plan
-from compile_core import pipeline
-from compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
-from distributed import explain_ddp, inspect_ddp
+import gradsplit
+from gradsplit.bucketing.bucket import BucketPlan
+from gradsplit.bucketing.reducer_plan import reducer_plan
+from gradsplit.compile_core import pipeline
+from gradsplit.compile_core.runtime.cuda_graphs import CudaRecorder, graph_programs
+from gradsplit.distributed import explain_ddp, inspect_ddp
 from tests.multi_process.ddp_cases.buffers import check_steps_between_changes, with_batch_norm
 from tests.multi_process.ddp_harness import (
     DEVICE,
@@ -161,7 +161,7 @@ def gradients_that_do_not_come_are_missing_in_replays() -> None:
 class Broken(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.second(self.first(x)))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return self.third(self.norm(hidden))
 
 

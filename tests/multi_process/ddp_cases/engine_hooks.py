@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from distributed import inspect_ddp
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (
     Net,

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import compile_core
-from compile_core.errors import CompileError
-from distributed import DDPOptions, compile_ddp, explain_ddp, inspect_ddp
-from distributed.explaining.record_timeline import record_timeline
-from distributed.reducer.parked_reducer import is_parked
-from distributed.reducer.stock_buckets import stock_buckets
+import gradsplit
+from gradsplit.compile_core.errors import CompileError
+from gradsplit.distributed import DDPOptions, compile_ddp, explain_ddp, inspect_ddp
+from gradsplit.distributed.explaining.record_timeline import record_timeline
+from gradsplit.distributed.reducer.parked_reducer import is_parked
+from gradsplit.distributed.reducer.stock_buckets import stock_buckets
 from tests.multi_process.ddp_harness import DEVICE, Net, case, data, loss_of, pair, stock_ddp
 
 
@@ -143,7 +143,7 @@ def module_that_ran_plainly_before() -> None:
 class _Broken(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.second(torch.nn.functional.gelu(self.norm(self.first(x))))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return self.third(torch.tanh(x))
 
 

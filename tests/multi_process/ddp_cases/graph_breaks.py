@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import compile_core
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -34,9 +34,9 @@ def check_graphs(make: Callable[[], nn.Module], at_least: int, run: Any = None, 
 class Broken(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.gelu(self.norm(self.first(x)))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         x = torch.tanh(self.second(x))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return self.third(x)
 
 
@@ -61,7 +61,7 @@ def breaks_in_submodules_of_one_class() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layer(x)
-            compile_core.graph_break()
+            gradsplit.graph_break()
             return x.tanh()
 
     check_graphs(lambda: nn.Sequential(*(Block() for _ in range(4))), 4)
@@ -71,7 +71,7 @@ def breaks_in_submodules_of_one_class() -> None:
 def eager_parameters_between_graphs() -> None:
     class Between(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.third(compile_core.disable(self.second)(self.first(x).relu()).relu())
+            return self.third(gradsplit.disable(self.second)(self.first(x).relu()).relu())
 
     class Partly(Between):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def a_parameter_on_both_sides_of_a_break() -> None:
     class Both(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.second(self.norm(self.first(x)))
-            compile_core.graph_break()
+            gradsplit.graph_break()
             return self.third(self.second(x).tanh())
 
     check_graphs(Both, 2)
@@ -97,7 +97,7 @@ def a_parameter_in_a_graph_and_in_eager_code() -> None:
     class Both(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.second(self.norm(self.first(x)))
-            x = compile_core.disable(self.second)(x)
+            x = gradsplit.disable(self.second)(x)
             return self.third(self.second(x).tanh())
 
     check_graphs(Both, 2)
@@ -124,7 +124,7 @@ def gradients_that_eager_functions_leave_undefined() -> None:
     """They are zeros to stock DDP's reducer: on all ranks, and on one beside what the other has."""
 
     class Partly(Net):
-        @compile_core.disable
+        @gradsplit.disable
         def product(self, x: torch.Tensor, is_trained: bool) -> torch.Tensor:
             return _Product.apply(x, self.second.weight, is_trained) + self.second.bias
 
@@ -174,9 +174,9 @@ def the_loss_is_computed_behind_a_break() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.outer(x).tanh()
-            compile_core.graph_break()
+            gradsplit.graph_break()
             x = self.inner(x).tanh()
-            compile_core.graph_break()
+            gradsplit.graph_break()
             return self.outer(x).square().mean()
 
     check_graphs(WithLoss, 3, _backward_of_result)
@@ -186,7 +186,7 @@ def the_loss_is_computed_behind_a_break() -> None:
 def the_loss_is_computed_behind_eager_code() -> None:
     """Autograd's engine accumulates a gradient to which the program adds that the backward begins with."""
 
-    @compile_core.disable
+    @gradsplit.disable
     def eager(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
         return torch.nn.functional.linear(x, layer.weight.detach() + layer.weight)
 
@@ -229,9 +229,9 @@ def ranks_that_go_their_own_ways_between_parameters() -> None:
 
         def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
             x = self.norm(self.first(x))
-            compile_core.graph_break()
+            gradsplit.graph_break()
             x = self.squeezed(x, step)
-            compile_core.graph_break()
+            gradsplit.graph_break()
             return self.third(self.second(x))
 
     def run(model: Any, step: int) -> None:

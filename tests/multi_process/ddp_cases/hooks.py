@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import compile_core
-from compile_core import CompileError
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit import CompileError
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_cases.graph_breaks import Broken
 from tests.multi_process.ddp_harness import (
     Net,
@@ -316,7 +316,7 @@ def communication_hooks_that_come_with_the_reducer() -> None:
 def optimizers_that_step_in_the_backward() -> None:
     """They hang on nodes of the engine; stock DDP runs them when it has reduced, on a stream of its own."""
     models = [stock_ddp_with_optimizers(), stock_ddp_with_optimizers()]
-    stock, compiled = models[0], compile_core.compile(models[1], backend="aot_eager")
+    stock, compiled = models[0], gradsplit.compile(models[1], backend="aot_eager")
     for step in range(3):
         for model in (stock, compiled):
             loss_of(model(data(step))).backward()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -115,7 +115,7 @@ class Hooked(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.second(self.first(x))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         if x.requires_grad:
             x.register_hook(self.look)
         return self.third(self.norm(x))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from distributed import DDPOptions, compile_ddp
+import gradsplit
+from gradsplit.distributed import DDPOptions, compile_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -65,7 +65,7 @@ def a_result_whose_parameters_the_loss_does_not_use() -> None:
             compiled.module.head.weight.register_hook(lambda gradient: gradient)
         check_steps(stock, compiled, lambda model, step: loss_of(model(data(step))[0]).backward())
         check_in_graph(compiled)
-    wrapped = DistributedDataParallel(compile_core.compile(Heads().to(DEVICE), backend="aot_eager"))
+    wrapped = DistributedDataParallel(gradsplit.compile(Heads().to(DEVICE), backend="aot_eager"))
     for model in (compile_ddp(stock_ddp(Heads), DDPOptions(overlap="reducer"), backend="aot_eager"), wrapped):
         with model.no_sync():
             loss_of(model(data(0))[0]).backward()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from compile_core import CompileError
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit import CompileError
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -395,7 +395,7 @@ def check_heads(stock: list[Any], compiled: list[Any], steps: range) -> None:
 @case()
 def an_encoder_in_two_modules() -> None:
     stock = [*map(wrapped, two_heads())]
-    compiled = [compile_core.compile(wrapped(module), backend="aot_eager") for module in two_heads()]
+    compiled = [gradsplit.compile(wrapped(module), backend="aot_eager") for module in two_heads()]
     check_heads(stock, compiled, range(3))
     for module in compiled:
         check_reducer(module, "another DDP module has some of its parameters")
@@ -405,7 +405,7 @@ def gets_encoder_later(form_of: Callable[[nn.Module], Any]) -> Any:
     """What was compiled before another module got its encoder, in this form, and one backward reached both."""
     stock = [*map(wrapped, two_heads())]
     actor, critic = two_heads()
-    compiled = [compile_core.compile(wrapped(actor), backend="aot_eager")]
+    compiled = [gradsplit.compile(wrapped(actor), backend="aot_eager")]
     check_heads(stock[:1], compiled, range(2))
     check_in_graph(compiled[0])
     compiled.append(form_of(wrapped(critic)))
@@ -415,7 +415,7 @@ def gets_encoder_later(form_of: Callable[[nn.Module], Any]) -> Any:
 
 @case()
 def an_encoder_that_another_module_gets_later() -> None:
-    gets_encoder_later(partial(compile_core.compile, backend="aot_eager"))
+    gets_encoder_later(partial(gradsplit.compile, backend="aot_eager"))
 
 
 @case()
@@ -430,7 +430,7 @@ def a_module_that_is_wrapped_again() -> None:
     stock, compiled = pair(backend="aot_eager")
     train((stock, compiled), steps=2)
     stock = DistributedDataParallel(stock.module)
-    compiled = compile_core.compile(DistributedDataParallel(compiled.module), backend="aot_eager")
+    compiled = gradsplit.compile(DistributedDataParallel(compiled.module), backend="aot_eager")
     train((stock, compiled), steps=2)
     check_in_graph(compiled)
 
@@ -438,7 +438,7 @@ def a_module_that_is_wrapped_again() -> None:
 @case()
 def two_forms_of_a_module_in_one_backward() -> None:
     ddp = stock_ddp()
-    forms = [compile_core.compile(ddp, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
+    forms = [gradsplit.compile(ddp, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
     losses = [loss_of(form(data(0))) for form in forms]
     with pytest.raises(CompileError, match="two compiled forms"):
         torch.stack(losses).sum().backward()

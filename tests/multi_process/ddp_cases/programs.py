@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from distributed import inspect_ddp
+import gradsplit
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -49,7 +49,7 @@ def a_function_that_calls_a_ddp_module() -> None:
         return loss_of(model(x * 2) + 1)
 
     stock, other = stock_ddp(), stock_ddp()
-    check_same_steps(step, compile_core.compile(step, backend="aot_eager"), stock, other)
+    check_same_steps(step, gradsplit.compile(step, backend="aot_eager"), stock, other)
     check_one_graph(other)
 
 
@@ -64,7 +64,7 @@ def a_train_step() -> None:
 
     stock, other = stock_ddp(), stock_ddp()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (stock, other)]
-    compiled = compile_core.compile(train_step, backend="aot_eager")
+    compiled = gradsplit.compile(train_step, backend="aot_eager")
     for number in range(4):
         expected = train_step(stock, optimizers[0], data(number))
         found = compiled(other, optimizers[1], data(number))
@@ -79,7 +79,7 @@ def a_function_that_calls_a_compiled_ddp_module() -> None:
         return loss_of(model(x))
 
     stock, other = pair(backend="aot_eager")
-    check_same_steps(step, compile_core.compile(step, backend="aot_eager"), stock, other)
+    check_same_steps(step, gradsplit.compile(step, backend="aot_eager"), stock, other)
     check_one_graph(other)
     assert inspect_ddp(other._orig_mod) is inspect_ddp(other)
 
@@ -93,7 +93,7 @@ def two_in_a_row() -> nn.Sequential:
 @case()
 def a_sequence_of_ddp_modules() -> None:
     stock, other = two_in_a_row(), two_in_a_row()
-    compiled = compile_core.compile(other, backend="aot_eager")
+    compiled = gradsplit.compile(other, backend="aot_eager")
     for number in range(3):
         for module, run in ((stock, stock), (other, compiled)):
             module.zero_grad()
@@ -107,7 +107,7 @@ def a_sequence_of_ddp_modules() -> None:
 def a_sequence_of_compiled_ddp_modules() -> None:
     stock, other = two_in_a_row(), two_in_a_row()
     for index in (0, 2):
-        other[index] = compile_core.compile(other[index], backend="aot_eager")
+        other[index] = gradsplit.compile(other[index], backend="aot_eager")
     for number in range(3):
         for module in (stock, other):
             module.zero_grad()
@@ -145,7 +145,7 @@ def two_modules_that_train_against_each_other() -> None:
             parameter.requires_grad_(True)
 
     stock, others = make(), make()
-    compiled = [compile_core.compile(module, backend="aot_eager") for module in others]
+    compiled = [gradsplit.compile(module, backend="aot_eager") for module in others]
     for number in range(3):
         step(*stock, data(number))
         step(*compiled, data(number))
@@ -163,7 +163,7 @@ def no_sync_in_a_compiled_function() -> None:
         return loss_of(model(x + 1))
 
     stock, other = stock_ddp(), stock_ddp()
-    check_same_steps(step, compile_core.compile(step, backend="aot_eager"), stock, other)
+    check_same_steps(step, gradsplit.compile(step, backend="aot_eager"), stock, other)
     check_in_graph(other)
 
 
@@ -174,7 +174,7 @@ def a_module_without_gradients_in_a_compiled_function() -> None:
             wanted = teacher(x)
         return (model(x) - wanted).square().mean()
 
-    compiled = compile_core.compile(step, backend="aot_eager")
+    compiled = gradsplit.compile(step, backend="aot_eager")
     stock, other = stock_ddp(), stock_ddp()
     teachers = [stock_ddp(lambda: Net(tied=True)) for _ in range(2)]
     for number in range(3):
@@ -194,7 +194,7 @@ def hooks_of_a_module_that_a_compiled_function_calls() -> None:
     stock, other = stock_ddp(), stock_ddp()
     for module in (stock, other):
         module.register_forward_hook(lambda module, args, output: output * 3)
-    check_same_steps(step, compile_core.compile(step, backend="aot_eager"), stock, other)
+    check_same_steps(step, gradsplit.compile(step, backend="aot_eager"), stock, other)
     check_in_graph(other)
 
 
@@ -213,5 +213,5 @@ def fullgraph_of_functions() -> None:
         return loss_of(model(x * 2) + 1)
 
     stock, other = stock_ddp(), stock_ddp()
-    check_same_steps(step, compile_core.compile(step, backend="aot_eager", fullgraph=True), stock, other)
+    check_same_steps(step, gradsplit.compile(step, backend="aot_eager", fullgraph=True), stock, other)
     check_one_graph(other)

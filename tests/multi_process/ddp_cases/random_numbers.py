@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_harness import (
     Net,
     case,
@@ -26,7 +26,7 @@ class Dropping(Net):
 @case()
 def fallback_random_draws_what_stock_ddp_draws() -> None:
     stock, plain = (pair(Dropping)[0] for _ in range(2))
-    compiled = compile_core.compile(plain, options={"fallback_random": True})
+    compiled = gradsplit.compile(plain, options={"fallback_random": True})
     for step in range(2):
         for model in (stock, compiled):
             torch.manual_seed(10 * step + dist.get_rank())

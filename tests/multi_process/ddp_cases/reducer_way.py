@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-import compile_core
-from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.reducer.stock_buckets import stock_buckets
+import gradsplit
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
+from gradsplit.distributed.reducer.stock_buckets import stock_buckets
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -92,7 +92,7 @@ def early_buckets_start_before_the_backward_ends() -> None:
         seen.append(f"bucket {bucket.index()}")
         return default_hooks.allreduce_hook(state, bucket)
 
-    compiled = compile_core.compile(stock_ddp(), backend="triton")
+    compiled = gradsplit.compile(stock_ddp(), backend="triton")
     compiled.register_comm_hook(None, hook)
     for step in range(3):
         seen.clear()
@@ -105,7 +105,7 @@ def check_hook(
     make: Callable[[], nn.Module], hook: Callable[[], tuple[Any, Any]], count: int, **ddp_options: Any
 ) -> None:
     stock = stock_ddp(make, **ddp_options)
-    compiled = compile_core.compile(stock_ddp(make, **ddp_options), backend="aot_eager")
+    compiled = gradsplit.compile(stock_ddp(make, **ddp_options), backend="aot_eager")
     for model in (stock, compiled):
         model.register_comm_hook(*hook())
     train((stock, compiled), steps=4, exact=True)
@@ -142,7 +142,7 @@ def reducers_made_again_rebuild_their_buckets() -> None:
     for model in (stock, ddp):
         for step in range(2):
             loss_of(model(data(step))).backward()
-    compiled = compile_core.compile(ddp, backend="aot_eager")
+    compiled = gradsplit.compile(ddp, backend="aot_eager")
     train((stock, compiled), steps=2, exact=True)
     compiled.register_comm_hook(None, default_hooks.allreduce_hook)
     train((stock, compiled), exact=True)
@@ -165,7 +165,7 @@ class Branching(Net):
 @case()
 def unused_parameters_are_found() -> None:
     stock = stock_ddp(Branching, find_unused_parameters=True)
-    compiled = compile_core.compile(stock_ddp(Branching, find_unused_parameters=True), backend="aot_eager")
+    compiled = gradsplit.compile(stock_ddp(Branching, find_unused_parameters=True), backend="aot_eager")
     calls = itertools.product((("second",), ("third",), ("third", "second")), ("out", "norm"))
     for step, (layers, result) in enumerate(calls):
         for model in (stock, compiled):
@@ -189,7 +189,7 @@ class Pooled(Net):
     def forward(self, x: torch.Tensor, uses_pooled: bool) -> torch.Tensor:
         x = self.norm(self.first(x))
         both = {"hidden": x, "pooled": self.second(x).tanh()}
-        compile_core.graph_break()
+        gradsplit.graph_break()
         found = self.third(both["hidden"])
         return found + both["pooled"] if uses_pooled else found
 
@@ -197,7 +197,7 @@ class Pooled(Net):
 @case()
 def results_that_only_a_graph_has_are_unused() -> None:
     stock = stock_ddp(Pooled, find_unused_parameters=True)
-    compiled = compile_core.compile(stock_ddp(Pooled, find_unused_parameters=True), backend="aot_eager")
+    compiled = gradsplit.compile(stock_ddp(Pooled, find_unused_parameters=True), backend="aot_eager")
     first = dist.get_rank() == 0
     for step, (clears, uses_pooled) in enumerate(
         ((True, False), (True, first), (True, True), (False, False), (False, first), (True, False))
@@ -242,7 +242,7 @@ def delayed_all_reduces() -> None:
     def as_it_is(module: nn.Module) -> nn.Module:
         return module
 
-    compiled_eagerly = functools.partial(compile_core.compile, backend="aot_eager")
+    compiled_eagerly = functools.partial(gradsplit.compile, backend="aot_eager")
     for is_delayed in (("second.weight", "norm.bias").__contains__, "first.weight".__ne__):
         for first, last in ((as_it_is, compiled_eagerly), (compiled_eagerly, as_it_is)):
             models = (make(as_it_is, as_it_is, is_delayed), make(first, last, is_delayed))
@@ -259,7 +259,7 @@ def delayed_all_reduces() -> None:
 def mixed_precision_of_ddp() -> None:
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     stock = stock_ddp(mixed_precision=precision)
-    compiled = compile_core.compile(stock_ddp(mixed_precision=precision), backend="aot_eager")
+    compiled = gradsplit.compile(stock_ddp(mixed_precision=precision), backend="aot_eager")
     train((stock, compiled))
     check_reducer(compiled, "mixed precision")
 
@@ -268,7 +268,7 @@ def mixed_precision_of_ddp() -> None:
 def uneven_inputs_in_a_join() -> None:
     stock = stock_ddp()
     for backend in ("eager", "triton"):
-        compiled = compile_core.compile(stock_ddp(), backend=backend)
+        compiled = gradsplit.compile(stock_ddp(), backend=backend)
         for model in (stock, compiled):
             model.load_state_dict(stock_ddp().state_dict())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -307,7 +307,7 @@ class Breaking(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu_(self.norm(self.first(x)))
-        compile_core.graph_break()
+        gradsplit.graph_break()
         x = torch.dropout(x, 0.2, self.training) + self.second(x)
         return self.third(x.tanh())
 
@@ -349,7 +349,7 @@ def wrapped_in_ddp(module: nn.Module) -> DistributedDataParallel:
 @case()
 def modules_compiled_before_they_are_wrapped() -> None:
     """Their graphs are cut on the buckets of the module that is running, and are whole where none is."""
-    compile = functools.partial(compile_core.compile, backend="aot_eager")
+    compile = functools.partial(gradsplit.compile, backend="aot_eager")
     for way in ("the module", "its method", "a part"):
         stock = stock_ddp()
         torch.manual_seed(7)
@@ -370,7 +370,7 @@ def modules_compiled_before_they_are_wrapped() -> None:
 def a_compiled_module_inside_of_a_compiled_one() -> None:
     stock = stock_ddp()
     torch.manual_seed(7)
-    inner = compile_core.compile(Net().to(DEVICE), backend="aot_eager")
+    inner = gradsplit.compile(Net().to(DEVICE), backend="aot_eager")
     compiled = compile_ddp(wrapped_in_ddp(inner), REDUCER, backend="aot_eager")
     train((stock, compiled), exact=True)
     assert pieces(compiled) == [3], pieces(compiled)

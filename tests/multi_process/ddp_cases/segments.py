@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from bucketing import LinkModel
-from distributed import inspect_ddp
-from distributed.planning import plan_segments
-from distributed.planning.backward_costs import Rates
-from distributed.planning.plan_segments import Machine
+from gradsplit.bucketing import LinkModel
+from gradsplit.distributed import inspect_ddp
+from gradsplit.distributed.planning import plan_segments
+from gradsplit.distributed.planning.backward_costs import Rates
+from gradsplit.distributed.planning.plan_segments import Machine
 from tests.multi_process.ddp_harness import case, check_steps, data, loss_of, pair
 
 _SLOW = Machine(Rates(1e6, 1e6, 1e7, 0.0), (LinkModel(1e-4, 1 / 4e5), LinkModel(1e-3, 1 / 1e4)), 1e-4)

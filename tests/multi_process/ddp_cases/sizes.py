@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed import inspect_ddp
+from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
     case,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_harness import DEVICE, Net, case, check_gradients, data, loss_of, pair, stock_ddp
 
 
@@ -12,7 +12,7 @@ from tests.multi_process.ddp_harness import DEVICE, Net, case, check_gradients, 
 def state_dict_has_the_plain_names() -> None:
     stock, compiled = pair()
     assert list(compiled.state_dict()) == list(stock.state_dict())
-    inside = DistributedDataParallel(compile_core.compile(Net().to(DEVICE)))
+    inside = DistributedDataParallel(gradsplit.compile(Net().to(DEVICE)))
     assert list(inside.state_dict()) == list(stock.state_dict())
     assert list(inside.module.state_dict()) == list(Net().state_dict())
 
@@ -33,7 +33,7 @@ def files_with_prefixes_load() -> None:
             model.zero_grad()
             loss_of(model(data(1))).backward()
         check_gradients(stock, compiled, exact=True)
-    inside = stock_ddp(lambda: compile_core.compile(Net(), backend="aot_eager"))
+    inside = stock_ddp(lambda: gradsplit.compile(Net(), backend="aot_eager"))
     for prefix in ("module.", "module._orig_mod."):
         inside.load_state_dict({prefix + name: value for name, value in trained.state_dict().items()})
     Net().load_state_dict(compiled.module.state_dict())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-import compile_core
+import gradsplit
 from tests.multi_process.ddp_cases.checkpointing import Block
 from tests.multi_process.ddp_harness import (
     Net,
@@ -70,7 +70,7 @@ def parameters_that_no_rank_uses() -> None:
 class UsedByRankZero(Net):
     """Of the plain part, rank 0 uses the second layer."""
 
-    @compile_core.disable
+    @gradsplit.disable
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(x) if dist.get_rank() == 0 else x * 2
 
@@ -100,7 +100,7 @@ class Reused(nn.Module):
 
     def twice(self, x: torch.Tensor) -> torch.Tensor:
         x = self.block(x)
-        compile_core.graph_break()
+        gradsplit.graph_break()
         return self.block(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def static_graphs_that_change() -> None:
             return self.third(x) if self.uses_third else x
 
     class SwitchedBetweenGraphs(Switched):
-        @compile_core.disable
+        @gradsplit.disable
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
 
@@ -178,7 +178,7 @@ def graphs_declared_static_later() -> None:
         for step in range(2):
             plain_step(model, step)
         assert model.module.third.weight.grad is None
-    compiled = compile_core.compile(stock_ddp(), backend="aot_eager")
+    compiled = gradsplit.compile(stock_ddp(), backend="aot_eager")
     plain_step(compiled, 0)
     compiled._set_static_graph()
     with pytest.raises(RuntimeError, match="before the first"):
@@ -191,7 +191,7 @@ def reducers_made_again_for_a_static_graph() -> None:
     stock, ddp = stock_ddp(static_graph=True), stock_ddp(static_graph=True)
     for model in (stock, ddp):
         plain_step(model, 0)
-    compiled = compile_core.compile(ddp, backend="aot_eager")
+    compiled = gradsplit.compile(ddp, backend="aot_eager")
     check_steps(stock, compiled, steps=1)
     check_in_graph(compiled)
     for model in (stock, compiled):

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import compile_core
-from compile_core.ir.regions import graph_results
-from distributed import DDPOptions, compile_ddp, inspect_ddp
-from distributed.optimizer_steps.step_in_backward import StepInBackward
-from distributed.planning import ddp_planner
-from distributed.planning.cut_backward import Segment
+import gradsplit
+from gradsplit.compile_core.ir.regions import graph_results
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
+from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
+from gradsplit.distributed.planning import ddp_planner
+from gradsplit.distributed.planning.cut_backward import Segment
 from tests.distributed.planning.test_cut_backward import cut_behind
 from tests.multi_process.ddp_cases.cuda_graphs import recording
 from tests.multi_process.ddp_harness import (
@@ -178,7 +178,7 @@ class WithSlowMiddle(nn.Module):
         self.events: list[Any] = []
         self.seconds = 0.15
 
-    @compile_core.disable
+    @gradsplit.disable
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         return Slow.apply(x, self)
 
@@ -273,7 +273,7 @@ def parameters_that_autograd_reads_itself() -> None:
 class AllPlain(Net):
     """No program stores a gradient, and the result is in an object of the program's."""
 
-    @compile_core.disable
+    @gradsplit.disable
     def forward(self, x: torch.Tensor) -> Any:
         return SimpleNamespace(value=super().forward(x))
 
@@ -492,7 +492,7 @@ def stock_ddps_reducer_steps_nothing() -> None:
     compiled = stepping(ddp, sgd(ddp))
     loss_of(compiled(data(0))).backward()
     check_in_graph(compiled)
-    with ddp.join(), pytest.raises(compile_core.CompileError, match="join"):
+    with ddp.join(), pytest.raises(gradsplit.CompileError, match="join"):
         compiled(data(0))
     # What the error says: call it.
     inspect_ddp(compiled).options.step_in_backward.step()

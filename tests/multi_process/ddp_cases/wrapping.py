@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import compile_core
-from compile_core.graph_compiler import gradsplit
-from distributed import DDPOptions, compile_ddp, inspect_ddp
+import gradsplit
+from gradsplit.compile_core import graph_compiler
+from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,
     Net,
@@ -33,7 +33,7 @@ from tests.multi_process.ddp_harness import (
 
 
 def compiled_net(**options: Any) -> nn.Module:
-    return compile_core.compile(Net(**options), backend="aot_eager")
+    return gradsplit.compile(Net(**options), backend="aot_eager")
 
 
 @case()
@@ -54,9 +54,7 @@ def compiled_before_it_is_wrapped() -> None:
 @case()
 def compiled_before_and_after() -> None:
     stock = stock_ddp(lambda: Net(norm=nn.BatchNorm1d(32)))
-    other = compile_core.compile(
-        stock_ddp(lambda: compiled_net(norm=nn.BatchNorm1d(32))), backend="aot_eager"
-    )
+    other = gradsplit.compile(stock_ddp(lambda: compiled_net(norm=nn.BatchNorm1d(32))), backend="aot_eager")
     check_steps(stock, other, exact=False)
     check_buffers(stock, other)
     check_in_graph(other)
@@ -67,12 +65,12 @@ def compiled_before_and_after() -> None:
 def compiled_parts_of_a_module_that_is_wrapped() -> None:
     def make() -> nn.Module:
         net = Net()
-        net.second = compile_core.compile(net.second, backend="aot_eager")
+        net.second = gradsplit.compile(net.second, backend="aot_eager")
         return net
 
     stock, other = stock_ddp(), stock_ddp(make)
     check_steps(stock, other)
-    compiled = compile_core.compile(other, backend="aot_eager")
+    compiled = gradsplit.compile(other, backend="aot_eager")
     check_steps(stock, compiled)
     check_in_graph(compiled)
     assert len(inspect_ddp(compiled).graphs) == 1
@@ -83,9 +81,9 @@ def compiled_twice() -> None:
     """The second form takes over; the first one's reductions are over."""
     stock, other = stock_ddp(), stock_ddp()
     for backend in ("aot_eager", "eager", "aot_eager"):
-        compiled = compile_core.compile(other, backend=backend)
+        compiled = gradsplit.compile(other, backend=backend)
         check_steps(stock, compiled)
-        again = compile_core.compile(compiled, backend=backend)
+        again = gradsplit.compile(compiled, backend=backend)
         check_steps(stock, again)
     check_in_graph(again)
 
@@ -93,7 +91,7 @@ def compiled_twice() -> None:
 @case()
 def two_forms_in_turn() -> None:
     stock, other = stock_ddp(), stock_ddp()
-    forms = [compile_core.compile(other, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
+    forms = [gradsplit.compile(other, backend="aot_eager", dynamic=dynamic) for dynamic in (False, True)]
 
     def run(model: nn.Module, step: int) -> None:
         form = model if model is stock else forms[step % 2]
@@ -108,7 +106,7 @@ def two_forms_in_turn() -> None:
 def compiled_and_plain_calls_in_turn() -> None:
     """A plain call of the module goes through stock DDP's reducer."""
     stock, other = stock_ddp(), stock_ddp()
-    compiled = compile_core.compile(other, backend="aot_eager")
+    compiled = gradsplit.compile(other, backend="aot_eager")
 
     def run(model: nn.Module, step: int) -> None:
         loss_of((model if model is stock or step % 2 else compiled)(data(step))).backward()
@@ -124,7 +122,7 @@ def compiled_in_place_by_torch() -> None:
     for wrapped in (False, True):
         # Torch's own split of the forward wants the first bucket, of 1 MiB, to be the smallest.
         stock, other = stock_ddp(bucket_cap_mb=25), stock_ddp(bucket_cap_mb=25)
-        (other if wrapped else other.module).compile(backend=gradsplit)
+        (other if wrapped else other.module).compile(backend=graph_compiler.gradsplit)
         check_steps(stock, other, exact=False)
 
 
@@ -132,7 +130,7 @@ def compiled_in_place_by_torch() -> None:
 def a_module_that_torch_compiles_in_place_is_compiled_here() -> None:
     stock, other = stock_ddp(), stock_ddp()
     other.module.compile(backend="eager")
-    compiled = compile_core.compile(other, backend="aot_eager")
+    compiled = gradsplit.compile(other, backend="aot_eager")
     check_steps(stock, compiled)
     check_in_graph(compiled)
     assert len(inspect_ddp(compiled).graphs) == 1
@@ -142,7 +140,7 @@ def a_module_that_torch_compiles_in_place_is_compiled_here() -> None:
 def wrapped_by_torchs_compile() -> None:
     """What ``torch.compile`` made of a module is taken for that module."""
     stock, other = stock_ddp(), stock_ddp()
-    compiled = compile_core.compile(torch.compile(other, backend="eager"), backend="aot_eager")
+    compiled = gradsplit.compile(torch.compile(other, backend="eager"), backend="aot_eager")
     check_steps(stock, compiled)
     check_in_graph(compiled)
 
@@ -195,7 +193,7 @@ def subclasses_of_ddp() -> None:
         for _ in range(2):
             torch.manual_seed(7)
             models.append(kind(Net().to(DEVICE)))
-        stock, compiled = models[0], compile_core.compile(models[1], backend="aot_eager")
+        stock, compiled = models[0], gradsplit.compile(models[1], backend="aot_eager")
         check_steps(stock, compiled)
         if kind is _Tripled:
             check_reducer(compiled, "_Tripled does something else in a call")
@@ -232,7 +230,7 @@ def modules_that_are_let_go() -> None:
         ddp = stock_ddp()
         if has_hook:
             ddp.register_forward_hook(lambda module, args, output: output * 2)
-        compiled = compile_core.compile(ddp, backend="aot_eager")
+        compiled = gradsplit.compile(ddp, backend="aot_eager")
         for step in range(2):
             plain_step(compiled, step)
         buckets = inspect_ddp(compiled).buckets
@@ -248,7 +246,7 @@ def forms_that_are_let_go() -> None:
     stock, ddp = stock_ddp(), stock_ddp()
     living = []
     for _ in range(3):
-        compiled = compile_core.compile(ddp, backend="aot_eager")
+        compiled = gradsplit.compile(ddp, backend="aot_eager")
         plain_step(compiled, 0)
         living.append(weakref.ref(inspect_ddp(compiled).buckets))
     gc.collect()
@@ -261,7 +259,7 @@ def forms_that_are_let_go() -> None:
 def plain_calls_beside_compiled_ones() -> None:
     """A backward may reach calls of both kinds, in any order, and a call of either kind may have no backward."""
     stock, other = stock_ddp(), stock_ddp()
-    compiled = compile_core.compile(other, backend="aot_eager")
+    compiled = gradsplit.compile(other, backend="aot_eager")
 
     def loss(forms: tuple[Any, Any], step: int) -> torch.Tensor:
         first, second = forms if step % 2 else reversed(forms)

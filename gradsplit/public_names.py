@@ -1,0 +1,58 @@
+"""What ``gradsplit`` has to offer, as its own attributes."""
+
+import gradsplit.bucketing as bucketing
+import gradsplit.distributed as distributed
+from gradsplit.compile_core import config, testing
+from gradsplit.compile_core.api import compile
+from gradsplit.compile_core.backends.registry import list_backends, register_backend
+from gradsplit.compile_core.capture.directives import (
+    allow_in_graph,
+    assume_constant_result,
+    disallow_in_graph,
+    graph_break,
+    is_compiling,
+)
+from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import wrap_numpy
+from gradsplit.compile_core.capture.open_numbers.size_marks import (
+    mark_dynamic,
+    mark_static,
+    maybe_mark_dynamic,
+)
+from gradsplit.compile_core.compiled_function import reset
+from gradsplit.compile_core.disable import disable
+from gradsplit.compile_core.errors import CompileError, InternalError, Unsupported
+from gradsplit.compile_core.explain import explain
+from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
+from gradsplit.compile_core.observe.stage_times import compile_times
+from gradsplit.compile_core.options import list_mode_options, list_options
+from gradsplit.compile_core.run import run
+
+__all__ = [
+    "CompileError",
+    "CompileProfiler",
+    "InternalError",
+    "Unsupported",
+    "allow_in_graph",
+    "assume_constant_result",
+    "bucketing",
+    "compile",
+    "compile_times",
+    "config",
+    "disable",
+    "disallow_in_graph",
+    "distributed",
+    "explain",
+    "graph_break",
+    "is_compiling",
+    "list_backends",
+    "list_mode_options",
+    "list_options",
+    "mark_dynamic",
+    "mark_static",
+    "maybe_mark_dynamic",
+    "register_backend",
+    "reset",
+    "run",
+    "testing",
+    "wrap_numpy",
+]
