@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
+from gradsplit.compile_core.autograd.bound_graphs import changeable_values
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome
 
 
@@ -145,6 +146,19 @@ def changed_results(compile):
     return [attempt(changed, wanted) for changed in range(2) for wanted in range(2)]
 
 
+def changed_inputs(compile):
+    f = compile(lambda x, y, a, b: (x * a, y * b))
+
+    def attempt(changed, wanted):
+        x, y, factors = leaf(3), leaf(3), [torch.ones(3), torch.ones(3)]
+        results = f(x, y, *factors)
+        factors[changed].add_(1)
+        kind = outcome(results[wanted].sum().backward)
+        return x.grad, y.grad, kind and kind[0]
+
+    return [attempt(changed, wanted) for changed in range(2) for wanted in range(2)]
+
+
 class Seen:
     def __init__(self):
         self.calls = {}
@@ -187,6 +201,12 @@ def hooks_of_unread(compile):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("scenario", [changed_results, hooks, hooks_of_unread])
+@pytest.mark.parametrize("scenario", [changed_results, changed_inputs, hooks, hooks_of_unread])
 def test_what_is_seen_of_absent_gradients(scenario, backend):
     check_scenario(scenario, backend)
+
+
+@pytest.mark.parametrize("scenario", [changed_results, changed_inputs])
+def test_changes_where_torch_unpacks_everything_at_once(scenario, monkeypatch):
+    monkeypatch.setattr(changeable_values, "_UNPACKS_ONE", False)
+    check_scenario(scenario, BACKENDS[-1])

@@ -17,27 +17,34 @@ from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 
+# Torch 2.11 does not unpack a saved tensor by itself, with a look at its version.
+_UNPACKS_ONE = hasattr(torch._C._autograd.SavedTensor, "unpack")  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class ChangeableValues:
     """What is saved of a graph with several results.
 
     Attributes:
-        results: positions among what is saved of the graph's own outputs, whose change autograd notices only when a
-            node unpacks everything at once.
+        watched: positions among what is saved of the graph's own outputs, whose change autograd notices only when a
+            node unpacks everything at once; of all where it unpacks nothing else.
     """
 
     graph: PartitionedGraph
-    results: tuple[int, ...]
+    watched: tuple[int, ...]
 
     @staticmethod
     def of(graph: PartitionedGraph) -> ChangeableValues:
         results = graph_results(graph.forward)[: graph.num_outputs]
         names = {node.name for node in results if node is not None and not is_number(node)}
-        return ChangeableValues(graph, tuple(k for k, name in enumerate(graph.saved) if name in names))
+        numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
+        tensors = [name for name in graph.saved if name not in numbers]
+        return ChangeableValues(
+            graph, tuple(k for k, name in enumerate(tensors) if name in names or not _UNPACKS_ONE)
+        )
 
     def versions(self, saved: Sequence[Any]) -> list[int]:
-        return [_version(saved[k]) for k in self.results]
+        return [_version(saved[k]) for k in self.watched]
 
     def unpack(
         self, saved: Sequence[Any], versions: Sequence[int], absent: set[int]
@@ -49,17 +56,19 @@ class ChangeableValues:
         Args:
             absent: the tangents that do not arrive.
         """
-        if not all(hasattr(each, "unpack") for each in saved):
-            return None
         backward = self.graph.backward
         assert backward is not None
         inputs = [node.name for node in graph_inputs(backward)]
         tangents = inputs[len(self.graph.saved) :][: len(self.graph.signature.tangents)]
         matter = inputs_that_matter(backward.graph, tangents, absent)
-        version_of = dict(zip(self.results, versions, strict=True))
+        version_of = dict(zip(self.watched, versions, strict=True))
         found = []
         for k, (name, each) in enumerate(zip(self.graph.saved, saved, strict=False)):
             is_needed = name in matter
+            if each.unpack_hook is not None:
+                # No version is known of what a hook for saved tensors has packed.
+                found.append(each.unpack_hook(each.data))
+                continue
             tensor = each.unpack() if is_needed and k not in version_of else each.data
             if is_needed and k in version_of and _version(tensor) != version_of[k]:
                 return None
