@@ -7,7 +7,7 @@ import torch
 
 from gradsplit.compile_core.errors import Unsupported
 from tests.autograd.compare_with_eager import captured, check, compile_program
-from tests.autograd.scenarios import check_scenario, for_each
+from tests.autograd.scenarios import check_scenario, for_each, outcome
 
 BACKENDS = ["aot_eager", "triton"]
 
@@ -192,3 +192,51 @@ def test_views_of_inputs_whose_elements_share_memory(program, overlap):
         return results, [result.stride() for result in results], a.grad
 
     check_scenario(scenario, "aot_eager")
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1, 1)
+
+
+def _one_of_several(a):
+    return a.unbind()[-1]
+
+
+def _without_gradients(a):
+    with torch.no_grad():
+        view = a[:1]
+        view[0].mul_(2)
+    return view
+
+
+def _of_a_function(a):
+    return _Through.apply(a)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("view_of", [_one_of_several, _without_gradients, _of_a_function])
+def test_views_that_autograd_forbids_to_use(view_of, backend):
+    """Their bases were changed; a program may have them, and the error comes where it uses them."""
+
+    def program(a, is_used):
+        activation = a * 1
+        view, other = view_of(activation), view_of(a)
+        with torch.no_grad():
+            a.mul_(2)
+        activation.mul_(3)
+        print(end="")
+        return view.sin() + other if is_used else activation.sin()
+
+    def scenario(compile):
+        a, f = leaf(2, 3), compile(program)
+        failed = outcome(f, a, True)
+        f(a, False).sum().backward()
+        return failed, a.grad
+
+    check_scenario(scenario, backend, breaks=True)

@@ -101,6 +101,7 @@ def find_calling_convention(
                 )
             if tensor.grad_fn is not history:
                 rebound.append(position)
+        _check_views(outputs)
         required = [requires_grad for _, requires_grad, _ in before.values()]
         _check_leaves(outputs, list(tensors.values()), required, rebound)
         results, picks = _find_results(outputs, tensors)
@@ -113,6 +114,15 @@ def find_calling_convention(
             gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
         )
+
+
+def _check_views(outputs: Sequence[torch.Tensor]) -> None:
+    """Refuses views that autograd does not let a program use, since their base was changed: it may be without them."""
+    try:
+        for output in outputs:
+            _ = output.grad_fn
+    except RuntimeError as error:
+        raise Unsupported("stale-view", f"a result that autograd forbids to use: {error}") from error
 
 
 def _check_leaves(
