@@ -159,6 +159,18 @@ def changed_inputs(compile):
     return [attempt(changed, wanted) for changed in range(2) for wanted in range(2)]
 
 
+def inputs_that_are_no_longer_read(compile):
+    """Nothing of them is read, whatever has become of their sizes and indices."""
+    f = compile(lambda x, y, a, index: (x * a, y.gather(0, index), x.cos()))
+    x, y, a, index = leaf(3), leaf(5), torch.ones(3), torch.arange(3)
+    cosine = f(x, y, a, index)[2]
+    a.resize_(1)
+    a.untyped_storage().resize_(0)
+    index.fill_(1 << 50)
+    cosine.sum().backward()
+    return x.grad, y.grad
+
+
 class Seen:
     def __init__(self):
         self.calls = {}
@@ -201,12 +213,14 @@ def hooks_of_unread(compile):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("scenario", [changed_results, changed_inputs, hooks, hooks_of_unread])
+@pytest.mark.parametrize(
+    "scenario", [changed_results, changed_inputs, inputs_that_are_no_longer_read, hooks, hooks_of_unread]
+)
 def test_what_is_seen_of_absent_gradients(scenario, backend):
     check_scenario(scenario, backend)
 
 
-@pytest.mark.parametrize("scenario", [changed_results, changed_inputs])
+@pytest.mark.parametrize("scenario", [changed_results, changed_inputs, inputs_that_are_no_longer_read])
 def test_changes_where_torch_unpacks_everything_at_once(scenario, monkeypatch):
     monkeypatch.setattr(changeable_values, "_UNPACKS_ONE", False)
     check_scenario(scenario, BACKENDS[-1])

@@ -86,6 +86,30 @@ def statistics_of_a_norm(compile):
     return failed, x.grad, list(model.buffers())
 
 
+def constants_that_are_results(compile):
+    """The backward reads equal ones, and none for the size of something else."""
+
+    def program(x, index):
+        zeros = torch.zeros(3, 2)
+        return x.gather(0, index).sin(), zeros, zeros.t()
+
+    f, x, index = compile(program), leaf(3, 2), torch.tensor([[0, 1]])
+    result, *others = f(x, index)
+    for other in others:
+        other.add_(1)
+    return failure_of(result.sum()), x.grad
+
+
+def an_input_that_gives_its_size(compile):
+    def program(x, size):
+        return torch.ones(3, 2).scatter_add(0, torch.zeros_like(size, dtype=torch.int64), x)
+
+    f, x, size = compile(program), leaf(1, 2), torch.randn(1, 2)
+    result = f(x, size)
+    size.add_(1)
+    return failure_of(result.sum()), x.grad
+
+
 def detached_from_the_count(compile):
     f, x, w = compile(lambda x, w: x * w), leaf(3), torch.ones(3)
     y = f(x, w)
@@ -148,6 +172,8 @@ SCENARIOS = {
         by_the_next_call,
         a_result_that_nobody_needs,
         statistics_of_a_norm,
+        constants_that_are_results,
+        an_input_that_gives_its_size,
         detached_from_the_count,
         other_memory_for_parameters,
         storages_freed_and_made_again,

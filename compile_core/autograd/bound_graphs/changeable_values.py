@@ -16,6 +16,7 @@ from gradsplit.compile_core.ir.gradient_sources import inputs_that_matter
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Torch 2.11 does not unpack a saved tensor by itself, with a look at its version.
 _UNPACKS_ONE = hasattr(torch._C._autograd.SavedTensor, "unpack")  # type: ignore[attr-defined]
@@ -48,32 +49,46 @@ class ChangeableValues:
 
     def unpack(
         self, saved: Sequence[Any], versions: Sequence[int], absent: set[int]
-    ) -> list[torch.Tensor] | None:
-        """Torch's ``SavedTensor``s as tensors; those that matter to no gradient in whatever state they are.
+    ) -> list[torch.Tensor | None] | None:
+        """Torch's ``SavedTensor``s as tensors, and others of zeros for those that matter to no gradient: these may have
+        another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
 
-        ``None`` if one that matters has been changed.
+        Limit: what is of open sizes is as it is by now.
 
         Args:
             absent: the tangents that do not arrive.
         """
         backward = self.graph.backward
         assert backward is not None
-        inputs = [node.name for node in graph_inputs(backward)]
-        tangents = inputs[len(self.graph.saved) :][: len(self.graph.signature.tangents)]
-        matter = inputs_that_matter(backward.graph, tangents, absent)
+        inputs = graph_inputs(backward)
+        tangents = [node.name for node in inputs[len(self.graph.saved) :]]
+        matter = inputs_that_matter(backward.graph, tangents[: len(self.graph.signature.tangents)], absent)
         version_of = dict(zip(self.watched, versions, strict=True))
-        found = []
-        for k, (name, each) in enumerate(zip(self.graph.saved, saved, strict=False)):
-            is_needed = name in matter
-            if each.unpack_hook is not None:
-                # No version is known of what a hook for saved tensors has packed.
+        found: list[torch.Tensor | None] = []
+        for k, (node, each) in enumerate(zip(inputs, saved, strict=False)):
+            if each.data is None:
+                # A CUDA graph keeps it to itself.
+                found.append(None)
+            elif node.name not in matter:
+                fake = node.meta["val"]
+                found.append(each.data if TensorSpec.of(fake).is_open else _zeros_like(fake))
+            elif each.unpack_hook is not None:
+                # What a hook for saved tensors has packed is as it was.
                 found.append(each.unpack_hook(each.data))
-                continue
-            tensor = each.unpack() if is_needed and k not in version_of else each.data
-            if is_needed and k in version_of and _version(tensor) != version_of[k]:
+            elif k not in version_of:
+                found.append(each.unpack())
+            elif _version(each.data) != version_of[k]:
                 return None
-            found.append(tensor)
+            else:
+                found.append(each.data)
         return found
+
+
+def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
+    """One of the very strides, also where elements share memory."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
+    zeros = torch.zeros(max(reach, 0), dtype=fake.dtype, device=fake.device)
+    return zeros.as_strided(fake.shape, fake.stride())
 
 
 def _version(tensor: torch.Tensor | None) -> int:

@@ -171,7 +171,15 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
         # Only the backward wants it, so computing it there is no second time; but random
         # numbers keep their order.
         return is_random(node)
+    if not node.all_input_nodes and _is_returned(node):
+        # The program may change it; the backward makes a constant of its own.
+        return not is_recomputable(node)
     return not is_recomputable(node) or _materialised_in_backward(node, problem.only_backward, needed)
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a result of the graph lies in the value's memory."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _materialised_in_backward(node: Node, only_backward: Set[Node], needed: Set[Node]) -> bool:

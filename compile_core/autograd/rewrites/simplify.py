@@ -40,6 +40,7 @@ def simplify(module: GraphModule) -> GraphModule:
             graph.erase_node(node)
             continue
         _as_view(node)
+        _without_source(node)
         inverse = _undone(node)
         if inverse is not None:
             node.replace_all_uses_with(inverse)
@@ -90,6 +91,26 @@ def _as_view(node: Node) -> None:
     if all(x.is_contiguous() and x.numel() == window.numel() for x in (window, whole, put)):
         node.target, node.kwargs = aten.view.default, {}
         node.args = (source, list(node.meta["val"].shape))
+
+
+_FILLED_LIKE = {aten.full_like.default: None, aten.zeros_like.default: 0, aten.ones_like.default: 1}
+
+
+def _without_source(node: Node) -> None:
+    """A tensor filled like another reads nothing of it, which need not be kept for it."""
+    value = node.meta.get("val")
+    if node.target not in _FILLED_LIKE or not isinstance(value, torch.Tensor):
+        return
+    shape, fill = list(value.shape), _FILLED_LIKE[node.target]
+    if all(isinstance(size, int) for size in shape) and value.is_contiguous():
+        node.args = (shape, node.args[1] if fill is None else fill)
+        node.kwargs = {
+            "dtype": value.dtype,
+            "layout": value.layout,
+            "device": value.device,
+            "pin_memory": False,
+        }
+        node.target = aten.full.default
 
 
 # Operators and what undoes them, if given the same further arguments.
