@@ -23,11 +23,13 @@ usage: mpi-torchrun [options] script.py [script arguments]
        mpiexec -n 4 [...] mpi-torchrun [options] script.py [script arguments]
 
 Starts one process per MPI rank with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, ...). Without an MPI job around it, it starts mpiexec itself, on this machine.
+MASTER_ADDR, ...). Without an MPI job around it, it starts the processes itself on this machine, or on those of
+a hostfile through mpiexec.
 `python -m gradsplit.launch` is the same command.
 
   --nproc-per-node N|cpu|gpu|auto  processes on each node (default 1; under mpiexec: must match, if given)
   --nnodes N                       number of nodes (under mpiexec: must match; otherwise only 1)
+  --hostfile FILE                  start mpiexec on these machines, one a line
   --standalone                     the same as --nnodes 1
   --master-addr ADDRESS            where rank 0 listens (default: its host name; 127.0.0.1 on a single node)
   --master-port PORT               1 to 65535 (default: a port that is free on rank 0's node)
@@ -40,7 +42,7 @@ processes and it was unset. The exit code is that of the first rank that failed 
 it); 2 for a bad command line.
 """
 
-VALUE_OPTIONS = ("--nproc-per-node", "--nnodes", "--master-addr", "--master-port")
+VALUE_OPTIONS = ("--nproc-per-node", "--nnodes", "--hostfile", "--master-addr", "--master-port")
 FLAGS = ("--standalone", "--module", "--no-python", "--help")
 SHORT_FLAGS = {"-m": "--module", "-h": "--help"}
 
@@ -130,6 +132,7 @@ def parse_spec(options: dict[str, str], rest: Sequence[str]) -> LaunchSpec:
         nodes=_parse_nodes(options),
         master_address=address,
         master_port=_parse_port(options.get("--master-port")),
+        hostfile=options.get("--hostfile"),
     )
 
 

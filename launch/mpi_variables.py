@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 _PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_")
 _NAMES = frozenset({"MPI_LOCALRANKID", "MPI_LOCALNRANKS"})
@@ -21,6 +22,12 @@ def mpi_rank(environment: Mapping[str, str]) -> int | None:
 def mpi_size(environment: Mapping[str, str]) -> int | None:
     """Return how many ranks ``mpiexec`` started; None when unknown."""
     return _first_number(environment, SIZE_VARIABLES)
+
+
+def on_one_machine(environment: Mapping[str, str]) -> bool:
+    """Return whether ``mpiexec`` says that it started all ranks on this machine."""
+    size = mpi_size(environment)
+    return size is not None and size == _first_number(environment, LOCAL_SIZE_VARIABLES)
 
 
 def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:

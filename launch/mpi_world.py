@@ -14,11 +14,14 @@ from typing import Any
 
 from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.mpi_environment import find_running_library
-from gradsplit.launch.mpi_variables import mpi_size
+from gradsplit.launch.mpi_variables import mpi_size, on_one_machine
 
 
 class MpiWorld:
     """All ranks of the MPI job, seen from one. Create it with `join_world`."""
+
+    signal_grace_s = 0.15
+    """How long processes have to end when we are told to: Open MPI follows its SIGTERM with SIGKILL after 0.25 s."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -85,6 +88,9 @@ def join_world() -> MpiWorld:
         os.environ["MPI4PY_LIBMPI"] = str(library)
     # Supervisors hold no tensors; without this Open MPI looks for GPUs and may claim memory on them.
     os.environ.setdefault("OMPI_MCA_accelerator", "null")
+    if on_one_machine(os.environ):  # Through shared memory alone, so that none of them listens on a network.
+        os.environ.setdefault("OMPI_MCA_pml", "ob1")
+        os.environ.setdefault("OMPI_MCA_btl", "^tcp,ofi,uct,openib,usnic")
     try:
         # Imported here, not above: importing mpi4py.MPI loads the library, which must be chosen first, and
         # which the process that only starts mpiexec has no use for.

@@ -45,13 +45,13 @@ def choose_rendezvous(spec: LaunchSpec, first: RankPlacement) -> Rendezvous:
     default_address = "127.0.0.1" if first.node_count == 1 else first.hostname
     return Rendezvous(
         master_address=spec.master_address or default_address,
-        master_port=spec.master_port or find_free_port(),
+        master_port=spec.master_port or find_free_port("127.0.0.1" if first.node_count == 1 else ""),
         run_id=uuid.uuid4().hex,
     )
 
 
-def find_free_port() -> int:
-    """Return a TCP port that nobody on this machine uses now."""
+def find_free_port(interface: str) -> int:
+    """Return a TCP port that nobody uses now at an address of this machine; the empty one means all of them."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((interface, 0))
         return probe.getsockname()[1]

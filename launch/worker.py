@@ -1,58 +1,36 @@
-"""The supervisor: one MPI rank, which starts one process of the user's program and watches over it.
+"""The supervisor: starts processes of the user's program, and reports on how they ended.
 
-Supervisors spend the job asleep, looking up every few milliseconds. When a process fails, its supervisor
-announces that to the others; each ends its own process (SIGTERM, then SIGKILL after a grace period), and all
-meet at a barrier that no process of the user can keep them from. There they compare notes: the failure that
-came first is the job's. An abort of the MPI job would be shorter, but kills without a grace period, cannot
-tell the first failure from those that it caused in other ranks, and has ``mpiexec`` print a banner of its
-own.
+Under MPI each rank is a supervisor with one process; on one machine the launcher itself is the only one, with all.
 """
 
 import os
 import signal
 import socket
 import sys
-import time
 import traceback
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
-from types import FrameType
 
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
-from gradsplit.launch.held_process import HeldProcess
 from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank, without_mpi_variables
 from gradsplit.launch.mpi_world import MpiWorld, join_world
+from gradsplit.launch.orphan_guard import OrphanGuard
 from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.rank_placement import RankPlacement, check_placement, place_ranks
+from gradsplit.launch.rank_process import RankProcess
+from gradsplit.launch.received_signals import ReceivedSignals
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
+from gradsplit.launch.supervision import EndedBySignalError, Failure, Supervision
 
 SPEC_VARIABLE = "GRADSPLIT_LAUNCH_SPEC"
 """Carries the spec (JSON) from the launcher that started ``mpiexec`` to its ranks."""
 EXIT_CODE_FILE_VARIABLE = "GRADSPLIT_LAUNCH_EXIT_CODE_FILE"
 """Carries the path of the file in which rank 0 leaves the job's exit code for that launcher."""
-
-POLL_INTERVAL_S = 0.01
-FAILURE_GRACE_S = 5.0
-"""How long a healthy process has to end after SIGTERM when another rank has failed."""
-SIGNAL_GRACE_S = 0.15
-"""The same when we are told to end: Open MPI follows its SIGTERM with SIGKILL after 0.25 s."""
-
-
-@dataclass(frozen=True, order=True)
-class Failure:
-    """A process that did not exit with 0; ordered by when its supervisor saw that (its node's clock)."""
-
-    time_s: float
-    rank: int
-    status: int
-    """An exit code, or -N for signal N."""
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that tells of it, in the shells' convention: 128+N for signal N."""
-        return self.status if self.status >= 0 else 128 - self.status
 
 
 def main() -> int:
@@ -66,45 +44,67 @@ def main() -> int:
     except LaunchError as error:
         if rank == 0:
             print(f"launch: {error}", file=sys.stderr)
-            exit_code_file.write_text(str(USAGE_EXIT_CODE))
         let_rank_0_tell(rank)
-        return USAGE_EXIT_CODE
+        exit_code = USAGE_EXIT_CODE
     if rank == 0:
+        if not exit_code_file.parent.is_dir():  # On another machine than the launcher.
+            return exit_code
         exit_code_file.write_text(str(exit_code))
     return 0  # The file has said it; a non-zero code would have mpiexec add its own account.
 
 
 def run_rank(spec: LaunchSpec) -> int:
-    """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank.
+    """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank."""
+    return run_supervisor(spec, 1, join_world)
 
-    0, or the exit code of the process that failed first, which rank 0 reports in one line on standard error.
-    Raises `LaunchError`, on every rank, when the job cannot start; then no process has been started.
+
+def run_supervisor(spec: LaunchSpec, processes: int, join: Callable[[], MpiWorld | LoneWorld]) -> int:
+    """Run ``processes`` processes of the user's program here, and return the job's exit code, the same everywhere.
+
+    ``join``: returns the world of all supervisors. The code is 0, or that of the process that failed first, which
+    rank 0 reports in one line on standard error. Raises `LaunchError`, on every rank, when the job cannot start; then
+    no process has been started. It takes over the process's signal handlers.
     """
-    process = HeldProcess(spec.command())
-    _end_on_signals(process)
+    guard = OrphanGuard()
+    signals = ReceivedSignals()
+    world = None
     try:
-        world = join_world()
-    except LaunchError:
-        process.cancel()
-        raise
-    try:
-        placements = _place_and_check(spec, world)
-        placement = placements[world.rank]
-        chosen = astuple(choose_rendezvous(spec, placement)) if world.rank == 0 else None
+        world = join()
+        placements = _place_and_check(spec, world, processes)
+        own = placements[world.rank * processes :][:processes]
+        chosen = astuple(choose_rendezvous(spec, own[0])) if world.rank == 0 else None
         rendezvous = Rendezvous(*world.gather_everywhere(chosen)[0])
-        environment = process_environment(placement)
-        process.release(environment | placement.torchrun_variables() | rendezvous.torchrun_variables())
-        first = supervise(world, process)
+        signals.started = True
+        output = RankOutput()
+        running = {}
+        for placement in own:
+            variables = placement.torchrun_variables() | rendezvous.torchrun_variables()
+            environment = process_environment(placement) | variables
+            process = RankProcess(spec.command(), environment, *output.open_streams())
+            guard.add(process.group)
+            running[placement.rank] = process
+        output.start()
+        first = Supervision(world, running, guard, signals).run()
+        output.finish()
+    except EndedBySignalError as ended:
+        output.finish()
+        guard.close()
+        if world is not None and world.size > 1:
+            os._exit(ended.exit_code)
+        return ended.exit_code
     except LaunchError:
-        process.cancel()
-        world.close(announcements_pending=0)
+        guard.close()
+        if world is not None:
+            world.close(announcements_pending=0)
         raise
     except BaseException:
-        # A fault of ours: without this, the other ranks would wait for us for ever.
+        # A fault of ours: without this, the other ranks would wait for us for ever. The guard ends what has started.
         traceback.print_exc()
-        process.stop_now(SIGNAL_GRACE_S)
-        world.abort(1)
+        guard.close()
+        if world is not None:
+            world.abort(1)
         raise
+    guard.close()
     if first is None:
         return 0
     if world.rank == 0:
@@ -112,7 +112,7 @@ def run_rank(spec: LaunchSpec) -> int:
     return first.exit_code
 
 
-def _place_and_check(spec: LaunchSpec, world: MpiWorld) -> list[RankPlacement]:
+def _place_and_check(spec: LaunchSpec, world: MpiWorld | LoneWorld, processes: int) -> list[RankPlacement]:
     """Return all ranks' placements; raise `LaunchError` on all of them when any cannot do its part."""
     hostname = socket.gethostname()
     try:
@@ -124,7 +124,7 @@ def _place_and_check(spec: LaunchSpec, world: MpiWorld) -> list[RankPlacement]:
     for problem in problems:
         if problem is not None:
             raise LaunchError(problem)
-    placements = place_ranks(hostnames)
+    placements = place_ranks([hostname for hostname in hostnames for _ in range(processes)])
     check_placement(spec, placements)
     return placements
 
@@ -142,42 +142,6 @@ def process_environment(placement: RankPlacement) -> dict[str, str]:
     return environment
 
 
-def supervise(world: MpiWorld, process: HeldProcess) -> Failure | None:
-    """Wait until the processes of all ranks have ended, and leave MPI.
-
-    Return the first failure of any rank, the same on every rank; None when all exited with 0. Once there is a
-    failure, all other processes are ended.
-    """
-    own: Failure | None = None
-    announcements_received = 0
-    # Set once this process is being ended because of another rank's failure.
-    kill_time_s: float | None = None
-    while True:
-        if process.status is None:
-            status = process.poll()
-            if status:
-                process.send(signal.SIGKILL)  # To what it had started: nobody else ends that now.
-                if kill_time_s is None:
-                    own = Failure(time.time(), world.rank, status)
-                    world.announce()
-        if world.take_announcement():
-            announcements_received += 1
-            if process.status is None and kill_time_s is None:
-                process.send(signal.SIGTERM)
-                kill_time_s = time.monotonic() + FAILURE_GRACE_S
-        if process.status is not None:
-            if world.everyone_is_done():
-                break
-        elif kill_time_s is not None and time.monotonic() > kill_time_s:
-            process.send(signal.SIGKILL)
-        time.sleep(POLL_INTERVAL_S)
-    gathered = world.gather_everywhere(None if own is None else astuple(own))
-    failures = [Failure(*failure) for failure in gathered if failure is not None]
-    from_others = len(failures) - (own is not None)
-    world.close(announcements_pending=from_others - announcements_received)
-    return min(failures, default=None)
-
-
 def describe(failure: Failure, placement: RankPlacement) -> str:
     """Return one line on a failed rank: which, where, how it ended."""
     who = f"rank {placement.rank} of {placement.world_size}"
@@ -188,17 +152,3 @@ def describe(failure: Failure, placement: RankPlacement) -> str:
     name = signal.strsignal(number) or "unknown"
     hint = "; often the system's doing when memory runs out" if number == signal.SIGKILL else ""
     return f"{who} was killed by signal {number} ({name}{hint}); the other ranks were ended"
-
-
-def _end_on_signals(process: HeldProcess) -> None:
-    """When this supervisor is told to end, end its process and then itself, whatever it is doing."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        try:
-            process.stop_now(SIGNAL_GRACE_S)
-        finally:
-            # Somebody ends the whole MPI job; its orderly end is not ours to wait for.
-            os._exit(128 + number)
-
-    for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(ending, end)

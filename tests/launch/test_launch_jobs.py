@@ -1,5 +1,6 @@
-"""Real jobs of two ranks: `python -m gradsplit.launch` as a user runs it, and under a user's own mpiexec."""
+"""Real jobs: `python -m gradsplit.launch` as a user runs it, with a hostfile, and under a user's own mpiexec."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("mpi4py")
 
 from gradsplit.launch.errors import LaunchError
-from gradsplit.launch.mpi_environment import find_mpi
+from gradsplit.launch.mpi_environment import Flavour, find_mpi
 from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,22 +115,82 @@ def test_under_a_users_own_mpiexec(tmp_path):
         assert job.stderr.count("launch: ") == (0 if code == 0 else 1)
 
 
+def listening(processes: list[int]) -> list[str]:
+    """Addresses at which one of the processes listens, in the kernel's own spelling."""
+    opened = set()
+    for process in processes:
+        opened |= {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
+    found = []
+    for table in "tcp", "tcp6":
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in opened:
+                found.append(address)
+    return found
+
+
+def with_descendants(top: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # It has just ended.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [top]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
-def test_ranks_of_one_machine_listen_on_no_network(tmp_path):
-    """Their supervisors, the parents of the processes, talk through shared memory."""
-    script = """
-import os
-from pathlib import Path
-opened = {os.readlink(link) for link in Path(f"/proc/{os.getppid()}/fd").iterdir()}
-for table in "tcp", "tcp6":
-    for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-        _, address, _, state, *_, inode = line.split()[:10]
-        if state == "0A" and f"socket:[{inode}]" in opened:
-            print("listens:", address)
-print("looked")
-"""
-    job = launch("--nproc-per-node", "2", write(tmp_path, script), cwd=tmp_path)
-    assert (job.returncode, job.stdout.split()) == (0, ["looked"] * 2), job.stdout + job.stderr
+@pytest.mark.parametrize("start", ["alone", "mpiexec"])
+def test_a_job_on_one_machine_listens_on_no_network(tmp_path, start):
+    script = write(tmp_path, 'import time\nprint("started", flush=True)\ntime.sleep(60)\n')
+    command = [sys.executable, "-m", "gradsplit.launch", str(script)]
+    if start == "alone":
+        command[3:3] = ["--nproc-per-node", "2"]
+    else:  # A user's own: what it does itself is not ours to say, but its ranks use shared memory.
+        command = mpiexec_command(INSTALLATION, 2, command)
+    variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
+    with subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for _ in range(2):
+            assert job.stdout.readline() == "started\n"
+        processes = with_descendants(job.pid)
+        assert len(processes) >= 4
+        looked_at = processes if start == "alone" else processes[1:]
+        assert listening(looked_at) == []
+        job.terminate()
+    wait_until_gone(str(tmp_path))
+
+
+def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
+    script = "for i in range(300): print('a', 'b', 'c', 'd', i)"
+    job = launch("--nproc-per-node", "4", write(tmp_path, script), cwd=tmp_path)
+    assert sorted(job.stdout.splitlines()) == sorted(4 * [f"a b c d {i}" for i in range(300)])
+
+
+@pytest.mark.skipif(
+    INSTALLATION.flavour is not Flavour.OPEN_MPI, reason="needs its way to start on other machines"
+)
+def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
+    """Two machines imitated: Open MPI's way to them runs its command here, under another host name for Python."""
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nexport MACHINE="$1"; shift; exec sh -c "$*"\n')
+    agent.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(
+        'import os, socket\nsocket.gethostname = lambda: os.environ.get("MACHINE", "front")\n'
+    )
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# The machines.\n127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
+    variables = {"PRTE_MCA_plm_ssh_agent": str(agent), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    script = write(tmp_path, SHOW_ENVIRONMENT + 'sys.exit(7 if os.environ["RANK"] == "2" else 0)')
+    job = launch("--hostfile", hosts, "--nproc-per-node", "2", script, cwd=tmp_path, **variables)
+    assert job.returncode == 7
+    seen = [variables for variables, _ in ranks_shown(job.stdout)]
+    assert [variables["LOCAL_RANK"] for variables in seen] == ["0", "1", "0", "1"]
+    assert [variables["GROUP_RANK"] for variables in seen] == ["0", "0", "1", "1"]
+    assert {variables["MASTER_ADDR"] for variables in seen} == {"127.0.0.2"}
+    assert job.stderr.startswith("launch: rank 2 of 4 (local rank 0 on 127.0.0.3) exited with code 7")
 
 
 def test_what_ranks_tell_each_other_is_plain_data(tmp_path):

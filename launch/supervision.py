@@ -1,0 +1,131 @@
+"""Watching over this node's processes, and with the other supervisors over the whole job.
+
+Supervisors spend the job asleep, looking up every few milliseconds. When a process fails, its supervisor
+announces that to the others; each ends its own processes (SIGTERM, then SIGKILL after a grace period), and all
+meet at a barrier that no process of the user can keep them from. There they compare notes: the failure that
+came first is the job's. An abort of the MPI job would be shorter, but kills without a grace period, cannot
+tell the first failure from those that it caused in other ranks, and has ``mpiexec`` print a banner of its
+own.
+"""
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+
+from gradsplit.launch.lone_world import LoneWorld
+from gradsplit.launch.mpi_world import MpiWorld
+from gradsplit.launch.orphan_guard import OrphanGuard
+from gradsplit.launch.rank_process import RankProcess
+from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
+
+POLL_INTERVAL_S = 0.01
+FAILURE_GRACE_S = 5.0
+"""How long a healthy process has to end after SIGTERM when another rank has failed."""
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """A process that did not exit with 0; ordered by when its supervisor saw that (its node's clock)."""
+
+    time_s: float
+    rank: int
+    status: int
+    """An exit code, or -N for signal N."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that tells of it, in the shells' convention: 128+N for signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+
+class EndedBySignalError(Exception):
+    """Somebody sent this supervisor a signal that ends the job, and its processes have ended."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+class Supervision:
+    """One run of this supervisor's processes, by rank, all of them started."""
+
+    def __init__(
+        self,
+        world: MpiWorld | LoneWorld,
+        processes: Mapping[int, RankProcess],
+        guard: OrphanGuard,
+        signals: ReceivedSignals,
+    ) -> None:
+        self._world = world
+        self._running = dict(processes)
+        self._guard = guard
+        self._signals = signals
+        self._failures: list[Failure] = []
+        # Set once the processes are being ended, for whatever reason.
+        self._kill_time_s: float | None = None
+        self._ended_by: signal.Signals | None = None
+
+    def run(self) -> Failure | None:
+        """Wait until the processes of all ranks have ended, and leave MPI.
+
+        Return the first failure of any rank, the same on every rank; None when all exited with 0. Once there is a
+        failure, all other processes are ended. Raises `EndedBySignalError`, with MPI as it is: somebody ends the whole
+        job, and its orderly end is not ours to wait for.
+        """
+        announcements = 0
+        while True:
+            self._look_for_ends()
+            self._heed_signals()
+            if self._world.take_announcement():
+                announcements += 1
+                self._end_all(FAILURE_GRACE_S)
+            if not self._running:
+                if self._ended_by is not None:
+                    raise EndedBySignalError(self._ended_by)
+                if self._world.everyone_is_done():
+                    break
+            elif self._kill_time_s is not None and time.monotonic() > self._kill_time_s:
+                for process in self._running.values():
+                    process.send(signal.SIGKILL)
+            time.sleep(POLL_INTERVAL_S)
+        gathered = self._world.gather_everywhere([astuple(failure) for failure in self._failures])
+        announced = sum(map(bool, gathered)) - bool(self._failures)
+        self._world.close(announcements_pending=announced - announcements)
+        return min((Failure(*failure) for failures in gathered for failure in failures), default=None)
+
+    def _look_for_ends(self) -> None:
+        seen_s = time.time()
+        ending = self._kill_time_s is not None
+        for rank, process in list(self._running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del self._running[rank]
+            if status or ending:
+                process.send(signal.SIGKILL)  # To what it had started: nobody else ends that now.
+            self._guard.forget(process.group)
+            if status and not ending:
+                self._failures.append(Failure(seen_s, rank, status))
+        if self._failures and not ending:
+            self._world.announce()
+            self._end_all(FAILURE_GRACE_S)
+
+    def _heed_signals(self) -> None:
+        number = self._signals.take()
+        if number is None:
+            return
+        if number in PASSED_ON:
+            for process in self._running.values():
+                process.send_alone(number)
+        elif self._ended_by is None:
+            self._ended_by = number
+            self._end_all(self._world.signal_grace_s)
+        else:
+            self._kill_time_s = 0.0  # Told twice.
+
+    def _end_all(self, grace_s: float) -> None:
+        if self._kill_time_s is None:
+            self._kill_time_s = time.monotonic() + grace_s
+            for process in self._running.values():
+                process.send(signal.SIGTERM)
