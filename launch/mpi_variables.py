@@ -6,8 +6,10 @@ and Slurm's PMI plug-ins set ``PMI_RANK`` and ``PMI_SIZE``.
 
 from collections.abc import Mapping
 
+from gradsplit.launch.errors import LaunchError
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 _PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_")
@@ -28,6 +30,19 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
     """Return whether ``mpiexec`` says that it started all ranks on this machine."""
     size = mpi_size(environment)
     return size is not None and size == _first_number(environment, LOCAL_SIZE_VARIABLES)
+
+
+def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
+    """Raise `LaunchError` where ``srun`` started several processes without telling them of each other.
+
+    Each would be a job of its own, of the same program.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if mpi_rank(environment) is None and tasks != "1":
+        raise LaunchError(
+            f"srun started {tasks} tasks without MPI, which would be {tasks} jobs: use srun --mpi=pmix (srun "
+            "--mpi=list shows what there is), or mpirun in the batch script"
+        )
 
 
 def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ class MpiWorld:
         return [json.loads(received[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
     def announce(self) -> None:
-        """Send an empty message to every other rank, without waiting. At most once a rank."""
+        """Send an empty message to every other rank, without waiting. At most once a rank until all `settle`."""
         others = (other for other in range(self.size) if other != self.rank)
         self._sends = [self._ranks.Isend(b"", dest=other) for other in others]
 
@@ -62,14 +62,19 @@ class MpiWorld:
             self._barrier = self._ranks.Ibarrier()
         return self._barrier.Test()
 
-    def close(self, announcements_pending: int) -> None:
-        """Leave MPI in good order, once `everyone_is_done`.
+    def settle(self, announcements_pending: int) -> None:
+        """Be ready for the next announcement, once `everyone_is_done`.
 
         ``announcements_pending``: how many announcements to this rank `take_announcement` has not taken yet.
         """
         for _ in range(announcements_pending):
             self._receive()
         self._mpi.Request.Waitall(self._sends)
+        self._sends = []
+        self._barrier = None
+
+    def leave(self) -> None:
+        """Leave MPI in good order, as all ranks do."""
         self._mpi.Finalize()
 
     def abort(self, exit_code: int) -> None:

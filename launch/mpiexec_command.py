@@ -12,15 +12,19 @@ from gradsplit.launch.mpi_environment import Flavour, MpiInstallation
 
 
 def mpiexec_command(
-    installation: MpiInstallation, processes: int, program: Sequence[str], per_node: int | None = None
+    installation: MpiInstallation,
+    processes: int,
+    program: Sequence[str],
+    per_node: int | None = None,
+    bind_to: str = "none",
 ) -> list[str]:
     """Return the command that starts ``processes`` ranks of ``program``, ``per_node`` on each machine if given."""
     match installation.flavour:
         case Flavour.OPEN_MPI:
             nodes = "" if per_node is None else f"ppr:{per_node}:node"
-            options = ["--bind-to", "none", "--map-by", f"{nodes}:OVERSUBSCRIBE"]
+            options = ["--bind-to", bind_to, "--map-by", f"{nodes}:OVERSUBSCRIBE"]
         case Flavour.MPICH:
-            options = ["-bind-to", "none"]
+            options = ["-bind-to", bind_to]
         case Flavour.INTEL | Flavour.OTHER:  # Intel MPI binds by a variable; see mpiexec_variables.
             options = []
     if per_node is not None and installation.flavour is not Flavour.OPEN_MPI:
@@ -55,14 +59,11 @@ def hosts_in(hostfile: Path) -> list[str]:
     return hosts
 
 
-def hostfile_options(
-    installation: MpiInstallation, hostfile: str, environment: Mapping[str, str]
+def cluster_options(
+    installation: MpiInstallation, hostfile: str | None, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return the options that start ranks on the machines of ``hostfile``, all with ``environment``."""
-    if installation.flavour is not Flavour.OPEN_MPI:
-        return ["-f", hostfile]  # Hydra hands the environment on unasked.
-    return [
-        "--hostfile",
-        hostfile,
-        *(word for name in environment if name.isidentifier() for word in ("-x", name)),
-    ]
+    """Return the options that start ranks on the machines of ``hostfile``, if given, all with ``environment``."""
+    if installation.flavour is not Flavour.OPEN_MPI:  # Hydra hands the environment on unasked.
+        return [] if hostfile is None else ["-f", hostfile]
+    hosts = [] if hostfile is None else ["--hostfile", hostfile]
+    return [*hosts, *(word for name in environment if name.isidentifier() for word in ("-x", name))]

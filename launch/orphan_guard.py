@@ -33,8 +33,10 @@ class OrphanGuard:
 
     def close(self) -> None:
         """End the guard, which kills the groups that it was not told to forget."""
-        os.close(self._changes)
-        os.waitpid(self._pid, 0)
+        if self._pid:
+            os.close(self._changes)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
 
 
 def _watch(reader: int) -> None:

@@ -1,4 +1,4 @@
-"""What the processes write, on its way to the launcher's own output: by whole lines, so that ranks tear none.
+"""What the processes write, on its way to the launcher's own output, by whole lines so that none is torn, and to files.
 
 A process whose launcher writes to a terminal sees one too, of the same size, and draws its colours and progress bars.
 """
@@ -10,28 +10,65 @@ import selectors
 import termios
 import threading
 import tty
+from pathlib import Path
+from string import Template
 
+from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.launch_spec import LaunchSpec
+from gradsplit.launch.rank_placement import RankPlacement
+
+STREAMS = {1: "stdout.log", 2: "stderr.log"}
+"""The file of each stream."""
 _IDLE_S = 0.05
 """How long a line without an end is waited for: a progress bar has none."""
 _DRAIN_S = 1.0
 """How long what was written last may take to be read; what a process left in the background may still write."""
+_KEPT_BYTES = 1 << 15
+"""How much of each process's standard error is kept for the report of a failure."""
+
+
+def streams_of(text: str, local_rank: int) -> int:
+    """Return the streams that torchrun's ``--redirects`` or ``--tee`` names: a sum of 1 (output) and 2 (error)."""
+    try:
+        pairs = dict(pair.split(":") for pair in text.split(",")) if ":" in text else {str(local_rank): text}
+        streams = {int(rank): int(value) for rank, value in pairs.items()}
+    except ValueError:
+        streams = {local_rank: -1}
+    if not all(0 <= value <= 3 for value in streams.values()):
+        raise LaunchError(
+            f"--redirects, --tee: got {text!r}; allowed: 0, 1, 2, 3, or those of local ranks: 0:1,1:3"
+        )
+    return streams.get(local_rank, 0)
 
 
 class RankOutput:
     """The output of this node's processes in one run, on its way from `open_streams` to `finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
         self._selector = selectors.DefaultSelector()
         self._child_ends: list[int] = []
+        self._errors: dict[int, _Stream] = {}
         self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._shown_last: _Stream | None = None
 
-    def open_streams(self) -> tuple[int, int]:
-        """Return what a process shall have as standard output and error."""
-        return self._open(1), self._open(2)
+    def open_streams(self, placement: RankPlacement, folder: Path) -> tuple[int, int]:
+        """Return what a process shall have as standard output and error; files of them go to ``folder``."""
+        return self._open(1, placement, folder), self._open(2, placement, folder)
 
-    def _open(self, screen: int) -> int:
-        reader, writer = _terminal_like(screen) if os.isatty(screen) else os.pipe()
-        self._selector.register(reader, selectors.EVENT_READ, _Stream(screen))
+    def _open(self, number: int, placement: RankPlacement, folder: Path) -> int:
+        spec = self._spec
+        teed = bool(streams_of(spec.teed, placement.local_rank) & number)
+        redirected = bool(streams_of(spec.redirected, placement.local_rank) & number)
+        shown = teed or not redirected
+        shown &= spec.shown_local_ranks is None or placement.local_rank in spec.shown_local_ranks
+        shown &= spec.shown_ranks is None or placement.rank in spec.shown_ranks
+        file = folder / STREAMS[number] if teed or redirected or spec.log_folder is not None else None
+        stream = _Stream(number if shown else None, file, _prefix(spec, placement) if teed else b"")
+        if number == 2:
+            self._errors[placement.rank] = stream
+        reader, writer = _terminal_like(number) if os.isatty(number) else os.pipe()
+        self._selector.register(reader, selectors.EVENT_READ, stream)
         self._child_ends.append(writer)
         return writer
 
@@ -45,6 +82,22 @@ class RankOutput:
         """Return when everything that was written has been carried."""
         self._thread.join(_DRAIN_S)
 
+    def last_words(self, rank: int, *, alone: bool) -> str:
+        """Return what a rank wrote to standard error last: the traceback if there is one.
+
+        It is empty where it stands last on the screen anyway, which this supervisor knows if it is ``alone``.
+        """
+        stream = self._errors[rank]
+        return (
+            ""
+            if alone and stream is self._shown_last
+            else _last_traceback(stream.kept.decode(errors="replace"))
+        )
+
+    def log_of(self, rank: int) -> str:
+        """Return the file of a rank's standard error; the empty string without one."""
+        return str(self._errors[rank].file or "")
+
     def _carry(self) -> None:
         while self._selector.get_map():
             ready = self._selector.select(_IDLE_S)
@@ -53,37 +106,83 @@ class RankOutput:
                     piece = os.read(key.fd, 65536)
                 except OSError:  # How a terminal says that all its writers have gone.
                     piece = b""
-                key.data.add(piece)
+                if key.data.add(piece):
+                    self._shown_last = key.data
                 if not piece:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
             if not ready:
                 for key in self._selector.get_map().values():
-                    key.data.flush()
+                    key.data.show_unfinished()
 
 
 class _Stream:
-    """One stream of one process."""
+    """One stream of one process, and where it goes."""
 
-    def __init__(self, screen: int) -> None:
+    def __init__(self, screen: int | None, file: Path | None, prefix: bytes) -> None:
         self._screen = screen
+        self.file = file
+        self._log = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._prefix = prefix
         self._pending = b""
+        self.kept = b""
 
-    def add(self, piece: bytes) -> None:
-        """Take what has been read; nothing at the end."""
+    def add(self, piece: bytes) -> bool:
+        """Take what has been read, nothing at the end; return whether something was shown."""
+        self.kept = (self.kept + piece)[-_KEPT_BYTES:]
+        if self._log is not None:
+            _write_all(self._log, piece)
+            if not piece:
+                os.close(self._log)
         self._pending += piece
-        whole = max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1 if piece else None
-        self.flush(whole)
+        ends = b"\n" if self._prefix else b"\r\n"
+        whole = max(self._pending.rfind(ends[i : i + 1]) for i in range(len(ends))) + 1 if piece else None
+        return self._show(whole)
 
-    def flush(self, size: int | None = None) -> None:
+    def show_unfinished(self) -> None:
+        if not self._prefix:
+            self._show(None)
+
+    def _show(self, size: int | None) -> bool:
         show, self._pending = self._pending[:size], b"" if size is None else self._pending[size:]
-        while show:
-            try:
-                show = show[os.write(self._screen, show) :]
-            except BlockingIOError:  # Somebody else has set the terminal so.
-                select.select([], [self._screen], [])
-            except OSError:  # Nobody reads: the processes go on.
-                return
+        if self._screen is None or not show:
+            return False
+        if self._prefix:
+            show = b"".join(self._prefix + line for line in show.splitlines(keepends=True))
+        _write_all(self._screen, show)
+        return True
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:  # Somebody else has set the terminal so.
+            select.select([], [file], [])
+        except OSError:  # Nobody reads, or the disk is full: the processes go on.
+            return
+
+
+def _prefix(spec: LaunchSpec, placement: RankPlacement) -> bytes:
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    if template is None:
+        return f"[{placement.node_index}:{placement.rank}] ".encode()
+    names = {"role_name": spec.role, "rank": placement.rank, "local_rank": placement.local_rank}
+    return Template(template).safe_substitute(names).encode()
+
+
+def _last_traceback(text: str) -> str:
+    """Return the last traceback of ``text`` with those that led to it; without one the last lines."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    if not starts:
+        return "\n".join(lines[-20:])
+    start = starts.pop()
+    while starts and lines[start - 2].endswith(
+        ("another exception occurred:", "cause of the following exception:")
+    ):
+        start = starts.pop()
+    return "\n".join(lines[start:])
 
 
 def _terminal_like(screen: int) -> tuple[int, int]:

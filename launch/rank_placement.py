@@ -66,8 +66,9 @@ def place_ranks(hostnames: Sequence[str]) -> list[RankPlacement]:
 def check_placement(spec: LaunchSpec, placements: Sequence[RankPlacement]) -> None:
     """Raise `LaunchError` when the ranks that MPI started are not those that ``spec`` asks for."""
     node_count = placements[0].node_count
-    if spec.nodes is not None and spec.nodes != node_count:
-        raise LaunchError(f"--nnodes {spec.nodes}, but mpiexec placed its ranks on {node_count} node(s)")
+    if spec.nodes is not None and not spec.nodes[0] <= node_count <= spec.nodes[1]:
+        asked = ":".join(map(str, dict.fromkeys(spec.nodes)))
+        raise LaunchError(f"--nnodes {asked}, but mpiexec placed its ranks on {node_count} node(s)")
     for placement in placements:
         if spec.processes_per_node not in (None, placement.local_world_size):
             raise LaunchError(

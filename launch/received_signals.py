@@ -5,20 +5,19 @@ import signal
 from collections import deque
 from types import FrameType
 
-ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""End the job: the processes get SIGTERM, also for Ctrl-C, on which each would print where it was."""
 PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Handed on as they are; schedulers announce the end of an allocation so."""
+"""Handed on as they are, unless the user has them end the job; schedulers announce the end of an allocation so."""
 
 
 class ReceivedSignals:
-    """Takes over this process's signal handlers."""
+    """Takes over this process's signal handlers. ``ending``: the signals that end the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: frozenset[int]) -> None:
+        self.ending = ending
         self.started = False
         """Whether there are processes to end; until then an ending signal ends this process at once."""
         self._received: deque[signal.Signals] = deque()
-        for number in ENDING | PASSED_ON:
+        for number in ending | PASSED_ON:
             signal.signal(number, self._note)
 
     def take(self) -> signal.Signals | None:
@@ -26,6 +25,6 @@ class ReceivedSignals:
         return self._received.popleft() if self._received else None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.started and number in ENDING:
+        if not self.started and number in self.ending:
             os._exit(128 + number)
         self._received.append(signal.Signals(number))

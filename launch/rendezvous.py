@@ -20,6 +20,8 @@ class Rendezvous:
     master_address: str
     master_port: int
     run_id: str
+    log_name: str = ""
+    """The folder of this job's logs in that of all jobs."""
 
     def torchrun_variables(self) -> dict[str, str]:
         """Return torchrun's variables of the meeting place.
@@ -31,22 +33,22 @@ class Rendezvous:
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
         }
 
 
-def choose_rendezvous(spec: LaunchSpec, first: RankPlacement) -> Rendezvous:
-    """Return the meeting place; called by rank 0 alone, whose placement is ``first``.
+def choose_rendezvous(spec: LaunchSpec, first: RankPlacement, run_id: str | None = None) -> Rendezvous:
+    """Return the meeting place; called by rank 0 alone, whose placement is ``first``. A restart keeps its ``run_id``.
 
     What the user set in ``spec`` wins. Otherwise the address is rank 0's host name, by which MPI's nodes
     reach each other, or the loopback address on a single node, where a host name need not resolve.
     """
     default_address = "127.0.0.1" if first.node_count == 1 else first.hostname
+    unique = uuid.uuid4().hex
     return Rendezvous(
         master_address=spec.master_address or default_address,
         master_port=spec.master_port or find_free_port("127.0.0.1" if first.node_count == 1 else ""),
-        run_id=uuid.uuid4().hex,
+        run_id=run_id or spec.run_id or unique,
+        log_name=unique if spec.run_id is None else f"{spec.run_id}_{unique[:8]}",
     )
 
 

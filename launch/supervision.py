@@ -10,33 +10,20 @@ own.
 
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, replace
 
+from gradsplit.launch.failure import Failure
+from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_world import MpiWorld
 from gradsplit.launch.orphan_guard import OrphanGuard
+from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.rank_process import RankProcess
 from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
 
 POLL_INTERVAL_S = 0.01
 FAILURE_GRACE_S = 5.0
 """How long a healthy process has to end after SIGTERM when another rank has failed."""
-
-
-@dataclass(frozen=True, order=True)
-class Failure:
-    """A process that did not exit with 0; ordered by when its supervisor saw that (its node's clock)."""
-
-    time_s: float
-    rank: int
-    status: int
-    """An exit code, or -N for signal N."""
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that tells of it, in the shells' convention: 128+N for signal N."""
-        return self.status if self.status >= 0 else 128 - self.status
 
 
 class EndedBySignalError(Exception):
@@ -48,17 +35,14 @@ class EndedBySignalError(Exception):
 
 
 class Supervision:
-    """One run of this supervisor's processes, by rank, all of them started."""
+    """Watches this supervisor's processes, one group of them after the other."""
 
     def __init__(
-        self,
-        world: MpiWorld | LoneWorld,
-        processes: Mapping[int, RankProcess],
-        guard: OrphanGuard,
-        signals: ReceivedSignals,
+        self, spec: LaunchSpec, world: MpiWorld | LoneWorld, guard: OrphanGuard, signals: ReceivedSignals
     ) -> None:
+        self._spec = spec
         self._world = world
-        self._running = dict(processes)
+        self._running: dict[int, RankProcess] = {}
         self._guard = guard
         self._signals = signals
         self._failures: list[Failure] = []
@@ -66,21 +50,29 @@ class Supervision:
         self._kill_time_s: float | None = None
         self._ended_by: signal.Signals | None = None
 
-    def run(self) -> Failure | None:
-        """Wait until the processes of all ranks have ended, and leave MPI.
+    def take_over(self, rank: int, process: RankProcess) -> None:
+        """Watch over a process that has just been started."""
+        self._signals.started = True
+        self._guard.add(process.group)
+        self._running[rank] = process
+
+    def run(self, output: RankOutput) -> Failure | None:
+        """Wait until the processes of all ranks have ended.
 
         Return the first failure of any rank, the same on every rank; None when all exited with 0. Once there is a
         failure, all other processes are ended. Raises `EndedBySignalError`, with MPI as it is: somebody ends the whole
         job, and its orderly end is not ours to wait for.
         """
+        self._failures, self._kill_time_s = [], None
         announcements = 0
         while True:
             self._look_for_ends()
             self._heed_signals()
             if self._world.take_announcement():
                 announcements += 1
-                self._end_all(FAILURE_GRACE_S)
+                self._end_all(self._failure_grace_s())
             if not self._running:
+                output.finish()
                 if self._ended_by is not None:
                     raise EndedBySignalError(self._ended_by)
                 if self._world.everyone_is_done():
@@ -89,10 +81,22 @@ class Supervision:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
             time.sleep(POLL_INTERVAL_S)
-        gathered = self._world.gather_everywhere([astuple(failure) for failure in self._failures])
-        announced = sum(map(bool, gathered)) - bool(self._failures)
-        self._world.close(announcements_pending=announced - announcements)
+        alone = self._world.size == 1
+        told = [
+            replace(
+                failure,
+                last_words=output.last_words(failure.rank, alone=alone),
+                log=output.log_of(failure.rank),
+            )
+            for failure in self._failures
+        ]
+        gathered = self._world.gather_everywhere([astuple(failure) for failure in told])
+        announced = sum(map(bool, gathered)) - bool(told)
+        self._world.settle(announcements_pending=announced - announcements)
         return min((Failure(*failure) for failures in gathered for failure in failures), default=None)
+
+    def _failure_grace_s(self) -> float:
+        return FAILURE_GRACE_S if self._spec.shutdown_timeout_s is None else self._spec.shutdown_timeout_s
 
     def _look_for_ends(self) -> None:
         seen_s = time.time()
@@ -109,23 +113,26 @@ class Supervision:
                 self._failures.append(Failure(seen_s, rank, status))
         if self._failures and not ending:
             self._world.announce()
-            self._end_all(FAILURE_GRACE_S)
+            self._end_all(self._failure_grace_s())
 
     def _heed_signals(self) -> None:
         number = self._signals.take()
         if number is None:
             return
-        if number in PASSED_ON:
+        if number not in self._signals.ending:
             for process in self._running.values():
                 process.send_alone(number)
         elif self._ended_by is None:
             self._ended_by = number
-            self._end_all(self._world.signal_grace_s)
+            wait_s = self._spec.shutdown_timeout_s
+            # Python prints where it was on SIGINT, and the others are as good as SIGTERM.
+            end = number if number in PASSED_ON else signal.SIGTERM
+            self._end_all(self._world.signal_grace_s if wait_s is None else wait_s, end)
         else:
             self._kill_time_s = 0.0  # Told twice.
 
-    def _end_all(self, grace_s: float) -> None:
+    def _end_all(self, grace_s: float, end: signal.Signals = signal.SIGTERM) -> None:
         if self._kill_time_s is None:
             self._kill_time_s = time.monotonic() + grace_s
             for process in self._running.values():
-                process.send(signal.SIGTERM)
+                process.send(end) if end == signal.SIGTERM else process.send_alone(end)

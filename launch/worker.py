@@ -1,36 +1,45 @@
-"""The supervisor: starts processes of the user's program, and reports on how they ended.
+"""The supervisor: starts processes of the user's program, starts them again after a failure, and reports on it.
 
-Under MPI each rank is a supervisor with one process; on one machine the launcher itself is the only one, with all.
+Under MPI each rank is a supervisor with one process (or, where it is alone on its node and more are asked for, with
+several, as under torchrun); on one machine the launcher itself is the only one, with all.
 """
 
 import os
+import shlex
 import signal
 import socket
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
+from gradsplit.launch.failure import report
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
-from gradsplit.launch.mpi_variables import mpi_rank, without_mpi_variables
+from gradsplit.launch.mpi_variables import mpi_rank
 from gradsplit.launch.mpi_world import MpiWorld, join_world
 from gradsplit.launch.orphan_guard import OrphanGuard
 from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.rank_environment import (
+    EXIT_CODE_FILE_VARIABLE,
+    SPEC_VARIABLE,
+    inherited_environment,
+    prepare_ranks,
+    torchrun_variables,
+)
 from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.rank_placement import RankPlacement, check_placement, place_ranks
 from gradsplit.launch.rank_process import RankProcess
 from gradsplit.launch.received_signals import ReceivedSignals
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
-from gradsplit.launch.supervision import EndedBySignalError, Failure, Supervision
-
-SPEC_VARIABLE = "GRADSPLIT_LAUNCH_SPEC"
-"""Carries the spec (JSON) from the launcher that started ``mpiexec`` to its ranks."""
-EXIT_CODE_FILE_VARIABLE = "GRADSPLIT_LAUNCH_EXIT_CODE_FILE"
-"""Carries the path of the file in which rank 0 leaves the job's exit code for that launcher."""
+from gradsplit.launch.supervision import EndedBySignalError, Supervision
 
 
 def main() -> int:
@@ -55,100 +64,147 @@ def main() -> int:
 
 def run_rank(spec: LaunchSpec) -> int:
     """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank."""
-    return run_supervisor(spec, 1, join_world)
+    return run_supervisor(spec, None, join_world)
 
 
-def run_supervisor(spec: LaunchSpec, processes: int, join: Callable[[], MpiWorld | LoneWorld]) -> int:
-    """Run ``processes`` processes of the user's program here, and return the job's exit code, the same everywhere.
+def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], MpiWorld | LoneWorld]) -> int:
+    """Run the user's program here, and return the job's exit code, the same everywhere.
 
-    ``join``: returns the world of all supervisors. The code is 0, or that of the process that failed first, which
-    rank 0 reports in one line on standard error. Raises `LaunchError`, on every rank, when the job cannot start; then
-    no process has been started. It takes over the process's signal handlers.
+    ``processes``: how many; None leaves it to how many supervisors a node has. ``join``: returns the world of all
+    supervisors. The code is 0, or that of the process that failed first, on which rank 0 reports on standard error.
+    Raises `LaunchError`, on every rank, when the job cannot start; then no process has been started. It takes over the
+    process's signal handlers.
     """
     guard = OrphanGuard()
-    signals = ReceivedSignals()
+    signals = ReceivedSignals(frozenset(spec.ending_signals))
     world = None
     try:
         world = join()
         placements = _place_and_check(spec, world, processes)
-        own = placements[world.rank * processes :][:processes]
-        chosen = astuple(choose_rendezvous(spec, own[0])) if world.rank == 0 else None
-        rendezvous = Rendezvous(*world.gather_everywhere(chosen)[0])
-        signals.started = True
-        output = RankOutput()
-        running = {}
-        for placement in own:
-            variables = placement.torchrun_variables() | rendezvous.torchrun_variables()
-            environment = process_environment(placement) | variables
-            process = RankProcess(spec.command(), environment, *output.open_streams())
-            guard.add(process.group)
-            running[placement.rank] = process
-        output.start()
-        first = Supervision(world, running, guard, signals).run()
-        output.finish()
+        rendezvous = _meet(spec, world, placements)
+        if spec.dry_run:
+            if world.rank == 0:
+                show_plan(spec, placements, rendezvous)
+            world.leave()
+            return 0
+        with _job_folder(spec, rendezvous) as folder:
+            code = _run_attempts(
+                spec, world, placements, rendezvous, Supervision(spec, world, guard, signals), folder
+            )
+        world.leave()
+        return code
     except EndedBySignalError as ended:
-        output.finish()
-        guard.close()
         if world is not None and world.size > 1:
+            guard.close()
             os._exit(ended.exit_code)
         return ended.exit_code
     except LaunchError:
-        guard.close()
         if world is not None:
-            world.close(announcements_pending=0)
+            world.leave()
         raise
     except BaseException:
         # A fault of ours: without this, the other ranks would wait for us for ever. The guard ends what has started.
         traceback.print_exc()
-        guard.close()
-        if world is not None:
+        if world is not None and world.size > 1:
+            guard.close()
             world.abort(1)
         raise
-    guard.close()
-    if first is None:
-        return 0
-    if world.rank == 0:
-        print(f"launch: {describe(first, placements[first.rank])}", file=sys.stderr)
+    finally:
+        guard.close()
+
+
+def _run_attempts(
+    spec: LaunchSpec,
+    world: MpiWorld | LoneWorld,
+    placements: Sequence[RankPlacement],
+    rendezvous: Rendezvous,
+    supervision: Supervision,
+    folder: Path,
+) -> int:
+    processes = len(placements) // world.size
+    own = placements[world.rank * processes :][:processes]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    inherited = inherited_environment(os.environ, own[0].local_world_size)
+    for attempt in range(spec.max_restarts + 1):
+        if attempt:
+            rendezvous = _meet(spec, world, placements, rendezvous.run_id)
+        files = {placement: folder / f"attempt_{attempt}" / str(placement.rank) for placement in own}
+        _agree(world, partial(prepare_ranks, spec, files, devices))
+        output = RankOutput(spec)
+        for placement in own:
+            environment = {
+                **inherited,
+                **torchrun_variables(spec, placement, rendezvous, attempt, devices),
+                "TORCHELASTIC_ERROR_FILE": str(files[placement] / "error.json"),
+            }
+            process = RankProcess(
+                spec.command(), environment, *output.open_streams(placement, files[placement])
+            )
+            supervision.take_over(placement.rank, process)
+        output.start()
+        first = supervision.run(output)
+        if first is None:
+            return 0
+        if world.rank == 0:
+            report(first, placements[first.rank], attempt, spec.max_restarts)
     return first.exit_code
 
 
-def _place_and_check(spec: LaunchSpec, world: MpiWorld | LoneWorld, processes: int) -> list[RankPlacement]:
-    """Return all ranks' placements; raise `LaunchError` on all of them when any cannot do its part."""
-    hostname = socket.gethostname()
+def _meet(
+    spec: LaunchSpec,
+    world: MpiWorld | LoneWorld,
+    placements: Sequence[RankPlacement],
+    run_id: str | None = None,
+) -> Rendezvous:
+    chosen = astuple(choose_rendezvous(spec, placements[0], run_id)) if world.rank == 0 else None
+    return Rendezvous(*world.gather_everywhere(chosen)[0])
+
+
+@contextmanager
+def _job_folder(spec: LaunchSpec, rendezvous: Rendezvous) -> Iterator[Path]:
+    """A folder for this job's files; gone afterwards unless the user wants logs."""
+    if spec.log_folder is not None:
+        yield Path(spec.log_folder).absolute() / rendezvous.log_name
+    elif spec.redirected != "0" or spec.teed != "0":
+        yield Path(tempfile.mkdtemp(prefix="launch-logs-"))
+    else:
+        with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+            yield Path(folder)
+
+
+def _agree(world: MpiWorld | LoneWorld, check: Callable[[], object]) -> None:
+    """Do ``check`` on all supervisors; raise `LaunchError` on all of them when it does so on any."""
+    problem = None
     try:
-        check_entry(spec)  # On each node: a script may be missing on one of them.
-        problem = None
+        check()
     except LaunchError as error:
-        problem = f"on {hostname}: {error}"
-    hostnames, problems = zip(*world.gather_everywhere((hostname, problem)), strict=True)
-    for problem in problems:
-        if problem is not None:
-            raise LaunchError(problem)
+        problem = str(error)
+    for rank, told in enumerate(world.gather_everywhere(problem)):
+        if told is not None:
+            raise LaunchError(told if world.size == 1 else f"on the node of rank {rank}: {told}")
+
+
+def _place_and_check(
+    spec: LaunchSpec, world: MpiWorld | LoneWorld, processes: int | None
+) -> list[RankPlacement]:
+    """Return all ranks' placements; raise `LaunchError` on all of them when any cannot do its part."""
+    _agree(world, partial(check_entry, spec))  # On each node: a script may be missing on one of them.
+    hostnames = world.gather_everywhere(socket.gethostname())
+    if processes is None:
+        alone = max(Counter(hostnames).values()) == 1
+        processes = (spec.processes_per_node or 1) if alone else 1
     placements = place_ranks([hostname for hostname in hostnames for _ in range(processes)])
     check_placement(spec, placements)
+    if world.rank == 0 and spec.nodes is not None and spec.nodes[0] != spec.nodes[1]:
+        low, high = spec.nodes
+        print(f"launch: --nnodes {low}:{high}: {placements[0].node_count} for the whole job", file=sys.stderr)
     return placements
 
 
-def process_environment(placement: RankPlacement) -> dict[str, str]:
-    """Return this process's environment as the user's program shall see it, torchrun's variables aside."""
-    environment = without_mpi_variables(os.environ)
-    # The last would be left over from an outer torchrun, and be false here.
-    for name in (SPEC_VARIABLE, EXIT_CODE_FILE_VARIABLE, "TORCHELASTIC_USE_AGENT_STORE"):
-        environment.pop(name, None)
-    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if placement.local_world_size > 1:
-        # As torchrun does: N processes with a thread for every processor each would get in each other's way.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
-
-
-def describe(failure: Failure, placement: RankPlacement) -> str:
-    """Return one line on a failed rank: which, where, how it ended."""
-    who = f"rank {placement.rank} of {placement.world_size}"
-    who += f" (local rank {placement.local_rank} on {placement.hostname})"
-    if failure.status >= 0:
-        return f"{who} exited with code {failure.status}; the other ranks were ended"
-    number = -failure.status
-    name = signal.strsignal(number) or "unknown"
-    hint = "; often the system's doing when memory runs out" if number == signal.SIGKILL else ""
-    return f"{who} was killed by signal {number} ({name}{hint}); the other ranks were ended"
+def show_plan(spec: LaunchSpec, placements: Sequence[RankPlacement], rendezvous: Rendezvous) -> None:
+    """Print what would be started."""
+    for placement in placements:
+        print(f"rank {placement.rank} on {placement.hostname}:")
+        for name, value in torchrun_variables(spec, placement, rendezvous, 0, None).items():
+            print(f"  {name}={shlex.quote(value)}")
+    print(f"each: {shlex.join(spec.command())}")

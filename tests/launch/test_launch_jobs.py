@@ -81,7 +81,7 @@ def test_each_rank_sees_torchruns_variables(tmp_path):
             "GROUP_RANK": 0,
             "GROUP_WORLD_SIZE": 1,
         }
-        expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "ROLE_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "ROLE_WORLD_SIZE": 2}
         assert {name: seen[name] for name in expected} == {
             name: str(value) for name, value in expected.items()
         }
@@ -96,10 +96,16 @@ def test_under_a_users_own_mpiexec(tmp_path):
     script = write(tmp_path, SHOW_ENVIRONMENT)
     variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
     del variables["MPI4PY_LIBMPI"]  # The rank has to find it.
-    for options, code in (["--master-port", "23456"], 0), (["--nproc-per-node", "3"], 2):
+    port = ["--master-port", "23456"]
+    # The last as torchrun is used: one on each node, which starts several.
+    for ranks, options, code in (
+        (2, port, 0),
+        (2, ["--nproc-per-node", "3"], 2),
+        (1, ["--nproc-per-node=2", *port], 0),
+    ):
         program = [sys.executable, "-m", "gradsplit.launch", *options, str(script)]
         job = subprocess.run(
-            mpiexec_command(INSTALLATION, 2, program),
+            mpiexec_command(INSTALLATION, ranks, program),
             check=False,
             cwd=tmp_path,
             env=environment(**variables, OMP_NUM_THREADS="5"),
@@ -109,9 +115,9 @@ def test_under_a_users_own_mpiexec(tmp_path):
             timeout=30,
         )
         assert job.returncode == code, job.stderr
-        ranks = ranks_shown(job.stdout)
-        assert [seen["LOCAL_RANK"] for seen, _ in ranks] == (["0", "1"] if code == 0 else [])
-        assert all(seen["MASTER_PORT"] == "23456" and seen["OMP_NUM_THREADS"] == "5" for seen, _ in ranks)
+        shown = ranks_shown(job.stdout)
+        assert [seen["LOCAL_RANK"] for seen, _ in shown] == (["0", "1"] if code == 0 else [])
+        assert all(seen["MASTER_PORT"] == "23456" and seen["OMP_NUM_THREADS"] == "5" for seen, _ in shown)
         assert job.stderr.count("launch: ") == (0 if code == 0 else 1)
 
 
@@ -183,14 +189,24 @@ def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# The machines.\n127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
     variables = {"PRTE_MCA_plm_ssh_agent": str(agent), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    script = write(tmp_path, SHOW_ENVIRONMENT + 'sys.exit(7 if os.environ["RANK"] == "2" else 0)')
-    job = launch("--hostfile", hosts, "--nproc-per-node", "2", script, cwd=tmp_path, **variables)
+    script = """
+if os.environ["RANK"] == "2":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("broken")
+    sys.exit(7)
+"""
+    options = ["--hostfile", hosts, "--nproc-per-node", "2", "--max-restarts", "1"]
+    job = launch(*options, write(tmp_path, SHOW_ENVIRONMENT + script), cwd=tmp_path, **variables)
     assert job.returncode == 7
     seen = [variables for variables, _ in ranks_shown(job.stdout)]
-    assert [variables["LOCAL_RANK"] for variables in seen] == ["0", "1", "0", "1"]
-    assert [variables["GROUP_RANK"] for variables in seen] == ["0", "0", "1", "1"]
+    assert [variables["LOCAL_RANK"] for variables in seen] == list("00110011")
+    assert [variables["GROUP_RANK"] for variables in seen] == list("00001111")
     assert {variables["MASTER_ADDR"] for variables in seen} == {"127.0.0.2"}
-    assert job.stderr.startswith("launch: rank 2 of 4 (local rank 0 on 127.0.0.3) exited with code 7")
+    first, _, rest = job.stderr.partition("launch: rank 2 on 127.0.0.3 wrote last:\nTraceback")
+    assert first.count("ValueError: broken") == 1
+    *_, told, last = rest.splitlines()
+    assert told.startswith("launch: rank 2 of 4 (local rank 0 on 127.0.0.3) exited with code 1;")
+    assert told.endswith("; restart 1 of 1") and "exited with code 7;" in last
 
 
 def test_what_ranks_tell_each_other_is_plain_data(tmp_path):
@@ -211,7 +227,8 @@ else:
 assert not world.take_announcement()
 while not world.everyone_is_done():
     pass
-world.close(announcements_pending=0)
+world.settle(announcements_pending=0)
+world.leave()
 """
     variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
     job = subprocess.run(

@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from gradsplit.launch.cli import main, parse_spec, split_arguments
+from gradsplit.launch.cli import main, spec_of
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.failure import Failure, describe
 from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
 from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, without_mpi_variables
 from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from gradsplit.launch.options import parse_options
 from gradsplit.launch.rank_placement import check_placement, place_ranks
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
 from gradsplit.launch.terminal import terminal_variables
-from gradsplit.launch.worker import Failure, describe
 
 
 def parse(*arguments: str) -> LaunchSpec:
-    return parse_spec(*split_arguments(arguments))
+    return spec_of(parse_options(list(arguments)))
 
 
 @pytest.mark.parametrize("spelling", [("--nproc-per-node", "2"), ("--nproc_per_node=2",)])
@@ -42,7 +43,7 @@ def test_kinds_of_entry():
     assert parse("-m", "a.b", "x").command()[1:] == ["-u", "-m", "a.b", "x"]
     assert parse("--no_python", "echo", "x").command() == ["echo", "x"]
     assert parse("--nnodes", "1:1", "--", "-odd.py").entry == "-odd.py"
-    assert parse("--standalone", "t.py").nodes == 1
+    assert parse("--standalone", "t.py").nodes == (1, 1)
     assert parse("--nproc-per-node", "cpu", "t.py").processes_per_node == os.cpu_count()
 
 
@@ -51,19 +52,23 @@ def test_kinds_of_entry():
     [
         ((), "no script given"),
         (("-m",), "no module given"),
-        (("--nproc-per-node",), "--nproc-per-node needs a value"),
+        (("--nproc-per-node",), "--nproc-per-node/--nproc_per_node: expected one argument"),
         (("--nproc-per-node", "0", "t.py"), "'0'"),
         (("--nproc-per-node", "-1", "t.py"), "'-1'"),
         (("--nproc-per-node", "two", "t.py"), "allowed: a whole number from 1, cpu, gpu, auto"),
-        (("--nnodes", "1:2", "t.py"), "no elastic ranges"),
+        (("--nnodes", "2:1", "t.py"), "a whole number from 1, or a range"),
         (("--master-port", "65536", "t.py"), "1 to 65535"),
         (("--master-addr", "", "t.py"), "--master-addr is empty"),
         (
-            ("--max-restarts", "3", "t.py"),
-            "unknown option '--max-restarts'; allowed before the script: --nproc",
+            ("--max-restarts", "-3", "t.py"),
+            "--max-restarts '-3': allowed: a whole number from 0",
         ),
-        (("--nproc", "3", "t.py"), "unknown option '--nproc'"),
-        (("--standalone=1", "t.py"), "takes no value"),
+        (("--redirects", "0:1,4", "t.py"), "got '0:1,4'; allowed: 0, 1, 2, 3, or"),
+        (("--tee=4", "t.py"), "got '4'"),
+        (("--ranks-filter", "a", "t.py"), "allowed: ranks with commas"),
+        (("--signals-to-handle", "SIGTERM,SIGX", "t.py"), "there is no signal 'SIGX'"),
+        (("--nproc", "3", "t.py"), "unrecognized arguments: --nproc"),
+        (("--standalone=1", "t.py"), "ignored explicit argument '1'"),
         (("-m", "--no-python", "t"), "exclude each other"),
         (("--standalone", "--nnodes", "2", "t.py"), "--standalone means"),
     ],

@@ -1,0 +1,52 @@
+"""How a process failed, and the report of it, which comes last on the screen."""
+
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from gradsplit.launch.rank_placement import RankPlacement
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """A process that did not exit with 0; ordered by when its supervisor saw that (its node's clock)."""
+
+    time_s: float
+    rank: int
+    status: int
+    """An exit code, or -N for signal N."""
+    last_words: str = ""
+    """What it wrote to standard error last; empty where that stands last on the screen anyway."""
+    log: str = ""
+    """The file of its standard error, if there is one."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that tells of it, in the shells' convention: 128+N for signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+
+def report(failure: Failure, placement: RankPlacement, attempt: int, max_restarts: int) -> None:
+    """Tell on standard error of the failure that ended the group of processes."""
+    if failure.last_words:
+        print(f"launch: rank {failure.rank} on {placement.hostname} wrote last:", file=sys.stderr)
+        print(failure.last_words, file=sys.stderr)
+    again = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
+    print(f"launch: {describe(failure, placement)}{again}", file=sys.stderr, flush=True)
+
+
+def describe(failure: Failure, placement: RankPlacement) -> str:
+    """Return one line on a failed rank: which, where, how and when it ended, and where to read on."""
+    who = f"rank {placement.rank} of {placement.world_size}"
+    who += f" (local rank {placement.local_rank} on {placement.hostname})"
+    if failure.status >= 0:
+        how = f"exited with code {failure.status}"
+    else:
+        number = -failure.status
+        name = signal.strsignal(number) or "unknown"
+        hint = "; often the system's doing when memory runs out" if number == signal.SIGKILL else ""
+        how = f"was killed by signal {number} ({name}{hint})"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time_s))
+    log = f"; its standard error: {failure.log}" if failure.log else ""
+    return f"{who} {how}; the other ranks were ended ({when}{log})"

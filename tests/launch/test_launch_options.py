@@ -1,0 +1,247 @@
+"""Every option as a user gives it: torchrun's own meaning where it has one, and what ours do beyond."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = """
+import json, os, sys
+with open("seen" + os.environ["RANK"], "w") as file:
+    json.dump([dict(os.environ), sys.argv, sys.path[0], __name__], file)
+"""
+OURS = [sys.executable, "-m", "gradsplit.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def environment(**more: str) -> dict[str, str]:
+    unset = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
+    outer = {name: value for name, value in os.environ.items() if name not in unset}
+    return {**outer, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", **more}
+
+
+def run(folder: Path, script: str, *options: str, start: list[str] = OURS, **more: str):
+    (folder / "job.py").write_text(script)
+    return subprocess.run(
+        [*start, *options, "job.py"],
+        check=False,
+        cwd=folder,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+def seen_by_ranks(folder: Path) -> list[list]:
+    """What the probes of the last job have written, by rank."""
+    files = sorted(folder.glob("seen*"))
+    seen = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return seen
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_process_sees_what_it_sees_under_torchrun(tmp_path, processes):
+    options = ["--nproc-per-node", str(processes), "--max-restarts=2", "--role", "trainer"]
+    options += ["--signals_to_handle", "SIGTERM,SIGUSR2", "--standalone", "--monitor-interval", "0.1"]
+    assert run(tmp_path, PROBE, *options, start=TORCHRUN).returncode == 0
+    theirs = seen_by_ranks(tmp_path)
+    job = run(tmp_path, PROBE, *options)
+    ours = seen_by_ranks(tmp_path)
+    assert len(ours) == processes and job.returncode == 0
+    assert (
+        job.stderr == "launch: without effect here: --monitor-interval (processes are watched every 10 ms)\n"
+    )
+    for rank, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert their[0].pop("TORCHELASTIC_USE_AGENT_STORE") == "True"  # Ours has none, and claims none.
+        assert our[1:] == their[1:] and our[0].keys() == their[0].keys()
+        differ = {name for name in our[0] if our[0][name] != their[0][name]} - {"OMP_NUM_THREADS"}
+        assert differ == {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        assert (our[0]["MASTER_ADDR"], their[0]["MASTER_ADDR"]) == ("127.0.0.1", "localhost")
+        assert our[0]["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
+        if processes > 1:
+            assert int(our[0]["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def test_options_from_variables(tmp_path):
+    run(tmp_path, PROBE, PET_NPROC_PER_NODE="2", PET_ROLE="a", PET_STANDALONE="1", PET_RDZV_ID="mine")
+    seen = [probe[0] for probe in seen_by_ranks(tmp_path)]
+    assert [(v["ROLE_NAME"], v["WORLD_SIZE"], v["TORCHELASTIC_RUN_ID"]) for v in seen] == 2 * [
+        ("a", "2", "mine")
+    ]
+    job = run(tmp_path, PROBE, "--role=b", "--nnodes", "1:4", PET_ROLE="a")
+    assert seen_by_ranks(tmp_path)[0][0]["ROLE_NAME"] == "b"
+    assert job.stderr == "launch: --nnodes 1:4: 1 for the whole job\n"
+
+
+def test_each_process_sees_one_gpu(tmp_path):
+    run(tmp_path, PROBE, "--virtual-local-rank", "--nproc-per-node=2", CUDA_VISIBLE_DEVICES="3, 5")
+    seen = [(probe[0]["LOCAL_RANK"], probe[0]["CUDA_VISIBLE_DEVICES"]) for probe in seen_by_ranks(tmp_path)]
+    assert seen == [("0", "3"), ("0", "5")]
+    job = run(tmp_path, PROBE, "--virtual-local-rank", "--nproc-per-node=2", CUDA_VISIBLE_DEVICES="3")
+    assert (
+        job.returncode == 2
+        and seen_by_ranks(tmp_path) == []
+        and "has no device in CUDA_VISIBLE_DEVICES=3" in job.stderr
+    )
+
+
+def test_tasks_of_srun_without_mpi_are_refused(tmp_path):
+    job = run(tmp_path, PROBE, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
+    assert job.returncode == 2 and seen_by_ranks(tmp_path) == []
+    assert job.stderr.startswith("launch: srun started 4 tasks without MPI")
+
+
+def test_a_dry_run_starts_nothing(tmp_path):
+    job = run(tmp_path, 'open("ran", "w")', "--nproc-per-node=2", "--dry-run", "--master-port", "1234")
+    assert job.returncode == 0 and not (tmp_path / "ran").exists()
+    assert job.stdout.count("  MASTER_PORT=1234\n") == 2 and "  LOCAL_RANK=1\n" in job.stdout
+    assert job.stdout.endswith("-u job.py\n")
+
+
+SPEAKS = (
+    "import os, sys\nprint('out', os.environ['RANK'])\nprint('error', os.environ['RANK'], file=sys.stderr)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "told", "files"),
+    [
+        ((), "out 0|out 1", "error 0|error 1", 0),
+        (("--log-dir", "logs"), "out 0|out 1", "error 0|error 1", 4),
+        (("--log-dir", "logs", "-r", "3"), "", "", 4),
+        (("--log-dir", "logs", "-t", "0:3,1:1"), "[0:0] out 0|[0:1] out 1", "[0:0] error 0|error 1", 4),
+        (("--log-dir", "logs", "-r", "0:1", "--ranks-filter=0"), "", "error 0", 4),
+        (("--local-ranks-filter", "1"), "out 1", "error 1", 0),
+    ],
+)
+def test_output_goes_to_files_and_to_the_screen(tmp_path, options, shown, told, files):
+    job = run(tmp_path, SPEAKS, "--nproc-per-node=2", *options)
+    assert job.returncode == 0
+    assert sorted(job.stdout.splitlines()) == shown.split("|") * bool(shown)
+    assert sorted(job.stderr.splitlines()) == told.split("|") * bool(told)
+    logs = sorted((tmp_path / "logs").glob("*/attempt_0/[01]/*.log"))
+    assert [f"{log.parent.name} {log.name} {log.read_text()}" for log in logs] == [
+        f"{rank} std{'out' if word == 'out' else 'err'}.log {word} {rank}\n"
+        for rank in range(2)
+        for word in ("error", "out")
+    ][:files]
+
+
+def test_the_first_failure_comes_last(tmp_path):
+    script = """
+import os, signal, sys, time
+def complain(*_):
+    sys.exit("I was ended")
+signal.signal(signal.SIGTERM, complain)
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    try:
+        {}["gone"]
+    except KeyError:
+        raise ValueError("broken")
+while True:
+    time.sleep(60)
+"""
+    job = run(tmp_path, script, "--nproc-per-node=2", "--log-dir", "logs")
+    assert job.returncode == 1
+    first, last = job.stderr.rsplit("wrote last:\n", 1)
+    assert "I was ended\n" in first
+    assert last.startswith("Traceback") and last.count("Traceback") == 2 and "KeyError: 'gone'" in last
+    *_, error, line = last.splitlines()
+    assert error == "ValueError: broken"
+    file = next((tmp_path / "logs").glob("*/attempt_0/1/stderr.log"))
+    assert re.fullmatch(
+        r"launch: rank 1 of 2 \(local rank 1 on .*\) exited with code 1; .*: " + f"{file}\\)", line
+    )
+    assert "ValueError: broken" in file.read_text()
+
+
+def test_a_process_that_does_not_heed_sigterm_is_killed(tmp_path):
+    script = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGSEGV)
+while True:
+    time.sleep(60)
+"""
+    started = time.monotonic()
+    job = run(tmp_path, script, "--nproc-per-node=3", "--shutdown-timeout", "1")
+    assert time.monotonic() - started < 10
+    assert (job.returncode, job.stdout) == (128 + signal.SIGSEGV, 2 * "heard\n")
+    assert "rank 1 of 3" in job.stderr and job.stderr.count("\n") == 1
+
+
+FAILS_TWICE = """
+import os, sys
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(attempt, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RUN_ID"])
+if os.environ["RANK"] == "1" and int(attempt) < 2:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code", "told"), [(0, 3, 1), (1, 3, 2), (5, 0, 2)])
+def test_the_group_is_started_again(tmp_path, restarts, code, told):
+    job = run(tmp_path, FAILS_TWICE, "--nproc-per-node=2", f"--max-restarts={restarts}")
+    assert (
+        job.returncode == code and job.stderr.count("launch: rank 1 of 2") == job.stderr.count("\n") == told
+    )
+    assert job.stderr.count("; restart") == min(restarts, 2)
+    attempts = [line.split() for line in job.stdout.splitlines()]
+    assert {words[0] for words in attempts} == set("012"[: min(restarts, 2) + 1])
+    assert len({words[2] for words in attempts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "said", "code"),
+    [
+        ((), [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], ["SIGUSR1", "SIGUSR2", "SIGTERM"], 143),
+        (("--signals-to-handle", "SIGTERM,SIGUSR1"), [signal.SIGUSR1], ["SIGUSR1"], 128 + signal.SIGUSR1),
+    ],
+)
+def test_signals_reach_the_processes(tmp_path, options, sent, said, code):
+    """And one that ends the job leaves time to write a checkpoint."""
+    (tmp_path / "job.py").write_text("""
+import signal, time
+def heed(number, frame):
+    name = signal.Signals(number).name
+    if number == signal.SIGTERM or END:
+        time.sleep(0.5)
+    print(name, flush=True)
+    if number == signal.SIGTERM or END:
+        raise SystemExit(0)
+import os
+END = "USR1" in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+for number in signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM:
+    signal.signal(number, heed)
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+""")
+    command = [*OURS, "--nproc-per-node=2", *options, "job.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        for number, name in zip(sent, said, strict=True):
+            job.send_signal(number)
+            assert [job.stdout.readline() for _ in range(2)] == [f"{name}\n"] * 2
+        assert job.wait(10) == code
+        assert job.stderr.read() == ""
