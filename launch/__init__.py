@@ -22,7 +22,7 @@ child because
   supervisor is alive, knows the exact exit status, and tells the other ranks, so nobody waits for a dead
   rank;
 - the training process has no MPI library, progress threads or fork handlers beside gloo, NCCL and data loader
-  workers (`rank_process`);
+  workers (`process_keeper`);
 - ``sys.exit``, ``__main__``, ``sys.path`` and signal handling are those of ``python train.py``.
 
 The price: a script that itself wants ``MPI.COMM_WORLD`` has to be started by ``mpiexec`` directly, and each

@@ -10,15 +10,15 @@ own.
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 
 from gradsplit.launch.failure import Failure
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_world import MpiWorld
-from gradsplit.launch.orphan_guard import OrphanGuard
+from gradsplit.launch.process_keeper import ProcessKeeper, RankProcess
 from gradsplit.launch.rank_output import RankOutput
-from gradsplit.launch.rank_process import RankProcess
 from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
 
 POLL_INTERVAL_S = 0.01
@@ -38,23 +38,24 @@ class Supervision:
     """Watches this supervisor's processes, one group of them after the other."""
 
     def __init__(
-        self, spec: LaunchSpec, world: MpiWorld | LoneWorld, guard: OrphanGuard, signals: ReceivedSignals
+        self, spec: LaunchSpec, world: MpiWorld | LoneWorld, keeper: ProcessKeeper, signals: ReceivedSignals
     ) -> None:
         self._spec = spec
         self._world = world
         self._running: dict[int, RankProcess] = {}
-        self._guard = guard
+        self._keeper = keeper
         self._signals = signals
         self._failures: list[Failure] = []
         # Set once the processes are being ended, for whatever reason.
         self._kill_time_s: float | None = None
         self._ended_by: signal.Signals | None = None
 
-    def take_over(self, rank: int, process: RankProcess) -> None:
-        """Watch over a process that has just been started."""
+    def start(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], output: int, errors: int
+    ) -> None:
+        """Start a rank's process, which writes to the files ``output`` and ``errors``, and watch over it."""
         self._signals.started = True
-        self._guard.add(process.group)
-        self._running[rank] = process
+        self._running[rank] = self._keeper.start(command, environment, output, errors)
 
     def run(self, output: RankOutput) -> Failure | None:
         """Wait until the processes of all ranks have ended.
@@ -99,16 +100,16 @@ class Supervision:
         return FAILURE_GRACE_S if self._spec.shutdown_timeout_s is None else self._spec.shutdown_timeout_s
 
     def _look_for_ends(self) -> None:
+        self._keeper.look()
         seen_s = time.time()
         ending = self._kill_time_s is not None
         for rank, process in list(self._running.items()):
-            status = process.poll()
+            status = process.status
             if status is None:
                 continue
             del self._running[rank]
             if status or ending:
                 process.send(signal.SIGKILL)  # To what it had started: nobody else ends that now.
-            self._guard.forget(process.group)
             if status and not ending:
                 self._failures.append(Failure(seen_s, rank, status))
         if self._failures and not ending:

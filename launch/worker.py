@@ -25,8 +25,8 @@ from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank
 from gradsplit.launch.mpi_world import MpiWorld, join_world
-from gradsplit.launch.orphan_guard import OrphanGuard
 from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.process_keeper import ProcessKeeper
 from gradsplit.launch.rank_environment import (
     EXIT_CODE_FILE_VARIABLE,
     SPEC_VARIABLE,
@@ -36,7 +36,6 @@ from gradsplit.launch.rank_environment import (
 )
 from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.rank_placement import RankPlacement, check_placement, place_ranks
-from gradsplit.launch.rank_process import RankProcess
 from gradsplit.launch.received_signals import ReceivedSignals
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
 from gradsplit.launch.supervision import EndedBySignalError, Supervision
@@ -75,7 +74,7 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
     Raises `LaunchError`, on every rank, when the job cannot start; then no process has been started. It takes over the
     process's signal handlers.
     """
-    guard = OrphanGuard()
+    keeper = ProcessKeeper()
     signals = ReceivedSignals(frozenset(spec.ending_signals))
     world = None
     try:
@@ -89,13 +88,13 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
             return 0
         with _job_folder(spec, rendezvous) as folder:
             code = _run_attempts(
-                spec, world, placements, rendezvous, Supervision(spec, world, guard, signals), folder
+                spec, world, placements, rendezvous, Supervision(spec, world, keeper, signals), folder
             )
         world.leave()
         return code
     except EndedBySignalError as ended:
         if world is not None and world.size > 1:
-            guard.close()
+            keeper.close()
             os._exit(ended.exit_code)
         return ended.exit_code
     except LaunchError:
@@ -103,14 +102,14 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
             world.leave()
         raise
     except BaseException:
-        # A fault of ours: without this, the other ranks would wait for us for ever. The guard ends what has started.
+        # A fault of ours: without this, the other ranks would wait for us for ever. The keeper ends what it started.
         traceback.print_exc()
         if world is not None and world.size > 1:
-            guard.close()
+            keeper.close()
             world.abort(1)
         raise
     finally:
-        guard.close()
+        keeper.close()
 
 
 def _run_attempts(
@@ -137,10 +136,8 @@ def _run_attempts(
                 **torchrun_variables(spec, placement, rendezvous, attempt, devices),
                 "TORCHELASTIC_ERROR_FILE": str(files[placement] / "error.json"),
             }
-            process = RankProcess(
-                spec.command(), environment, *output.open_streams(placement, files[placement])
-            )
-            supervision.take_over(placement.rank, process)
+            streams = output.open_streams(placement, files[placement])
+            supervision.start(placement.rank, spec.command(), environment, *streams)
         output.start()
         first = supervision.run(output)
         if first is None:

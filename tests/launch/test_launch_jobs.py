@@ -16,6 +16,7 @@ pytest.importorskip("mpi4py")
 from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.mpi_environment import Flavour, find_mpi
 from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
+from tests.launch.random_failures import run_one
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTLY_S = 15
@@ -332,6 +333,12 @@ def test_ending_the_launcher_ends_everything(tmp_path, ending):
         assert job.wait(PROMPTLY_S) == (130 if ending == signal.SIGINT else -signal.SIGKILL)
         assert job.stderr.read() == ""
     wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("kind", ["keeper killed", "launcher killed"])
+def test_what_loses_its_launcher_ends(kind):
+    assert run_one(0, kind) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""Jobs that somebody disturbs at a random moment of their start or run, as a program: it takes half a second a job.
+
+``python -m tests.launch.random_failures COUNT [SEED]`` ends with 1 when a job hung, left a process behind or blamed the
+wrong rank. A rank is killed, exits, or stops while another is killed; or the launcher is told to end, or is killed.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RANKS = 3
+MOST_S = 20
+KINDS = [
+    "exit",
+    "killed",
+    "stopped",
+    "launcher told",
+    "launcher interrupted",
+    "launcher killed",
+    "keeper killed",
+]
+SCRIPT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+mark = Path(sys.argv[1], "rank" + os.environ["RANK"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+mark.with_suffix(".new").write_text(str(os.getpid()))
+mark.with_suffix(".new").rename(mark)
+time.sleep(60)
+"""
+
+
+def left_behind(marker: str) -> list[str]:
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in command.read_text() and command.parent.name != str(os.getpid()):
+                found.append(command.read_text().replace("\0", " "))
+        except (OSError, UnicodeDecodeError):
+            pass  # It has just ended.
+    return found
+
+
+def disturb(
+    kind: str, job: subprocess.Popen[str], folder: Path, random_: random.Random
+) -> tuple[set[int], str]:
+    """Do what is wrong with the job; return the exit codes that are right then, and what the last line must say."""
+    if kind.startswith("launcher"):
+        time.sleep(random_.uniform(0, 0.6))
+        number = {"told": signal.SIGTERM, "interrupted": signal.SIGINT, "killed": signal.SIGKILL}[
+            kind.split()[1]
+        ]
+        job.send_signal(number)
+        # Before it has said what it does with a signal, Python or the kernel ends it.
+        return {-number, 128 + number, 1} if number != signal.SIGKILL else {-number}, ""
+    if kind == "keeper killed":
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        while not (folder / "rank0").exists():
+            time.sleep(0.001)
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        return {1}, "ChildProcessError: the launcher's own process"
+    ranks = random_.sample(range(RANKS), 2)
+    for rank in ranks[: 1 + (kind == "stopped")]:
+        while not (folder / f"rank{rank}").exists():
+            time.sleep(0.001)
+    time.sleep(random_.uniform(0, 0.2))
+    first, second = (
+        int((folder / f"rank{rank}").read_text()) if kind == "stopped" or rank == ranks[0] else 0
+        for rank in ranks
+    )
+    if kind == "exit":
+        os.kill(first, signal.SIGUSR1)
+        return {7}, f"rank {ranks[0]} of {RANKS} "
+    if kind == "stopped":
+        os.kill(second, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    return {128 + signal.SIGKILL}, f"rank {ranks[0]} of {RANKS} "
+
+
+def run_one(seed: int, kind: str | None = None) -> str | None:
+    """Return what went wrong in one job; None when nothing did."""
+    random_ = random.Random(seed)
+    kind = kind or random_.choice(KINDS)
+    with tempfile.TemporaryDirectory(prefix="random-failures-") as name:
+        script = Path(name, "job.py")
+        script.write_text(SCRIPT)
+        options = [f"--nproc-per-node={RANKS}", "--shutdown-timeout=2"]
+        command = [sys.executable, "-m", "gradsplit.launch", *options, str(script), name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+            codes, said = disturb(kind, job, Path(name), random_)
+            try:
+                _, errors = job.communicate(timeout=MOST_S)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                return f"{kind}: hung"
+        until = time.monotonic() + 3
+        while (left := left_behind(name)) and time.monotonic() < until:
+            time.sleep(0.01)
+        if left:
+            return f"{kind}: left behind {left}"
+        if job.returncode not in codes:
+            return f"{kind}: exit code {job.returncode}\n{errors}"
+        if said and said not in errors.splitlines()[-1]:
+            return f"{kind}: {errors}"
+    return None
+
+
+def main() -> int:
+    count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    wrong = 0
+    for seed in range(first, first + count):
+        problem = run_one(seed)
+        if problem is not None:
+            wrong += 1
+            print(f"seed {seed}: {problem}", flush=True)
+    print(f"{count} jobs, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
