@@ -42,10 +42,10 @@ from gradsplit.compile_core.capture import (
     explain_failure,
     must_run_plain,
     normal_tensors,
+    plain_call,
     resume_function,
     run_only,
     run_to_end,
-    run_with_cells,
 )
 from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
 from gradsplit.compile_core.capture.directives import disabled_frame
@@ -150,9 +150,7 @@ class CompiledCode:
         self._cells_argument = target.cells_argument
         self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._is_continuation = parent is not None
-        self._continuations: dict[types.CodeType, CompiledCode] = (
-            {} if parent is None else parent._continuations
-        )
+        self._continuations: dict[Any, CompiledCode] = {} if parent is None else parent._continuations
         # Held, since a break calls them.
         self._callees: dict[CompiledCode, None] = {} if parent is None else parent._callees
         self._plain_frames = PlainFrames(self.compiled_form)
@@ -163,8 +161,11 @@ class CompiledCode:
         self._runs_plain = False
         self._recurs = False
         self._wrongly_expected = 0
-        plain = call_object if target.is_module_call else target.function
-        self._call_plain = plain_function(target, plain)
+        if parent is None:
+            called = call_object if target.is_module_call else target.function
+            self._call_plain: Callable[..., Any] = plain_function(target, called)
+        else:
+            self._call_plain = plain_call(target.function, target.cells_argument)
         self.call = dispatch_function(target, self._table, self._call_plain, self._miss)
         _living.add(self)
 
@@ -374,16 +375,14 @@ class CompiledCode:
 
     def _continuation(self, point: ResumePoint) -> Callable[..., Any]:
         """The compiled resume function of a point, shared by all captures that stop there in the same way."""
-        found = self._continuations.get(point.code)
+        found = self._continuations.get(point.rest)
         if found is None:
             function = resume_function(point, self._target)
             if len(self._continuations) >= _MOST_CONTINUATIONS:
-                logger.warning(
-                    "%s has more graph breaks than are compiled; the rest is plain Python", self.name
-                )
-                return run_with_cells(function) if point.cells_argument else function
+                logger.warning("%s has more graph breaks than are compiled; the rest is plain", self.name)
+                return plain_call(function, point.cells_argument)
             target = Target(function, NO_OWNER, False, point.cells_argument)
-            found = self._continuations[point.code] = CompiledCode(
+            found = self._continuations[point.rest] = CompiledCode(
                 self.programs, target, function.__qualname__, self
             )
         return found.call

@@ -118,12 +118,13 @@ def test_stages_take_as_many_lines_as_the_program_is_long(
     assert max(grown.values()) <= _MOST_GROWTH, grown
 
 
-def test_capture_takes_as_many_lines_as_the_program_is_long() -> None:
+@pytest.mark.parametrize(("kind", "size"), [("layers with norm", 40), ("breaks in a block", 400)])
+def test_capture_takes_as_many_lines_as_the_program_is_long(kind: str, size: int) -> None:
     def lines(size: int) -> int:
-        program = PROGRAMS["layers with norm"](size)
+        program = PROGRAMS[kind](size)
         compiled = gradsplit.compile(program.function, backend="eager")
         return lines_run(lambda: compiled(*program.arguments))
 
-    lines(8)
-    small, large = lines(40), lines(80)
+    lines(size // 5)
+    small, large = lines(size), lines(2 * size)
     assert large <= _MOST_GROWTH * small

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture.code_objects.resume import origin_of
+from gradsplit.compile_core.capture.code_objects.resume import rest_of
 from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
 from gradsplit.compile_core.capture.graph.output_graph import InputRecord
-from gradsplit.compile_core.capture.graph_breaks import BreakWriter
+from gradsplit.compile_core.capture.graph_breaks import BreakWriter, enter
 from gradsplit.compile_core.capture.guards.guards import compile_check
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
@@ -184,7 +184,7 @@ def _attempt(
     """Capture until the end or until a step of the outermost frame; also the step at which it failed, if it
     did."""
     state = Capture(call.original_of, call.is_compiled_apart, call.history)
-    state.is_continuation = origin_of(call.function.__code__).shift > 0
+    state.is_continuation = rest_of(call.function.__code__) is not None
     state.guards.add([], "{c0}() == {c1}", [global_state, global_state()], "the modes of torch are the same")
     state.default_device, state.autocast_at_start = default_device(), autocast_state()
     state.attention_at_start = attention_kernels()
@@ -268,7 +268,10 @@ def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
         inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     ):
         raise Unsupported("generator", f"{function.__qualname__} is a generator or coroutine")
-    return Frame(state, value, lazy)
+    frame, rest = Frame(state, value, lazy), rest_of(function.__code__)
+    if rest is not None:
+        enter(frame, rest)
+    return frame
 
 
 def _finish(

@@ -1,9 +1,9 @@
 """Graph breaks: how a runner ends where the capture met an instruction that has no rule, and goes on behind it.
 
 The runner rebuilds the stack and the local variables and calls *break code*, which runs the one instruction as
-plain Python, under the exception handlers that cover it. From there every way on leads to resume code, which is
-captured in turn. It is not called by the runner, or a loop with a break would nest a call per round, but handed
-to the call that the user made, as a ``Continuation``.
+plain Python. From there every way on leads to the rest of the frame, which is captured in turn, or runs as plain Python
+where the instruction raised what a handler of the frame's is for. The rest is not called by the runner, or a loop with
+a break would nest a call per round, but handed to the call that the user made, as a ``Continuation``.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from gradsplit.compile_core.capture.code_objects.instructions import decode
 from gradsplit.compile_core.capture.code_objects.resume import (
     FIRST_ARGUMENT,
     HANDLED,
     LAST_INSTRUCTION,
     NULL_PLACE,
     VALUE,
-    Exit,
     Place,
+    Rest,
     can_break_at,
     can_resume,
+    in_order,
     make_break_code,
     make_resume_code,
-    origin_of,
+    rest_of,
     sees_its_frame,
-    split_locals,
+    stub_of,
     uses_super,
 )
 from gradsplit.compile_core.capture.directives import is_disabled, is_disabled_recursively
@@ -55,12 +57,35 @@ class Continuation:
         self.function = function
         self.arguments = arguments
 
+    def take_arguments(self) -> tuple[Any, ...]:
+        """The arguments, of which it keeps none: an exception among them would hold what it went through."""
+        arguments, self.arguments = self.arguments, ()
+        return arguments
+
 
 def run_to_end(result: Any) -> Any:
     """Follow the continuations of a call until it returns."""
     while type(result) is Continuation:
-        result = result.function(*result.arguments)
+        result = result.function(*result.take_arguments())
     return result
+
+
+def enter(frame: Frame, rest: Rest) -> None:
+    """Put the frame of a stub where its rest begins."""
+    state = frame.state
+    frame.code, frame.index, frame.current = decode(rest.code), rest.index, rest.index
+    state.frames.append(frame)
+    try:
+        for place, name in zip(rest.places, rest.stack_parameters, strict=True):
+            if name is None:
+                frame.push(NULL if place.kind == NULL_PLACE.kind else LastInstruction(place.instruction))
+                continue
+            value = state.realize(frame.locals.pop(name))
+            if place.kind == HANDLED.kind:
+                frame.handled.append(value)
+            frame.push(HANDLED_BEFORE if place.kind == HANDLED.kind else value)
+    finally:
+        state.frames.pop()
 
 
 class BreakWriter:
@@ -70,11 +95,9 @@ class BreakWriter:
         self.state = state
         self.frame = frame
         self.writer = writer
-        origin = origin_of(frame.code.code)
-        self.code = origin.code
-        self.shift = origin.shift
+        self.code = frame.code.code
         # The resume functions of a function with cells of its own get all cells as an argument.
-        self.passes_cells = cells_argument or bool(frame.code.code.co_cellvars)
+        self.passes_cells = cells_argument or bool(self.code.co_cellvars)
         self.points: list[ResumePoint] = []
         self.lines: list[str] = []
 
@@ -82,7 +105,7 @@ class BreakWriter:
         """Raise Unsupported where a break cannot be taken at this instruction."""
         frame, state = self.frame, self.state
         instruction = frame.code.instructions[frame.index]
-        if frame.index < self.shift or not can_break_at(instruction):
+        if not can_break_at(instruction):
             raise state.unsupported("break-at-instruction", f"a graph break at {instruction.name}")
         if sees_its_frame(self.code):
             raise state.unsupported("break-in-seen-frame", "a graph break in a function that reads its frame")
@@ -103,7 +126,7 @@ class BreakWriter:
             if value is NULL:
                 places.append(NULL_PLACE)
             elif isinstance(value, LastInstruction):
-                places.append(Place(LAST_INSTRUCTION.kind, value.index - self.shift))
+                places.append(Place(LAST_INSTRUCTION.kind, value.index))
             else:
                 places.append(HANDLED if value is HANDLED_BEFORE else VALUE)
                 shown.append(self.writer.emit(next(handled) if value is HANDLED_BEFORE else value))
@@ -130,9 +153,7 @@ class BreakWriter:
     def build(self) -> None:
         """Note the lines that come after the effects."""
         places, shown, local_texts, cells = self.emit()
-        index = self.frame.index - self.shift
-        names = tuple(local_texts)
-        broken = make_break_code(self.code, index, places, names)
+        broken = make_break_code(Rest(self.code, self.frame.index, places, tuple(local_texts)))
         callee = self._callee_place()
         if callee is not None:
             at = sum(place.kind in (VALUE.kind, HANDLED.kind) for place in places[:callee])
@@ -148,20 +169,28 @@ class BreakWriter:
             closure = function.__closure__
             real = types.FunctionType(broken.code, function.__globals__, function.__name__, None, closure)
             made = self.writer.constant(real)
-        exits = [self._exit(way_out, names) for way_out in broken.exits]
-        leading, others = split_locals(self.code, names)
-        passed = [local_texts[name] for name in leading], [local_texts[name] for name in others]
-        arguments = ", ".join([*passed[0], *exits, *shown, *passed[1]])
+        exits = [self._exit(rest) for rest in broken.exits[: len(broken.exits) - broken.has_handler]]
+        if broken.has_handler:
+            exits.append(self._handler(broken.exits[-1]))
+        arguments = ", ".join(in_order(self.code, list(local_texts.values()), [*exits, *shown]))
         self.lines.append(f"return run_to_end({made}({arguments}))")
 
-    def _exit(self, way_out: Exit, local_names: tuple[str, ...]) -> str:
-        code = make_resume_code(self.code, way_out.index, way_out.places, local_names)
+    def _exit(self, rest: Rest) -> str:
         name = f"resume_{len(self.points)}"
-        self.points.append(ResumePoint(name, code, self.passes_cells))
-        bound = f"{name}, cells" if self.passes_cells else name
-        make = f"{self.writer.constant(functools.partial)}({self.writer.constant(Continuation)}, {bound})"
-        self.lines.append(f"exit_{name} = {make}")
-        return f"exit_{name}"
+        self.points.append(ResumePoint(name, rest, self.passes_cells))
+        return self._bound(self.writer.constant(Continuation), name)
+
+    def _handler(self, rest: Rest) -> str:
+        original = self.frame.function.real
+        assert original is not None
+        function = resume_function(ResumePoint("", rest, self.passes_cells), original)
+        return self._bound(self.writer.constant(plain_rest(function, self.passes_cells)))
+
+    def _bound(self, function: str, *arguments: str) -> str:
+        name = f"exit_{len(self.lines)}"
+        bound = ", ".join([function, *arguments, *["cells"] * self.passes_cells])
+        self.lines.append(f"{name} = {self.writer.constant(functools.partial)}({bound})")
+        return name
 
     def _callee_place(self) -> int | None:
         """The place of what the instruction calls, where that may have a compiled form."""
@@ -190,24 +219,41 @@ def may_be_compiled(callee: Value) -> bool:
     return isinstance(callee, (InstanceValue, PartialValue))
 
 
-def run_with_cells(function: types.FunctionType) -> Callable[..., Any]:
-    """A function that takes the cells of ``function`` before its arguments."""
+def plain_rest(function: types.FunctionType, cells_argument: bool) -> Callable[..., Continuation]:
+    """Takes the arguments of a resume function, and gives what runs it as plain Python. The code for that is made at
+    the first call.
 
-    def run(cells: tuple[types.CellType, ...], *arguments: Any) -> Any:
-        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-        return made(*arguments)
+    With ``cells_argument`` the cells of the function come before its arguments.
+    """
 
-    return run
+    @functools.cache
+    def code() -> types.CodeType:
+        rest = rest_of(function.__code__)
+        assert rest is not None
+        return make_resume_code(rest)
+
+    def proceed(*arguments: Any) -> Continuation:
+        cells = arguments[0] if cells_argument else function.__closure__
+        made = types.FunctionType(code(), function.__globals__, function.__name__, None, cells)
+        return Continuation(made, *arguments[cells_argument:])
+
+    return proceed
+
+
+def plain_call(function: types.FunctionType, cells_argument: bool) -> Callable[..., Any]:
+    """What calls a resume function as plain Python."""
+    rest = plain_rest(function, cells_argument)
+    return lambda *arguments: run_to_end(rest(*arguments))
 
 
 def resume_function(point: ResumePoint, original: types.FunctionType) -> types.FunctionType:
-    """The resume function of a point, with the globals and cells of the original function.
+    """What stands for the rest of a point, with the globals and cells of the original function.
 
     Where the cells come as an argument, those of the function itself are empty and only fill the places.
     """
-    closure = original.__closure__
+    code, closure = stub_of(point.rest), original.__closure__
     if point.cells_argument:
-        closure = tuple(types.CellType() for _ in point.code.co_freevars)
-    made = types.FunctionType(point.code, original.__globals__, point.code.co_name, None, closure)
+        closure = tuple(types.CellType() for _ in code.co_freevars)
+    made = types.FunctionType(code, original.__globals__, code.co_name, None, closure)
     made.__module__ = original.__module__
     return made

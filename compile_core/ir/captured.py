@@ -3,8 +3,7 @@ holds."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,8 +111,7 @@ class RunnerCode:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The rest of a frame behind a graph break: ``code`` takes the stack values and locals that are passed to
-    it.
+    """The rest of a frame behind a graph break, which stack values and locals are passed to.
 
     With ``cells_argument`` the tuple of its closure cells comes before them. The runner hands it on under
     ``name``. Who runs the runner provides that, ``compiled_form(callable)`` for what the frame calls at the
@@ -121,7 +119,7 @@ class ResumePoint:
     """
 
     name: str
-    code: types.CodeType
+    rest: Hashable
     cells_argument: bool
 
 

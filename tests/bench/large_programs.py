@@ -248,15 +248,21 @@ def products(size: int) -> LargeProgram:
     return LargeProgram(function, (x, weight), [weight])
 
 
-def breaks(size: int) -> LargeProgram:
-    """Straight-line code in which a graph ends after each 50 operations."""
-    lines = ["def function(x):"]
+def breaks(size: int, *, inside: bool = False, variables: bool = False) -> LargeProgram:
+    """Straight-line code in which a graph ends after each 50 operations; inside a block, or with a variable for each
+    line, too."""
+    lines, indent = ["def function(x):"], "    "
+    if inside:
+        lines.append("    with torch.enable_grad():")
+        indent *= 2
+    name = "x"
     for index in range(size // 4):
         if index % 12 == 11:
-            lines.append("    end_graph()")
-        lines.append("    x = (x.sin() * 1.01 + 0.1).tanh()")
-    names: dict[str, Any] = {"end_graph": end_graph}
-    exec("\n".join([*lines, "    return x"]), names)
+            lines.append(f"{indent}end_graph()")
+        before, name = name, f"x{index}" if variables else name
+        lines.append(f"{indent}{name} = ({before}.sin() * 1.01 + 0.1).tanh()")
+    names: dict[str, Any] = {"end_graph": end_graph, "torch": torch}
+    exec("\n".join([*lines, f"    return {name}"]), names)
     x = torch.randn(64, requires_grad=True)
     return LargeProgram(names["function"], (x,), [x])
 
@@ -298,5 +304,7 @@ PROGRAMS: dict[str, Callable[[int], LargeProgram]] = {
     "diamond": diamond,
     "products": products,
     "breaks": breaks,
+    "breaks in a block": lambda size: breaks(size, inside=True),
+    "breaks with variables": lambda size: breaks(size, variables=True),
     "constants": constants,
 }

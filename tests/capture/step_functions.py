@@ -55,10 +55,7 @@ class Stepper:
         while True:
             if self.broken == resume_after and self.may_resume():
                 return self.call(resume.make_resume_code, [])
-            name = self.decoded.instructions[self.index].name
-            if resume.can_break_at(self.decoded.instructions[self.index]) and not (
-                name == "RAISE_VARARGS" and self.decoded.handler_at(self.index)
-            ):
+            if resume.can_break_at(self.decoded.instructions[self.index]):
                 outcome = self.break_here()
                 if outcome is not None:
                     return outcome[0]
@@ -72,7 +69,7 @@ class Stepper:
     def call(self, make, exits):
         names = tuple(self.locals)
         places = tuple(self.places)
-        made = make(self.code, self.index, places, names)
+        made = make(resume.Rest(self.code, self.index, places, names))
         code = made.code if isinstance(made, resume.BreakCode) else made
         ways = [lambda *values, at=at: (Left, at, values) for at in range(len(getattr(made, "exits", ())))]
         cells = tuple(self.cells[name] for name in (*self.code.co_cellvars, *self.code.co_freevars))
@@ -130,8 +127,8 @@ class Stepper:
             self.push(self.locals.pop(value, NULL), resume.NULL_PLACE if unset else resume.VALUE)
         elif name.startswith("JUMP"):
             self.index = instruction.target
-        elif name in ("RAISE_VARARGS", "RERAISE"):
-            self.unwind(instruction)
+        elif name == "RERAISE":
+            self.unwind()
         elif name == "PUSH_EXC_INFO":
             error = self.pop()
             self.push(error, resume.HANDLED)
@@ -142,19 +139,8 @@ class Stepper:
         elif name not in ("RESUME", "NOP", "MAKE_CELL", "COPY_FREE_VARS", "KW_NAMES", "PRECALL", "END_FOR"):
             raise AssertionError(f"no step for {name}")
 
-    def unwind(self, instruction):
-        if instruction.name == "RERAISE" or instruction.arg == 1:
-            error = self.pop()
-        else:
-            assert instruction.arg == 0
-            error = [value for value, place in zip(self.stack, self.places) if place == resume.HANDLED][-1]
-        error = error() if isinstance(error, type) else error
-        if instruction.name == "RAISE_VARARGS" and instruction.arg:
-            place = types.TracebackType(None, sys._getframe(), 0, instruction.line)
-            error = error.with_traceback(place)
-            error.__context__ = next(
-                (v for v, p in zip(reversed(self.stack), reversed(self.places)) if p == resume.HANDLED), None
-            )
+    def unwind(self):
+        error = self.pop()
         handler = self.decoded.handler_at(self.index - 1)
         if handler is None:
             raise error

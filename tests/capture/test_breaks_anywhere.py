@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import traceback
+import weakref
 
 import pytest
 import torch
 
+from gradsplit.compile_core.capture.code_objects.instructions import decode
+from gradsplit.compile_core.capture.code_objects.resume import can_resume
 from gradsplit.compile_core.compiled_function import CompiledFunction
 from tests.capture.test_language import assert_same
 
@@ -662,6 +666,74 @@ def test_traceback_has_the_users_lines():
         assert [entry.line for entry in places][1:] == ['y = int("word") + y']
         assert [entry.name for entry in places][1:] == ["fails"]
         assert torch.is_grad_enabled()
+
+
+def raises_in_block(x):
+    with Manager("one"):
+        y = x + 1
+        note(y.shape)
+        refuse(y)
+    return y
+
+
+def raises_in_handler(x):
+    try:
+        y = x + 1
+        refuse(y)
+    except KeyError as error:
+        note("handled")
+        raise ValueError(error.args) from error
+    return y
+
+
+@torch.compiler.disable
+def refuse(x):
+    raise KeyError(x.shape)
+
+
+@pytest.mark.parametrize("function", [raises_in_block, raises_in_handler])
+def test_what_is_raised_at_a_break(function):
+    """Its traceback has each line of the user's once, and it keeps nothing alive."""
+    found = []
+    for called in (function, CompiledFunction(function, lambda graph, inputs: graph.module)):
+        gc.collect()
+        gc.disable()
+        try:
+            x = torch.ones(2)
+            with pytest.raises((KeyError, ValueError)) as caught:
+                called(x)
+            errors = [caught.value, caught.value.__context__]
+            entries = [traceback.extract_tb(error and error.__traceback__) for error in errors]
+            found.append([[e.line for e in lines if e.filename == __file__] for lines in entries])
+            gone = weakref.ref(x)
+            del caught, errors, x
+            assert gone() is None
+        finally:
+            gc.enable()
+    assert found[0] == found[1]
+
+
+def test_the_rest_is_not_assembled_but_to_run_as_plain_python(monkeypatch):
+    def fails(rest):
+        raise AssertionError(rest)
+
+    monkeypatch.setattr("gradsplit.compile_core.capture.graph_breaks.make_resume_code", fails)
+    for function in (in_class_manager, loop_over_dict):
+        compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
+        expected = outcome(function, arguments(function, 0))
+        assert_same(outcome(compiled, arguments(function, 0)), expected)
+        assert compiled.continuations
+
+
+def test_code_with_breaks_is_freed():
+    names = {"note": note}
+    exec("def function(x):\n    y = x + 1\n    note(y.shape)\n    return y * 2", names)
+    gone = weakref.ref(names["function"].__code__)
+    CompiledFunction(names.pop("function"), lambda graph, inputs: graph.module)(torch.ones(2))
+    decode.cache_clear()
+    can_resume.cache_clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_fullgraph_raises_at_the_first_break():

@@ -8,6 +8,8 @@ from pathlib import Path
 import bytecode
 import pytest
 
+from gradsplit.compile_core.capture.code_objects.instructions import decode
+from gradsplit.compile_core.capture.code_objects.resume import NULL_PLACE, VALUE, Rest, make_break_code
 from tests.capture.step_functions import FUNCTIONS, check
 from tests.capture.test_python_versions import find_interpreter
 
@@ -35,3 +37,17 @@ def test_other_versions(version, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == f"stepped {len(FUNCTIONS)}\n"
+
+
+def test_a_break_takes_no_longer_in_a_long_function():
+    names = {}
+    for count in (10, 400):
+        lines = ["    with manager():", *["        x = f(x)"] * count, "    return x"]
+        exec("\n".join([f"def function_{count}(x):", *lines]), names)
+    sizes = []
+    for count in (10, 400):
+        code = names[f"function_{count}"].__code__
+        index = next(at for at, each in enumerate(decode(code).instructions) if each.name == "CALL")
+        broken = make_break_code(Rest(code, index, (VALUE, NULL_PLACE, VALUE), ("x",)))
+        sizes.append(len(broken.code.co_code))
+    assert sizes[0] == sizes[1]

@@ -15,6 +15,7 @@ from typing import Any
 import bytecode
 
 from gradsplit.compile_core.capture.code_objects.python_versions import HALVES
+from gradsplit.compile_core.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class Code:
             if handler.first <= index < handler.last:
                 return handler
         return None
+
+    @functools.cached_property
+    def items(self) -> tuple[bytecode.Instr, ...]:
+        """The instructions in the form in which they can be assembled."""
+        items = tuple(item for item in editable(self.code) if isinstance(item, bytecode.Instr))
+        if [item.name for item in items] != [instruction.name for instruction in self.instructions]:
+            raise InternalError(f"{self.code.co_name}: two decoders disagree about the instructions")
+        return items
 
 
 @functools.lru_cache(maxsize=4096)

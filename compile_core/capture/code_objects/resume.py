@@ -1,9 +1,11 @@
 """Code that is entered in its middle: what runs one instruction as plain Python, and what goes on behind it.
 
-Both are a function's own code with a prologue that restores the stack and jumps. *Resume code* goes on at an
-instruction. *Break code* runs a single instruction, a copy under the same exception handlers, and leaves by
-calling one of the functions it was given: one for going on behind the instruction, one for its jump. What the
-instruction raises is handled by the function's own handlers, from where on the frame stays plain.
+A ``Rest`` says where a frame goes on: at which instruction, with what on the stack and which variables set. It is what
+a graph break leaves, and the capture interprets it in the function's own code. *Break code* runs a single instruction,
+and leaves by calling one of the functions it was given: one for going on behind the instruction, one for its jump, and
+one for the handler of what it raises. *Resume code* is the function's own code with a prologue that restores the stack
+and jumps. It is only assembled where a rest runs as plain Python: to take a whole function apart at each of its breaks
+takes time that grows with the square of its length.
 
 The parameters are the stack values, bottom first, then the local variables that are set. ``super()`` looks for the
 frame's first argument, which hence comes before all others where that may be called. What cannot be passed is made by
@@ -14,11 +16,13 @@ Cell variables become free variables: the cells exist already, and inner functio
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
+import itertools
 import types
-import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import bytecode
 from bytecode.instr import CellVar, FreeVar, TryBegin, TryEnd
@@ -34,7 +38,8 @@ from gradsplit.compile_core.capture.code_objects.python_versions import (
     PLAIN_LOAD_FAST,
     TAKES_BOOL,
 )
-from gradsplit.compile_core.errors import InternalError
+
+_T = TypeVar("_T")
 
 # Parameters that carry stack values, and the local variables of break code on its way out.
 STACK_PREFIX = "_gs_stack_"
@@ -98,38 +103,73 @@ LAST_INSTRUCTION = Place("last instruction")
 
 
 @dataclass(frozen=True)
-class Exit:
-    """A way out of the broken instruction: the instruction to go on at, and the stack there."""
+class Rest:
+    """What is left of a frame: ``code`` from the instruction ``index`` on, with this stack and these variables set."""
 
+    code: types.CodeType
     index: int
     places: tuple[Place, ...]
+    local_names: tuple[str, ...]
+
+    @property
+    def stack_parameters(self) -> list[str | None]:
+        """The names that the values of the stack are passed under; None for what is made by the prologue."""
+        passed = (VALUE.kind, HANDLED.kind)
+        return [
+            f"{STACK_PREFIX}{at}" if place.kind in passed else None for at, place in enumerate(self.places)
+        ]
+
+    @property
+    def parameters(self) -> list[str]:
+        return in_order(self.code, self.local_names, filter(None, self.stack_parameters))
 
 
 @dataclass(frozen=True)
 class BreakCode:
-    """``code`` takes one callable for each exit, then stack values and locals."""
+    """``code`` takes one callable for each exit, then stack values and locals.
+
+    With ``has_handler`` the last exit is for the exception that the instruction raises.
+    """
 
     code: types.CodeType
-    exits: tuple[Exit, ...]
+    exits: tuple[Rest, ...]
+    has_handler: bool
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The code that resume code was made from, and how many instructions were put before its own."""
-
-    code: types.CodeType
-    shift: int
-
-
-_made: weakref.WeakKeyDictionary[types.CodeType, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_origins: weakref.WeakKeyDictionary[types.CodeType, Origin] = weakref.WeakKeyDictionary()
+def in_order(code: types.CodeType, local: Sequence[_T], between: Iterable[_T]) -> list[_T]:
+    """Parameters or arguments: the frame's first argument where ``super()`` looks for it, what is between, the other
+    variables."""
+    leading = 1 if uses_super(code) else 0
+    return [*local[:leading], *between, *local[leading:]]
 
 
-def origin_of(code: types.CodeType) -> Origin:
-    """Where resume code comes from; any other code comes from itself."""
-    return _origins.get(code) or Origin(code, 0)
+def stub_of(rest: Rest) -> types.CodeType:
+    """A code object that stands for a rest: it has the parameters and the free variables of the resume code."""
+    code, names = rest.code, rest.parameters
+    return _stub.__code__.replace(
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+        co_filename=code.co_filename,
+        co_firstlineno=code.co_firstlineno,
+        co_argcount=len(names),
+        co_nlocals=len(names),
+        co_varnames=tuple(names),
+        co_freevars=(*code.co_cellvars, *code.co_freevars),
+        co_consts=(None, rest),
+    )
 
 
+def _stub() -> None:
+    pass
+
+
+def rest_of(code: types.CodeType) -> Rest | None:
+    """What a stub stands for; None for any other code."""
+    last = code.co_consts[-1] if code.co_consts else None
+    return last if isinstance(last, Rest) else None
+
+
+@functools.lru_cache(maxsize=4096)
 def can_resume(code: types.CodeType) -> bool:
     """Whether a cell variable is a cell from the start to the end; an inlined comprehension may use its place."""
     instructions = decode(code).instructions
@@ -140,14 +180,6 @@ def can_resume(code: types.CodeType) -> bool:
         instruction.name == "LOAD_FAST_AND_CLEAR" and instruction.value in code.co_cellvars
         for instruction in instructions
     )
-
-
-def split_locals(
-    code: types.CodeType, local_names: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The local variables that are passed before everything else, and those that are passed last."""
-    leading = 1 if uses_super(code) else 0
-    return local_names[:leading], local_names[leading:]
 
 
 def uses_super(code: types.CodeType) -> bool:
@@ -164,73 +196,70 @@ def can_break_at(instruction: Instruction) -> bool:
     return instruction.name not in _NOT_BREAKABLE
 
 
-def make_resume_code(
-    code: types.CodeType, index: int, places: tuple[Place, ...], local_names: tuple[str, ...]
-) -> types.CodeType:
-    """The code that goes on at the instruction ``index`` of ``code`` with the given stack and locals."""
-    known = _made.setdefault(code, {})
-    key = (index, places, local_names)
-    if key not in known:
-        edited = _EditedCode(code)
-        entry = bytecode.Label()
-        edited.before(index, entry)
-        shift = edited.enter(entry, index, places, [], local_names)
-        known[key] = edited.assemble(index)
-        _origins[known[key]] = Origin(code, shift)
-    return known[key]
+def make_resume_code(rest: Rest) -> types.CodeType:
+    """The whole function's code, entered where the rest begins."""
+    instructions = decode(rest.code).instructions
+    resume = next(at for at, instruction in enumerate(instructions) if instruction.name == "RESUME")
+    entry = bytecode.Label()
+    prologue = _prologue(rest)
+    prologue.append(bytecode.Instr("JUMP_FORWARD", entry, lineno=instructions[rest.index].line))
+    body: list[Any] = []
+    number = 0
+    for item in editable(rest.code, conserve_exception_block_stackdepth=True):
+        if not isinstance(item, bytecode.Instr):
+            body.append(item)
+            continue
+        if number == rest.index:
+            body.append(entry)
+        body.append(_with_free_cells(item, rest.code))
+        if number == resume:
+            body += prologue
+        number += 1
+    made = _assembled(rest, rest.parameters, body)
+    if LAST_INSTRUCTION.kind not in [place.kind for place in rest.places]:
+        return made
+    decoded = decode(made).instructions
+    shift = len(decoded) - len(instructions)
+
+    def resolve(constant: Any) -> Any:
+        return decoded[constant.instruction + shift].offset // 2 if isinstance(constant, Place) else constant
+
+    return made.replace(co_consts=tuple(map(resolve, made.co_consts)))
 
 
-def make_break_code(
-    code: types.CodeType, index: int, places: tuple[Place, ...], local_names: tuple[str, ...]
-) -> BreakCode:
-    """The code that runs the instruction ``index`` of ``code`` on the given stack and locals."""
-    known = _made.setdefault(code, {})
-    key = ("break", index, places, local_names)
-    if key not in known:
-        known[key] = _make_break_code(code, index, places, local_names)
-    return known[key]
+def make_break_code(rest: Rest) -> BreakCode:
+    """The code that runs the first instruction of a rest."""
+    code, index, places = rest.code, rest.index, rest.places
+    instruction, handler = decode(code).instructions[index], decode(code).handler_at(index)
+    behind, jumped, raised = bytecode.Label(), bytecode.Label(), bytecode.Label()
+    exits: dict[bytecode.Label, Rest] = {}
 
+    def add_exit(label: bytecode.Label, target: int, stack: tuple[Place, ...]) -> None:
+        exits[label] = Rest(code, target, stack, rest.local_names)
 
-def _make_break_code(
-    code: types.CodeType, index: int, places: tuple[Place, ...], local_names: tuple[str, ...]
-) -> BreakCode:
-    instruction = decode(code).instructions[index]
-    exits = _exits(code, index, places)
-    edited = _EditedCode(code)
-    entry, behind, jumped = bytecode.Label(), bytecode.Label(), bytecode.Label()
-    edited.enter(entry, index, places, [f"{_EXIT_PREFIX}{at}" for at in range(len(exits))], local_names)
-    copies = edited.copy_instruction(index, jumped)
-    handler = edited.handler_of(index)
-    run: list[Any] = [*copies, bytecode.Instr("JUMP_FORWARD", behind, lineno=instruction.line)]
-    if handler is not None:
-        begin = TryBegin(handler.target, handler.push_lasti, handler.stack_depth)
-        # Where a call raised in a frame of Python's own, 3.13 looks for the handler just before the call.
-        run = [begin, bytecode.Instr("NOP", lineno=instruction.line), *run, TryEnd(begin)]
-    tail = [entry, *run]
-    for at, (label, way_out) in enumerate(zip((behind, jumped), exits, strict=False)):
-        tail.append(label)
-        if label is jumped and instruction.name == "FOR_ITER":
-            # The interpreter skips the instructions that end a loop, but they must be there.
-            tail += [bytecode.Instr(name, lineno=instruction.line) for name in END_OF_FOR]
-        tail += _leave(at, way_out, places, split_locals(code, local_names), instruction.line)
-    if not exits:
-        tail += [behind, bytecode.Instr("NOP", lineno=instruction.line)]
-        tail += [bytecode.Instr("LOAD_CONST", 0, lineno=instruction.line)]
-        tail += [bytecode.Instr("RETURN_VALUE", lineno=instruction.line)]
-    edited.body += tail
-    return BreakCode(edited.assemble(index), exits)
-
-
-def _exits(code: types.CodeType, index: int, places: tuple[Place, ...]) -> tuple[Exit, ...]:
-    """Behind the instruction, then where it jumps to."""
-    instruction = decode(code).instructions[index]
-    exits = []
+    run: list[Any] = _copies(code, index, jumped)
     if instruction.name not in _NO_FALL_THROUGH:
-        exits.append(Exit(index + 1, _places_after(instruction, places, False)))
+        add_exit(behind, index + 1, _places_after(instruction, places, False))
+        run.append(bytecode.Instr("JUMP_FORWARD", behind, lineno=instruction.line))
     if instruction.target >= 0:
         skipped = len(END_OF_FOR) if instruction.name == "FOR_ITER" else 0
-        exits.append(Exit(instruction.target + skipped, _places_after(instruction, places, True)))
-    return tuple(exits)
+        add_exit(jumped, instruction.target + skipped, _places_after(instruction, places, True))
+    if handler is not None:
+        pushed = (Place(LAST_INSTRUCTION.kind, index),) if handler.pushes_lasti else ()
+        add_exit(raised, handler.target, (*places[: handler.depth], *pushed, VALUE))
+        begin = TryBegin(raised, handler.pushes_lasti, handler.depth)
+        # Where a call raised in a frame of Python's own, 3.13 looks for the handler just before the call.
+        run = [begin, bytecode.Instr("NOP", lineno=instruction.line), *run, TryEnd(begin)]
+    names = [f"{_EXIT_PREFIX}{at}" for at in range(len(exits))]
+    body = [bytecode.Instr("RESUME", 0, lineno=instruction.line), *_prologue(rest), *run]
+    for name, (label, way_out) in zip(names, exits.items(), strict=True):
+        body.append(label)
+        if label is jumped and instruction.name == "FOR_ITER":
+            # The interpreter skips the instructions that end a loop, but they must be there.
+            body += [bytecode.Instr(ending, lineno=instruction.line) for ending in END_OF_FOR]
+        body += _leave(name, way_out, instruction.line)
+    parameters = in_order(code, rest.local_names, [*names, *filter(None, rest.stack_parameters)])
+    return BreakCode(_assembled(rest, parameters, body), tuple(exits.values()), handler is not None)
 
 
 def _places_after(instruction: Instruction, places: tuple[Place, ...], jump: bool) -> tuple[Place, ...]:
@@ -263,182 +292,103 @@ def _loads_method(instruction: Instruction) -> bool:
     return instruction.name in METHOD_LOADS and bool(instruction.arg & 1)
 
 
-def _leave(
-    at: int,
-    way_out: Exit,
-    entered: tuple[Place, ...],
-    local_names: tuple[tuple[str, ...], tuple[str, ...]],
-    line: int,
-) -> list[bytecode.Instr]:
+def _leave(exit_name: str, way_out: Rest, line: int) -> list[bytecode.Instr]:
     """Take the stack down, ending the handling of exceptions on the way, and hand everything to the exit."""
 
     def make(name: str, *arguments: Any) -> bytecode.Instr:
         return bytecode.Instr(name, *arguments, lineno=line)
 
-    lines = []
-    for place in reversed(range(len(way_out.places))):
-        kind = way_out.places[place].kind
-        if kind == HANDLED.kind:
+    lines, loads = [], []
+    for at, place in reversed(list(enumerate(way_out.places))):
+        if place.kind == HANDLED.kind:
             lines.append(make("POP_EXCEPT"))
-        elif kind == LAST_INSTRUCTION.kind:
+            loads.append([make(PLAIN_LOAD_FAST, f"{STACK_PREFIX}{at}")])
+        elif place.kind == LAST_INSTRUCTION.kind:
             lines.append(make("POP_TOP"))
         else:  # a NULL, which POP_TOP does not take, leaves the variable unset
-            lines.append(make("STORE_FAST", f"{_OUT_PREFIX}{place}"))
-    callee = [make("PUSH_NULL"), make(PLAIN_LOAD_FAST, f"{_EXIT_PREFIX}{at}")]
+            name = f"{_OUT_PREFIX}{at}"
+            lines.append(make("STORE_FAST", name))
+            if place.kind == VALUE.kind:
+                # The frame would keep an exception whose traceback holds the frame.
+                loads.append([make(PLAIN_LOAD_FAST, name), make("DELETE_FAST", name)])
+    callee = [make("PUSH_NULL"), make(PLAIN_LOAD_FAST, exit_name)]
     lines += reversed(callee) if NULL_IS_ABOVE_CALLABLE else callee
-    names = list(local_names[0])
-    for place, item in enumerate(way_out.places):
-        if item.kind == HANDLED.kind:
-            assert entered[place].kind == HANDLED.kind
-            names.append(f"{STACK_PREFIX}{place}")
-        elif item.kind == VALUE.kind:
-            names.append(f"{_OUT_PREFIX}{place}")
-    names += local_names[1]
-    lines += [make(PLAIN_LOAD_FAST, name) for name in names]
-    prefix = [make("PRECALL", len(names))] if CALL_NEEDS_PRECALL else []
-    return [*lines, *prefix, make("CALL", len(names)), make("RETURN_VALUE")]
+    local = [[make(PLAIN_LOAD_FAST, name)] for name in way_out.local_names]
+    passed = in_order(way_out.code, local, reversed(loads))
+    lines += itertools.chain(*passed)
+    prefix = [make("PRECALL", len(passed))] if CALL_NEEDS_PRECALL else []
+    return [*lines, *prefix, make("CALL", len(passed)), make("RETURN_VALUE")]
 
 
-@dataclass(frozen=True, eq=False)
-class _Offset:
-    """Stands in the constants for the place of an instruction, until that is known."""
+def _with_free_cells(item: bytecode.Instr, code: types.CodeType) -> bytecode.Instr:
+    """An instruction of the code where all its cells exist already, and are free variables."""
+    if item.name in ("MAKE_CELL", "COPY_FREE_VARS"):
+        return bytecode.Instr("NOP", location=item.location)
+    if isinstance(item.arg, CellVar):
+        return bytecode.Instr(item.name, FreeVar(item.arg.name), location=item.location)
+    if (
+        code.co_cellvars
+        and item.name in LOADS_OF_CELLS
+        and item.arg in (*code.co_cellvars, *code.co_freevars)
+    ):
+        return bytecode.Instr(item.name, FreeVar(str(item.arg)), location=item.location)
+    return item
 
-    instruction: int
+
+def _copies(code: types.CodeType, index: int, jumped: bytecode.Label) -> list[bytecode.Instr]:
+    """An instruction with those that belong before it; its jump goes to a label behind."""
+    decoded = decode(code)
+    first = index
+    while first > 0 and decoded.instructions[first - 1].name in ("KW_NAMES", "PRECALL"):
+        first -= 1
+    copies = [_with_free_cells(item, code) for item in decoded.items[first : index + 1]]
+    last = copies[-1]
+    if isinstance(last.arg, bytecode.Label):
+        name = FORWARD_JUMP_OF.get(last.name, last.name)
+        copies[-1] = bytecode.Instr(name, jumped, location=last.location)
+    if _loads_method(decoded.instructions[index]):
+        copies[-1:] = _plain_load(last)
+    if last.name in TAKES_BOOL:
+        # The capture leaves it to these what the truth of a comparison's result is.
+        copies.insert(-1, bytecode.Instr("TO_BOOL", location=last.location))
+    return copies
 
 
-class _EditedCode:
-    """A code object as a list of instructions; ``body`` is what will be assembled."""
+def _prologue(rest: Rest) -> list[bytecode.Instr]:
+    """Restores the stack from the parameters."""
+    line = decode(rest.code).instructions[rest.index].line
+    found: list[bytecode.Instr] = []
 
-    def __init__(self, code: types.CodeType) -> None:
-        self.code = code
-        self.assembled = editable(code, conserve_exception_block_stackdepth=True)
-        decoded = decode(code).instructions
-        self.body: list[Any] = list(self.assembled)
-        self.own = [item for item in self.body if isinstance(item, bytecode.Instr)]
-        if [item.name for item in self.own] != [instruction.name for instruction in decoded]:
-            raise InternalError(f"{code.co_name}: two decoders disagree about the instructions")
-        self.cells = [*code.co_cellvars, *code.co_freevars]
-        self.stack_size = code.co_stacksize
-        self._share_cells()
+    def put(name: str, *arguments: Any) -> None:
+        found.append(bytecode.Instr(name, *arguments, lineno=line))
 
-    def _share_cells(self) -> None:
-        code = self.code
-        numbers = {id(item): number for number, item in enumerate(self.own)}
-        for at, item in enumerate(self.body):
-            if not isinstance(item, bytecode.Instr):
-                continue
-            made = item
-            if item.name in ("MAKE_CELL", "COPY_FREE_VARS"):
-                # Kept in place, so that the instructions keep their numbers.
-                made = bytecode.Instr("NOP", location=item.location)
-            elif isinstance(item.arg, CellVar):
-                made = bytecode.Instr(item.name, FreeVar(item.arg.name), location=item.location)
-            elif code.co_cellvars and item.name in LOADS_OF_CELLS and item.arg in self.cells:
-                made = bytecode.Instr(item.name, FreeVar(str(item.arg)), location=item.location)
-            if made is not item:
-                self.own[numbers[id(item)]] = self.body[at] = made
-
-    def _position(self, index: int) -> int:
-        wanted = self.own[index]
-        return next(at for at, item in enumerate(self.body) if item is wanted)
-
-    def before(self, index: int, item: Any) -> None:
-        self.body.insert(self._position(index), item)
-
-    def handler_of(self, index: int) -> TryBegin | None:
-        """What begins the innermost handler around an instruction."""
-        active = None
-        for item in self.body[: self._position(index)]:
-            if isinstance(item, TryBegin):
-                active = item
-            elif isinstance(item, TryEnd) and item.entry is active:
-                active = None
-        return active
-
-    def copy_instruction(self, index: int, jumped: bytecode.Label) -> list[bytecode.Instr]:
-        """The instruction with those that belong before it; its jump goes to a label behind."""
-        first = index
-        while self.own[first - 1].name in ("KW_NAMES", "PRECALL") and first > 0:
-            first -= 1
-        copies = [item.copy() for item in self.own[first : index + 1]]
-        instruction = decode(self.code).instructions[index]
-        last = copies[-1]
-        if isinstance(last.arg, bytecode.Label):
-            name = FORWARD_JUMP_OF.get(last.name, last.name)
-            copies[-1] = bytecode.Instr(name, jumped, location=last.location)
-        if _loads_method(instruction):
-            copies[-1:] = _plain_load(last)
-        if instruction.name in TAKES_BOOL:
-            # The capture leaves it to these what the truth of a comparison's result is.
-            copies.insert(-1, bytecode.Instr("TO_BOOL", location=last.location))
-        return copies
-
-    def enter(
-        self,
-        entry: bytecode.Label,
-        index: int,
-        places: tuple[Place, ...],
-        first_parameters: list[str],
-        local_names: tuple[str, ...],
-    ) -> int:
-        """Put the prologue behind RESUME, and name the parameters. Returns how many instructions were put."""
-        line = decode(self.code).instructions[index].line
-        prologue: list[bytecode.Instr] = []
-
-        def put(name: str, *arguments: Any) -> None:
-            prologue.append(bytecode.Instr(name, *arguments, lineno=line))
-
-        leading, others = split_locals(self.code, local_names)
-        parameters = [*leading, *first_parameters]
-        for position, place in enumerate(places):
-            if place.kind == NULL_PLACE.kind:
-                put("PUSH_NULL")
-                continue
-            if place.kind == LAST_INSTRUCTION.kind:
-                put("LOAD_CONST", _Offset(place.instruction))
-                continue
-            name = f"{STACK_PREFIX}{position}"
-            parameters.append(name)
-            put(PLAIN_LOAD_FAST, name)
+    for place, parameter in zip(rest.places, rest.stack_parameters, strict=True):
+        if place.kind == NULL_PLACE.kind:
+            put("PUSH_NULL")
+        elif parameter is None:
+            put("LOAD_CONST", place)  # where that instruction is, is known when the code is
+        else:
+            put(PLAIN_LOAD_FAST, parameter)
             if place.kind == HANDLED.kind:
                 put("PUSH_EXC_INFO")
                 put("POP_TOP")
-        put("JUMP_FORWARD", entry)
-        parameters += others
-        resume = next(number for number, item in enumerate(self.own) if item.name == "RESUME")
-        at = self._position(resume) + 1
-        self.body[at:at] = prologue
-        if self.cells:
-            start = bytecode.Instr("COPY_FREE_VARS", len(self.cells), lineno=self.code.co_firstlineno)
-            self.body.insert(0, start)
-        assembled = self.assembled
-        assembled.cellvars, assembled.freevars = [], list(self.cells)
-        assembled.argnames = parameters
-        assembled.argcount = len(parameters)
-        assembled.posonlyargcount = assembled.kwonlyargcount = 0
-        flags = int(assembled.flags) & ~(inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-        assembled.flags = bytecode.CompilerFlags(flags)
-        self.stack_size = max(self.code.co_stacksize, len(places)) + len(parameters) + 4
-        return len(prologue) + bool(self.cells)
+    return found
 
-    def assemble(self, index: int) -> types.CodeType:
-        self.assembled.clear()
-        self.assembled.extend(self.body)
-        made = self.assembled.to_code(
-            stacksize=self.stack_size, check_pre_and_post=False, compute_exception_stack_depths=False
-        )
-        if not any(isinstance(constant, _Offset) for constant in made.co_consts):
-            return made
-        items = [item for item in self.body if isinstance(item, bytecode.Instr)]
-        decoded = decode(made).instructions
 
-        def resolve(constant: Any) -> Any:
-            if not isinstance(constant, _Offset):
-                return constant
-            wanted = self.own[constant.instruction]
-            return decoded[next(at for at, item in enumerate(items) if item is wanted)].offset // 2
-
-        return made.replace(co_consts=tuple(resolve(constant) for constant in made.co_consts))
+def _assembled(rest: Rest, parameters: list[str], body: list[Any]) -> types.CodeType:
+    """The code of a function with these parameters that is, to all who ask, the function of the rest."""
+    code = rest.code
+    made = bytecode.Bytecode(body)
+    made.name, made.qualname, made.filename = code.co_name, code.co_qualname, code.co_filename
+    made.first_lineno = code.co_firstlineno
+    flags = code.co_flags & ~(inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    made.flags = bytecode.CompilerFlags(flags)
+    made.argnames, made.argcount = parameters, len(parameters)
+    made.freevars = [*code.co_cellvars, *code.co_freevars]
+    if made.freevars:
+        made.insert(0, bytecode.Instr("COPY_FREE_VARS", len(made.freevars), lineno=code.co_firstlineno))
+    size = max(code.co_stacksize, len(rest.places)) + len(parameters) + 4
+    return made.to_code(stacksize=size, check_pre_and_post=False, compute_exception_stack_depths=False)
 
 
 def _plain_load(load: bytecode.Instr) -> list[bytecode.Instr]:
