@@ -10,7 +10,7 @@ from gradsplit.launch.rank_placement import RankPlacement
 
 @dataclass(frozen=True, order=True)
 class Failure:
-    """A process that did not exit with 0; ordered by when its supervisor saw that (its node's clock)."""
+    """A process that did not exit with 0; ordered by when it ended (its node's clock)."""
 
     time_s: float
     rank: int

@@ -16,6 +16,15 @@ from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.mpi_environment import find_running_library
 from gradsplit.launch.mpi_variables import mpi_size, on_one_machine
 
+_SHARED_MEMORY_ALONE = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic",
+    "UCX_TLS": "self,sm",  # MPICH's two ways to a network.
+    "FI_TCP_IFACE": "lo",
+    "FI_SOCKETS_IFACE": "lo",
+}
+"""With these an MPI library talks within one machine, and none of its ranks listens on a network."""
+
 
 class MpiWorld:
     """All ranks of the MPI job, seen from one. Create it with `join_world`."""
@@ -48,13 +57,13 @@ class MpiWorld:
 
     def take_announcement(self) -> bool:
         """Return whether another rank's announcement has arrived, each once."""
-        if not self._ranks.Iprobe(source=self._mpi.ANY_SOURCE):
+        message = self._ranks.Improbe(source=self._mpi.ANY_SOURCE)
+        if message is None:
             return False
-        self._receive()
+        message.Recv(
+            bytearray()
+        )  # That one: MPICH never ends a receive from any source, of another machine's message.
         return True
-
-    def _receive(self) -> None:
-        self._ranks.Recv(bytearray(), source=self._mpi.ANY_SOURCE)
 
     def everyone_is_done(self) -> bool:
         """Say that this rank is done, and return whether every rank has said so. Called again until true."""
@@ -68,7 +77,8 @@ class MpiWorld:
         ``announcements_pending``: how many announcements to this rank `take_announcement` has not taken yet.
         """
         for _ in range(announcements_pending):
-            self._receive()
+            while not self.take_announcement():
+                pass
         self._mpi.Request.Waitall(self._sends)
         self._sends = []
         self._barrier = None
@@ -93,9 +103,9 @@ def join_world() -> MpiWorld:
         os.environ["MPI4PY_LIBMPI"] = str(library)
     # Supervisors hold no tensors; without this Open MPI looks for GPUs and may claim memory on them.
     os.environ.setdefault("OMPI_MCA_accelerator", "null")
-    if on_one_machine(os.environ):  # Through shared memory alone, so that none of them listens on a network.
-        os.environ.setdefault("OMPI_MCA_pml", "ob1")
-        os.environ.setdefault("OMPI_MCA_btl", "^tcp,ofi,uct,openib,usnic")
+    if on_one_machine(os.environ):
+        for name, value in _SHARED_MEMORY_ALONE.items():
+            os.environ.setdefault(name, value)
     try:
         # Imported here, not above: importing mpi4py.MPI loads the library, which must be chosen first, and
         # which the process that only starts mpiexec has no use for.

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 CANNOT_RUN = 126
@@ -27,6 +28,8 @@ class RankProcess:
         self.pid = pid
         self.status: int | None = None
         """How it ended, as the keeper has told: an exit code, or -N for signal N; None while it runs."""
+        self.ended_s = 0.0
+        """When it ended, by the clock."""
 
     def send(self, to_send: signal.Signals) -> None:
         """Send a signal to the process and to what it has started; no error when they are gone."""
@@ -81,7 +84,7 @@ class ProcessKeeper:
             self._pid = 0
 
     def _listen(self, timeout_s: float | None) -> None:
-        """Take what the keeper has said: ``PID`` of a process that it has started, ``PID STATUS`` of one that ended."""
+        """Take what the keeper has said: ``PID`` of a process it started, ``PID STATUS TIME`` of one that ended."""
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return
         said = self._socket.recv(65536)
@@ -91,11 +94,12 @@ class ProcessKeeper:
             raise ChildProcessError("the launcher's own process that starts and ends the ranks has gone")
         *lines, self._heard = (self._heard + said).split(b"\n")
         for line in lines:
-            pid, *status = map(int, line.split())
-            if status:
-                self._processes.pop(pid).status = status[0]
+            pid, *end = line.split()
+            if end:
+                process = self._processes.pop(int(pid))
+                process.status, process.ended_s = int(end[0]), float(end[1])
             else:
-                self._started = self._processes[pid] = RankProcess(pid)
+                self._started = self._processes[int(pid)] = RankProcess(int(pid))
 
 
 def _keep(supervisor: socket.socket) -> None:
@@ -120,7 +124,9 @@ def _keep(supervisor: socket.socket) -> None:
                     ended, status = os.waitpid(pid, os.WNOHANG)
                     if ended:
                         running.remove(pid)
-                        supervisor.sendall(f"{pid} {os.waitstatus_to_exitcode(status)}\n".encode())
+                        supervisor.sendall(
+                            f"{pid} {os.waitstatus_to_exitcode(status)} {time.time()}\n".encode()
+                        )
             if supervisor in ready:
                 header, streams, _, _ = socket.recv_fds(supervisor, _HEADER_BYTES, 2)
                 if not header:

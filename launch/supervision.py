@@ -101,7 +101,6 @@ class Supervision:
 
     def _look_for_ends(self) -> None:
         self._keeper.look()
-        seen_s = time.time()
         ending = self._kill_time_s is not None
         for rank, process in list(self._running.items()):
             status = process.status
@@ -111,7 +110,7 @@ class Supervision:
             if status or ending:
                 process.send(signal.SIGKILL)  # To what it had started: nobody else ends that now.
             if status and not ending:
-                self._failures.append(Failure(seen_s, rank, status))
+                self._failures.append(Failure(process.ended_s, rank, status))
         if self._failures and not ending:
             self._world.announce()
             self._end_all(self._failure_grace_s())

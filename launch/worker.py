@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -74,6 +74,7 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
     Raises `LaunchError`, on every rank, when the job cannot start; then no process has been started. It takes over the
     process's signal handlers.
     """
+    environment = dict(os.environ)  # Before MPI is told how to go about it.
     keeper = ProcessKeeper()
     signals = ReceivedSignals(frozenset(spec.ending_signals))
     world = None
@@ -87,9 +88,8 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
             world.leave()
             return 0
         with _job_folder(spec, rendezvous) as folder:
-            code = _run_attempts(
-                spec, world, placements, rendezvous, Supervision(spec, world, keeper, signals), folder
-            )
+            supervision = Supervision(spec, world, keeper, signals)
+            code = _run_attempts(spec, world, placements, rendezvous, supervision, folder, environment)
         world.leave()
         return code
     except EndedBySignalError as ended:
@@ -119,11 +119,12 @@ def _run_attempts(
     rendezvous: Rendezvous,
     supervision: Supervision,
     folder: Path,
+    environment: Mapping[str, str],
 ) -> int:
     processes = len(placements) // world.size
     own = placements[world.rank * processes :][:processes]
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    inherited = inherited_environment(os.environ, own[0].local_world_size)
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    inherited = inherited_environment(environment, own[0].local_world_size)
     for attempt in range(spec.max_restarts + 1):
         if attempt:
             rendezvous = _meet(spec, world, placements, rendezvous.run_id)
@@ -131,13 +132,10 @@ def _run_attempts(
         _agree(world, partial(prepare_ranks, spec, files, devices))
         output = RankOutput(spec)
         for placement in own:
-            environment = {
-                **inherited,
-                **torchrun_variables(spec, placement, rendezvous, attempt, devices),
-                "TORCHELASTIC_ERROR_FILE": str(files[placement] / "error.json"),
-            }
+            variables = torchrun_variables(spec, placement, rendezvous, attempt, devices)
+            variables["TORCHELASTIC_ERROR_FILE"] = str(files[placement] / "error.json")
             streams = output.open_streams(placement, files[placement])
-            supervision.start(placement.rank, spec.command(), environment, *streams)
+            supervision.start(placement.rank, spec.command(), inherited | variables, *streams)
         output.start()
         first = supervision.run(output)
         if first is None:
