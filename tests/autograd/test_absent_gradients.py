@@ -161,9 +161,14 @@ def changed_inputs(compile):
 
 def inputs_that_are_no_longer_read(compile):
     """Nothing of them is read, whatever has become of their sizes and indices."""
-    f = compile(lambda x, y, a, index: (x * a, y.gather(0, index), x.cos()))
-    x, y, a, index = leaf(3), leaf(5), torch.ones(3), torch.arange(3)
-    cosine = f(x, y, a, index)[2]
+
+    def program(x, y, z, a, index):
+        # The pivots that are saved for a solution may not be zeros.
+        return x * a, y.gather(0, index), x.cos(), torch.linalg.solve(z, z + 1)
+
+    f = compile(program)
+    x, y, z, a, index = leaf(3), leaf(5), leaf(2, 2), torch.ones(3), torch.arange(3)
+    cosine = f(x, y, z, a, index)[2]
     a.resize_(1)
     a.untyped_storage().resize_(0)
     index.fill_(1 << 50)

@@ -50,8 +50,8 @@ class ChangeableValues:
     def unpack(
         self, saved: Sequence[Any], versions: Sequence[int], absent: set[int]
     ) -> list[torch.Tensor | None] | None:
-        """Torch's ``SavedTensor``s as tensors, and others of zeros for those that matter to no gradient: these may have
-        another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
+        """Torch's ``SavedTensor``s as tensors, and zeros for what was changed and matters to no gradient: it may
+        have another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
 
         Limit: what is of open sizes is as it is by now.
 
@@ -66,22 +66,36 @@ class ChangeableValues:
         version_of = dict(zip(self.watched, versions, strict=True))
         found: list[torch.Tensor | None] = []
         for k, (node, each) in enumerate(zip(inputs, saved, strict=False)):
+            fake = node.meta["val"]
             if each.data is None:
                 # A CUDA graph keeps it to itself.
                 found.append(None)
-            elif node.name not in matter:
-                fake = node.meta["val"]
-                found.append(each.data if TensorSpec.of(fake).is_open else _zeros_like(fake))
-            elif each.unpack_hook is not None:
-                # What a hook for saved tensors has packed is as it was.
-                found.append(each.unpack_hook(each.data))
-            elif k not in version_of:
-                found.append(each.unpack())
-            elif _version(each.data) != version_of[k]:
+            elif not _is_changed(each, version_of.get(k)):
+                hook = each.unpack_hook
+                found.append(each.data if hook is None else hook(each.data))
+            elif node.name in matter:
                 return None
             else:
-                found.append(each.data)
+                found.append(each.data if TensorSpec.of(fake).is_open else _zeros_like(fake))
         return found
+
+
+def _is_changed(saved: Any, version: int | None) -> bool:
+    """Whether autograd would refuse it.
+
+    Args:
+        version: that it had, if it has been noted.
+    """
+    if saved.unpack_hook is not None:
+        # What a hook for saved tensors has packed is as it was.
+        return False
+    if version is not None:
+        return _version(saved.data) != version
+    try:
+        saved.unpack()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
