@@ -159,6 +159,13 @@ def changed_inputs(compile):
     return [attempt(changed, wanted) for changed in range(2) for wanted in range(2)]
 
 
+def zeros_for_a_gradient(compile):
+    """Of what is overwritten the gradient is zeros where one of the result arrives."""
+    f, x = compile(lambda x: (x.sin().zero_(), x * 2)), leaf(3)
+    f(x)[0].sum().backward()
+    return x.grad
+
+
 def inputs_that_are_no_longer_read(compile):
     """Nothing of them is read, whatever has become of their sizes and indices."""
 
@@ -219,7 +226,15 @@ def hooks_of_unread(compile):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize(
-    "scenario", [changed_results, changed_inputs, inputs_that_are_no_longer_read, hooks, hooks_of_unread]
+    "scenario",
+    [
+        changed_results,
+        changed_inputs,
+        inputs_that_are_no_longer_read,
+        zeros_for_a_gradient,
+        hooks,
+        hooks_of_unread,
+    ],
 )
 def test_what_is_seen_of_absent_gradients(scenario, backend):
     check_scenario(scenario, backend)

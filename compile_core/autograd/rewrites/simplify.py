@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
 from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
@@ -97,9 +98,10 @@ _FILLED_LIKE = {aten.full_like.default: None, aten.zeros_like.default: 0, aten.o
 
 
 def _without_source(node: Node) -> None:
-    """A tensor filled like another reads nothing of it, which need not be kept for it."""
+    """A tensor filled like another reads nothing of it, which need not be kept for it. In a backward it tells on which
+    gradients one depends."""
     value = node.meta.get("val")
-    if node.target not in _FILLED_LIKE or not isinstance(value, torch.Tensor):
+    if node.target not in _FILLED_LIKE or is_of_backward(node) or not isinstance(value, torch.Tensor):
         return
     shape, fill = list(value.shape), _FILLED_LIKE[node.target]
     if all(isinstance(size, int) for size in shape) and value.is_contiguous():
