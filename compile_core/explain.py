@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.backends import triton
+from gradsplit.compile_core.backends import generated_kernels
 from gradsplit.compile_core.backends.registry import RegionBackend
 from gradsplit.compile_core.capture.directives import leave_alone
 from gradsplit.compile_core.compiled_function import CompiledFunction
@@ -17,7 +17,7 @@ from gradsplit.compile_core.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.observe.dump import StageDump
@@ -74,7 +74,7 @@ class _SeenFrames(Observer):
 
     def compile_graph(self, graph: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
         backend = RegionBackend(
-            "explained", self._lower_region, triton.decompositions, makes_random_numbers=True
+            "explained", self._lower_region, generated_kernels.decompositions, makes_random_numbers=True
         )
         compile_graph(graph, inputs, backend=backend, options=CompileOptions())
         return graph.module
@@ -85,9 +85,9 @@ class _SeenFrames(Observer):
         with timed("lower"):
             program = lower(compute)
         with timed("fuse"):
-            program, refusals = fuse_and_explain(program)
+            program = fuse(program)
         self.fallbacks.update(str(call.target) for call in fallback_calls(program))
-        self.unfused += [f"{compute.name}: {refusal}" for refusal in refusals]
+        self.unfused += [f"{compute.name}: {refusal}" for refusal in program.unfused]
         return lambda: _never_run
 
     def frame_captured(self, name: str, code: types.CodeType, frame: CapturedFrame) -> None:

@@ -1,7 +1,8 @@
 """The stages of a compilation in order: the table of contents.
 
 Stage 0 (``compiled_function``) and stage 1 (``capture``) lie before it: they find the graph. Each line below is a plain
-function from one frozen type to the next.
+function from one frozen type to the next; between them run the passes that ``passes`` lists. What a backend makes of a
+region is its own: ``backends.generated_kernels`` goes from the region's graph to loops and kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +20,9 @@ from gradsplit.compile_core.autograd.bound_graphs.double_backward import differe
 from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
-from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.partitioning.partition import partition
-from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
-from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
-from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
@@ -43,6 +40,7 @@ from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partiti
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphChoices, run_passes
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
 
@@ -168,26 +166,25 @@ def compile_stages(
 ) -> CompiledGraph | GraphOfManySizes:
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
-    dump("captured", print_graph(module))
+    dump("captured", print_graph, module)
     backend.prepare(_device_type(examples))
     decompositions = backend.decompositions(_device_type(examples), options)
-    with_counters = backend.makes_random_numbers and not options.fallback_random
-    if with_counters:
+    choices = GraphChoices(
+        makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
+        pads_products=backend.aligns_products and options.shape_padding,
+    )
+    if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
-    with timed("known_masks"):
-        program = simplify_masks(module, keep_random_numbers=not with_counters)
+    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options.verify)
     with timed("trace_joint"):
-        joint = keep_absent_apart(trace_joint(program, examples, decompositions))
-    if with_counters:
-        joint = random_to_counters(joint)
-    if backend.aligns_products and options.shape_padding:
-        with timed("pad_products"):
-            joint = pad_products(joint, torch.get_float32_matmul_precision() != "highest")
-    dump("joint", print_graph(joint.module))
+        joint = trace_joint(program, examples, decompositions)
+    dump("joint", print_graph, joint.module)
+    if options.verify:
+        verify_joint(joint)
+    joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options.verify)
     with timed("partition"):
         graph = partition(joint, options.activation_memory_budget)
     if options.verify:
-        verify_joint(joint)
         verify_partition(joint, graph)
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
@@ -247,7 +244,7 @@ def _start_regions(
     communicator: Communicator | None = None,
 ) -> Callable[[], Executable]:
     """Starts to compile all regions of a schedule; what it returns waits for them and links them."""
-    dump(schedule.name, print_schedule(schedule))
+    dump(schedule.name, print_schedule, schedule)
     if options.verify:
         verify_schedule(schedule)
     started = {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}

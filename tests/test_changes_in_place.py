@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradsplit
-from gradsplit.compile_core.backends import triton as default_backend
+from gradsplit.compile_core.backends import generated_kernels as default_backend
 from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, LoopProgram, NestBatch
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import gradsplit
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
-from gradsplit.compile_core.backends.triton import generate_region
+from gradsplit.compile_core.backends.generated_kernels import generate_region
 from gradsplit.compile_core.ir.graphs import replaced_inputs
 from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.backends import triton as default_backend
+from gradsplit.compile_core.backends import generated_kernels as default_backend
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.step_effects import writes
 

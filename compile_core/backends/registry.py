@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.backends import aot_eager, eager, inductor, triton
+from gradsplit.compile_core.backends import aot_eager, eager, generated_kernels, inductor
 from gradsplit.compile_core.options import OPTIONS, unknown_name
 from gradsplit.compile_core.runtime.executable import Region
 
@@ -112,11 +112,11 @@ _backends: dict[str, Backend] = {
     ),
     "triton": RegionBackend(
         "triton",
-        triton.compile_region,
-        triton.decompositions,
+        generated_kernels.compile_region,
+        generated_kernels.decompositions,
         makes_random_numbers=True,
         aligns_products=True,
-        prepare=triton.prepare,
+        prepare=generated_kernels.prepare,
     ),
 }
 

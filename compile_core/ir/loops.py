@@ -297,6 +297,25 @@ Step = GeneratedStep | ExternCall
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Two nests that share memory traffic and were not joined.
+
+    Attributes:
+        first, second: names of the nests in the fused program.
+        bytes: what joining them would have saved.
+        reason: why not.
+    """
+
+    first: str
+    second: str
+    bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.first} + {self.second}: {self.reason} ({self.bytes} bytes)"
+
+
+@dataclass(frozen=True)
 class LoopProgram:
     """A straight-line program over named buffers.
 
@@ -310,6 +329,8 @@ class LoopProgram:
         outputs: what the caller receives, in order: views of buffers, or ``None``.
         overwritten: inputs that hold a new value in the end, which is the output.
         kept: positions of outputs that may share memory with one another; see ``Compute.kept``.
+        unfused: pairs of nests that share memory traffic and were not joined, those with most bytes first; known after
+            fusion.
     """
 
     name: str
@@ -321,3 +342,4 @@ class LoopProgram:
     outputs: tuple[View | None, ...]
     overwritten: tuple[str, ...] = ()
     kept: frozenset[int] = frozenset()
+    unfused: tuple[Refusal, ...] = ()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _numbers = itertools.count()
 
 
 class StageDump:
-    """``dump(stage, text)`` writes ``graph_<n>.<stage>.txt`` into a folder; without a folder it does nothing.
+    """``dump(stage, print, graph)`` writes ``print(graph)`` to ``graph_<n>.<stage>.txt``, given a folder.
 
     Args:
         folder: for texts.
@@ -22,15 +25,15 @@ class StageDump:
         self._diagram_folder = diagram_folder
         self._number = next(_numbers)
 
-    def __call__(self, stage: str, text: str) -> None:
-        self._write(self._folder, f"{stage}.txt", text)
+    def __call__(self, stage: str, print_graph: Callable[[T], str], graph: T) -> None:
+        if self._folder is not None:
+            self._write(self._folder, f"{stage}.txt", print_graph(graph))
 
     def diagram(self, stage: str, draw: Callable[[], str]) -> None:
         """Writes ``graph_<n>.<stage>.svg``, drawn only if it is wanted."""
         if self._diagram_folder is not None:
             self._write(self._diagram_folder, f"{stage}.svg", draw())
 
-    def _write(self, folder: Path | None, name: str, text: str) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"graph_{self._number}.{name}").write_text(text, encoding="utf-8")
+    def _write(self, folder: Path, name: str, text: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"graph_{self._number}.{name}").write_text(text, encoding="utf-8")

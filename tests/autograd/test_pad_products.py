@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gradsplit
-from gradsplit.compile_core import pipeline
+from gradsplit.compile_core import passes
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
@@ -240,9 +240,7 @@ def test_readers_whose_results_lie_as_what_they_read(
         heads = (x @ weight.t()).view(4, 128, 6, 129).transpose(1, 2)
         return read(heads).transpose(1, 2).reshape(4, 128, 774).sin()
 
-    monkeypatch.setattr(
-        pipeline, "pad_products", lambda joint, with_float32: pad_products(joint, True, "cpu")
-    )
+    monkeypatch.setattr(passes, "pad_products", lambda joint, with_float32: pad_products(joint, True, "cpu"))
     x, weight = matrix(4, 128, 512), (matrix(774, 512) / 20).requires_grad_()
     compiled = gradsplit.compile(program, fullgraph=True)
     results = compiled(x, weight), program(x, weight), program(x.double(), weight.double())
@@ -285,7 +283,7 @@ def test_sides_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
         padded_sides.extend(sides(joint))
         return joint
 
-    monkeypatch.setattr(pipeline, "pad_products", pad)
+    monkeypatch.setattr(passes, "pad_products", pad)
     inputs = head_inputs()
     for tensor in (inputs[0], inputs[3]):
         gradsplit.mark_dynamic(tensor, 1)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 
 import gradsplit
-from gradsplit.compile_core import pipeline
+from gradsplit.compile_core import passes
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.backends import inductor
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -105,7 +105,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Node]:
         found.extend(node for node in nodes if node.target is torch.ops.aten.cat.default)
         return joint
 
-    monkeypatch.setattr(pipeline, "pad_products", pad)
+    monkeypatch.setattr(passes, "pad_products", pad)
     return found
 
 

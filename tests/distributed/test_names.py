@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gradsplit.compile_core.backends.triton import compile_region
+from gradsplit.compile_core.backends.generated_kernels import compile_region
 from gradsplit.compile_core.ir.regions import build_region
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsplit.compile_core.backends.triton import generate_region
+from gradsplit.compile_core.backends.generated_kernels import generate_region
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.lowering.build import build

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gradsplit
-from gradsplit.compile_core.backends import aot_eager, triton
+from gradsplit.compile_core.backends import aot_eager, generated_kernels
 from gradsplit.compile_core.backends.registry import RegionBackend
 from gradsplit.compile_core.compiled_function import CompiledFunction
 from gradsplit.compile_core.options import CompileOptions
@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 def decomposed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with operators taken apart, and torch's kernels for what is left."""
-    backend = RegionBackend("decomposed", aot_eager.compile_region, triton.decompositions)
+    backend = RegionBackend("decomposed", aot_eager.compile_region, generated_kernels.decompositions)
     return CompiledFunction(
         function, functools.partial(compile_graph, backend=backend, options=CompileOptions()), fullgraph=True
     )

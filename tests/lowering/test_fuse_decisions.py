@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gradsplit.compile_core.ir.loops import Load, LoopProgram, Store
-from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.nests.change_axes import simplified
 from gradsplit.compile_core.lowering.nests.order_axes import simplify
@@ -17,8 +17,8 @@ from tests.lowering.lowering_harness import calls, check, compute_of, nests, tra
 
 
 def _reasons(function: Callable[..., object], *inputs: torch.Tensor) -> set[str]:
-    _, refusals = fuse_and_explain(lower(compute_of(trace(function, *inputs))))
-    return {refusal.reason for refusal in refusals}
+    program = fuse(lower(compute_of(trace(function, *inputs))))
+    return {refusal.reason for refusal in program.unfused}
 
 
 def _moved_buffers(program: LoopProgram) -> tuple[int, int]:

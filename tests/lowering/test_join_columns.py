@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsplit.compile_core.ir.loops import BandNest, LoopNest, LoopProgram, Store, View
+from gradsplit.compile_core.ir.loops import BandNest, LoopNest, LoopProgram, Refusal, Store, View
 from gradsplit.compile_core.ir.step_effects import writes
 from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.build import generate
-from gradsplit.compile_core.lowering.fusion.fuse import Refusal
-from gradsplit.compile_core.lowering.fusion.join_columns import join_and_explain, join_column_sums
+from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
 from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
 from tests.lowering.band_programs import inputs_of, norm_backward
@@ -77,9 +76,9 @@ def test_sums_of_what_the_rows_overwrite_stay_apart() -> None:
 def test_reasons_are_kept() -> None:
     program = on(GPU, norm_backward(1031, 40))
     apart = Refusal("rows", "sums", 100, "they reduce over different axes")
-    (better,) = join_and_explain(program, [apart])[1]
+    (better,) = join_column_sums(replace(program, unfused=(apart,))).unfused
     assert "too few or too long" in str(better)
-    assert not join_and_explain(on(GPU, norm_backward()), [apart])[1]
+    assert not join_column_sums(replace(on(GPU, norm_backward()), unfused=(apart,))).unfused
 
 
 def test_the_kernel_compiles_without_spills(tmp_path: Path) -> None:

@@ -15,11 +15,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from gradsplit.compile_core.ir.loops import Constant, ExternCall, Load, LoopNest, LoopProgram, Step, Store
+from gradsplit.compile_core.ir.loops import (
+    Constant,
+    ExternCall,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Refusal,
+    Step,
+    Store,
+)
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_key
 from gradsplit.compile_core.lowering.fusion.one_term_sums import without_one_term_sums
@@ -43,32 +52,8 @@ _BATCH_BYTES = 256
 _LAUNCH_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Two nests that share memory traffic and were not joined.
-
-    Attributes:
-        first, second: names of the nests in the fused program.
-        bytes: what joining them would have saved.
-        reason: why not.
-    """
-
-    first: str
-    second: str
-    bytes: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.first} + {self.second}: {self.reason} ({self.bytes} bytes)"
-
-
 def fuse(program: LoopProgram) -> LoopProgram:
-    """Joins nests; the program computes the same values from the same inputs."""
-    return fuse_and_explain(program)[0]
-
-
-def fuse_and_explain(program: LoopProgram) -> tuple[LoopProgram, tuple[Refusal, ...]]:
-    """``fuse``, and the pairs of the result's nests that stayed apart although they share memory traffic."""
+    """Joins nests; the program computes the same values from the same inputs, and says which nests stayed apart."""
     refusals: list[Refusal] = []
     count = 0
 
@@ -80,7 +65,7 @@ def fuse_and_explain(program: LoopProgram) -> tuple[LoopProgram, tuple[Refusal, 
         return piece
 
     program = in_pieces(program, fused)
-    return program, tuple(sorted(refusals, key=lambda refusal: -refusal.bytes))
+    return replace(program, unfused=tuple(sorted(refusals, key=lambda refusal: -refusal.bytes)))
 
 
 class _Fusion:

@@ -29,7 +29,6 @@ from gradsplit.compile_core.ir.loops import (
     operands,
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
-from gradsplit.compile_core.lowering.fusion.fuse import Refusal
 from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
 from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
@@ -43,14 +42,10 @@ from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 
 
 def join_column_sums(program: LoopProgram) -> LoopProgram:
-    """An equivalent program in which column sums on GPUs happen in the kernels of their rows where that pays."""
-    return join_and_explain(program, ())[0]
+    """An equivalent program in which column sums on GPUs happen in the kernels of their rows where that pays.
 
-
-def join_and_explain(
-    program: LoopProgram, refusals: Iterable[Refusal]
-) -> tuple[LoopProgram, tuple[Refusal, ...]]:
-    """``join_column_sums``, and what is left of ``fuse``'s refusals, with better reasons for rows and columns."""
+    Of the pairs that stayed apart until now, it says why these rows and columns do, and drops those that are joined.
+    """
     apart: dict[tuple[str, str], str] = {}
     together = set[tuple[str, str]]()
 
@@ -64,10 +59,10 @@ def join_and_explain(
     program = in_pieces(program, joined)
     left = [
         replace(refusal, reason=apart.get((refusal.first, refusal.second), refusal.reason))
-        for refusal in refusals
+        for refusal in program.unfused
         if (refusal.first, refusal.second) not in together
     ]
-    return program, tuple(left)
+    return replace(program, unfused=tuple(left))
 
 
 class _ApartError(Exception):

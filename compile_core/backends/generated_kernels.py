@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsplit.compile_core.errors import Unsupported
@@ -10,23 +10,15 @@ from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.ir.verify_loops import verify_program
 from gradsplit.compile_core.lowering.build import build, generate, start_build
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
-from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
-from gradsplit.compile_core.lowering.fusion.fuse import fuse_and_explain
-from gradsplit.compile_core.lowering.fusion.join_columns import join_and_explain
-from gradsplit.compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
-from gradsplit.compile_core.lowering.products.choose_gemm import choose_gemm
-from gradsplit.compile_core.lowering.products.choose_products import choose_products
-from gradsplit.compile_core.lowering.products.gemm_speed import gemm_speed
-from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import start_workers
 from gradsplit.compile_core.observe.diagram import draw_program
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.passes import LOOP_PASSES, RegionChoices, run_passes
 from gradsplit.compile_core.runtime.link_program import LinkedProgram, link_program
 
 
@@ -60,7 +52,7 @@ def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -
             kernels = wait_for_kernels()
         with timed("link"):
             linked = link_program(program, sources, kernels)
-        dump(f"{compute.name}.program", linked.text)
+        dump(f"{compute.name}.program", str, linked.text)
         return linked
 
     return finish
@@ -72,28 +64,19 @@ def generate_region(
     """A region as loops that are final, and the source of each kernel."""
     with timed("lower"):
         program = lower(compute)
-    with timed("choose_gemm"):
-        program = choose_gemm(program, gemm_speed(options.cache_folder))
-    with timed("fuse"):
-        program, refusals = fuse_and_explain(program)
-        program, refusals = join_and_explain(program, refusals)
-        program = split_reductions(program)
-    dump(f"{compute.name}.unfused", "\n".join(map(str, refusals)))
-    if options.max_autotune:
-        with timed("choose_products"):
-            program = choose_products(
-                program, options.cache_folder, options.epilogue_fusion, lambda part: _link(part, options)
-            )
-    with timed("fuse"):
-        program = batch_nests(overwrite_inputs(program, compute))
-    if options.verify:
-        verify_program(program)
-    dump(f"{compute.name}.loops", print_program(program))
+    choices = RegionChoices(compute, options, lambda part: _link(part, options))
+    program = run_passes(LOOP_PASSES, program, choices, dump, compute.name, options.verify)
+    dump(f"{compute.name}.unfused", lambda program: "\n".join(map(str, program.unfused)), program)
+    dump(f"{compute.name}.loops", print_program, program)
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
     with timed("generate"):
         sources = _generate(program)
-    dump(f"{compute.name}.kernels", "\n\n".join(f"// {source.name}\n{source.text}" for source in sources))
+    dump(f"{compute.name}.kernels", _print_sources, sources)
     return program, sources
+
+
+def _print_sources(sources: Sequence[KernelSource]) -> str:
+    return "\n\n".join(f"// {source.name}\n{source.text}" for source in sources)
 
 
 def _generate(program: LoopProgram) -> list[KernelSource]:

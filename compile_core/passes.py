@@ -1,0 +1,161 @@
+"""The passes between the stages, in order: each row is a plain function from a graph to a graph of the same type.
+
+A row says when it applies; ``run_passes`` times each pass, verifies what it made if the compilation is verified, and
+writes it into the compilation's text folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch.fx import GraphModule
+
+from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
+from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
+from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
+from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.ir.print_graph import print_graph
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.verify_graphs import verify_joint
+from gradsplit.compile_core.ir.verify_loops import verify_program
+from gradsplit.compile_core.lowering.fusion.batch_nests import batch_nests
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.fusion.join_columns import join_column_sums
+from gradsplit.compile_core.lowering.fusion.overwrite_inputs import overwrite_inputs
+from gradsplit.compile_core.lowering.products.choose_gemm import choose_gemm
+from gradsplit.compile_core.lowering.products.choose_products import RunSteps, choose_products
+from gradsplit.compile_core.lowering.products.gemm_speed import gemm_speed
+from gradsplit.compile_core.lowering.tiling.tiling_split import split_reductions
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import CompileOptions
+
+Graph = TypeVar("Graph", GraphModule, JointGraph, LoopProgram)
+Choices = TypeVar("Choices")
+
+
+@dataclass(frozen=True)
+class GraphChoices:
+    """What decides how the graphs of a compilation are rewritten.
+
+    Attributes:
+        makes_random_numbers: regions draw their own random numbers, which need not be torch's.
+        pads_products: the sides of matrix products are padded to what tensor cores take.
+    """
+
+    makes_random_numbers: bool
+    pads_products: bool
+
+
+@dataclass(frozen=True)
+class RegionChoices:
+    """What decides how the loops of one region are rewritten.
+
+    Attributes:
+        compute: the region that the loops are of.
+        run_steps: makes a program callable, to time it.
+    """
+
+    compute: Compute
+    options: CompileOptions
+    run_steps: RunSteps
+
+
+@dataclass(frozen=True)
+class Pass(Generic[Graph, Choices]):
+    """One row.
+
+    Attributes:
+        run: the graph after the pass; it may be the same object, changed.
+        when: whether the pass applies to a compilation at all.
+    """
+
+    name: str
+    run: Callable[[Graph, Choices], Graph]
+    when: Callable[[Choices], bool] = lambda choices: True
+
+
+# Before stage 2, on the graph of torch's functions.
+CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
+    Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
+)
+
+# After stage 2, on forward and backward together.
+JOINT_PASSES: Sequence[Pass[JointGraph, GraphChoices]] = (
+    Pass("absent_gradients", lambda joint, choices: keep_absent_apart(joint)),
+    Pass(
+        "random_to_counters",
+        lambda joint, choices: random_to_counters(joint),
+        when=lambda choices: choices.makes_random_numbers,
+    ),
+    Pass(
+        "pad_products",
+        lambda joint, choices: pad_products(joint, torch.get_float32_matmul_precision() != "highest"),
+        when=lambda choices: choices.pads_products,
+    ),
+)
+
+# After stage 5's lowering, on the loops of one region.
+LOOP_PASSES: Sequence[Pass[LoopProgram, RegionChoices]] = (
+    Pass(
+        "choose_gemm", lambda program, region: choose_gemm(program, gemm_speed(region.options.cache_folder))
+    ),
+    Pass("fuse", lambda program, region: fuse(program)),
+    Pass("join_column_sums", lambda program, region: join_column_sums(program)),
+    Pass("split_reductions", lambda program, region: split_reductions(program)),
+    Pass(
+        "choose_products",
+        lambda program, region: choose_products(
+            program, region.options.cache_folder, region.options.epilogue_fusion, region.run_steps
+        ),
+        when=lambda region: region.options.max_autotune,
+    ),
+    Pass("overwrite_inputs", lambda program, region: overwrite_inputs(program, region.compute)),
+    Pass("batch_nests", lambda program, region: batch_nests(program)),
+)
+
+
+def run_passes(
+    passes: Sequence[Pass[Graph, Choices]],
+    graph: Graph,
+    choices: Choices,
+    dump: StageDump,
+    prefix: str,
+    verify: bool,
+) -> Graph:
+    """The graph after all passes that apply.
+
+    Args:
+        prefix: of the names that ``dump`` gives the graphs: ``<prefix>.<pass>``.
+
+    Raises:
+        InternalError: ``verify``, and a pass broke a rule of its graphs.
+    """
+    for each in passes:
+        if not each.when(choices):
+            continue
+        with timed(each.name):
+            graph = each.run(graph, choices)
+        dump(f"{prefix}.{each.name}", _print, graph)
+        if verify:
+            _verify(graph)
+    return graph
+
+
+def _print(graph: GraphModule | JointGraph | LoopProgram) -> str:
+    if isinstance(graph, LoopProgram):
+        return print_program(graph)
+    return print_graph(graph.module if isinstance(graph, JointGraph) else graph)
+
+
+def _verify(graph: GraphModule | JointGraph | LoopProgram) -> None:
+    if isinstance(graph, LoopProgram):
+        verify_program(graph)
+    elif isinstance(graph, JointGraph):
+        verify_joint(graph)

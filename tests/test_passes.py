@@ -1,0 +1,136 @@
+"""Each row of the tables of passes: a small graph that it changes, before and after; both keep their graphs' rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gradsplit
+from gradsplit.compile_core import passes
+from gradsplit.compile_core.autograd.trace_joint import trace_joint
+from gradsplit.compile_core.autograd.tracing import random_decompositions
+from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.loops import LoopProgram
+from gradsplit.compile_core.ir.print_graph import print_graph
+from gradsplit.compile_core.ir.print_loops import print_program
+from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.lowering.fusion.fuse import fuse
+from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
+from gradsplit.compile_core.lowering.products import choose_products
+from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed
+from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.options import CompileOptions
+from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES, RegionChoices
+from tests.autograd.compare_with_eager import captured, fakes
+from tests.lowering.band_programs import norm_backward
+from tests.lowering.lowering_harness import compute_of, trace
+from tests.lowering.move_graph import on_gpu
+from tests.lowering.product_programs import TILE, on
+
+GPU = torch.device("cuda", 0)
+GRAPHS = passes.GraphChoices(makes_random_numbers=True, pads_products=True)
+
+
+def region(compute: Compute) -> RegionChoices:
+    return RegionChoices(compute, CompileOptions(max_autotune=True), lambda program: lambda inputs: None)
+
+
+def joint_of(program: Callable[..., Any], *inputs: Tensor) -> JointGraph:
+    return trace_joint(captured(program), fakes(inputs), random_decompositions.DECOMPOSITIONS)
+
+
+def loops_of(program: Callable[..., Any], *inputs: Tensor) -> tuple[LoopProgram, RegionChoices]:
+    compute = compute_of(trace(program, *inputs))
+    return lower(compute), region(compute)
+
+
+def fused_for_gpu(program: Callable[..., Any], *inputs: Tensor) -> tuple[LoopProgram, RegionChoices]:
+    loops, choices = loops_of(program, *inputs)
+    return fuse(on(GPU, loops)), choices
+
+
+def known_masks() -> Any:
+    def attend(query: Tensor) -> Tensor:
+        mask = torch.ones(3, 3, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    seen: list[Any] = []
+
+    def note(module: Any, examples: Any) -> Any:
+        seen.append(module)
+        return module
+
+    gradsplit.compile(attend, backend=note)(torch.ones(1, 1, 3, 4))
+    return seen[0], GRAPHS
+
+
+def absent_gradients() -> Any:
+    ones = torch.ones(3, requires_grad=True)
+    return joint_of(lambda a, b: (a.log(), b * a), ones, ones.detach().requires_grad_()), GRAPHS
+
+
+def random_to_counters() -> Any:
+    return joint_of(lambda a: torch.dropout(a, 0.5, True), torch.ones(3, requires_grad=True)), GRAPHS
+
+
+def pad_products() -> Any:
+    matrices = torch.ones(512, 513).bfloat16(), torch.ones(513, 512).bfloat16()
+    joint = joint_of(lambda a, b: a @ b, *matrices)
+    return replace(joint, module=on_gpu(joint.module)), GRAPHS
+
+
+def overwrite_inputs() -> Any:
+    compute = compute_of(trace(lambda a, b: a + b, torch.ones(4), torch.ones(4)))
+    compute = replace(compute, replaced={compute.outputs[0]: compute.inputs[0]})
+    return fuse(lower(compute)), region(compute)
+
+
+EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "known_masks": known_masks,
+    "absent_gradients": absent_gradients,
+    "random_to_counters": random_to_counters,
+    "pad_products": pad_products,
+    "choose_gemm": lambda: loops_of(torch.mm, torch.ones(4, 5), torch.ones(5, 6)),
+    "fuse": lambda: loops_of(lambda a, b: ((a * b).sum(1), a.sin()), torch.ones(4, 5), torch.ones(4, 5)),
+    "join_column_sums": lambda: (on(GPU, norm_backward()), None),
+    "split_reductions": lambda: fused_for_gpu(lambda a: a.sum(), torch.ones(1 << 20)),
+    "choose_products": lambda: fused_for_gpu(
+        lambda a, b: F.relu(a @ b), torch.ones(64, 48), torch.ones(48, 32)
+    ),
+    "overwrite_inputs": overwrite_inputs,
+    "batch_nests": lambda: loops_of(lambda *tensors: [2 * t for t in tensors], *map(torch.ones, (3, 4, 5))),
+}
+
+
+def test_every_pass_has_an_example() -> None:
+    assert [row.name for row in (*CAPTURED_PASSES, *JOINT_PASSES, *LOOP_PASSES)] == list(EXAMPLES)
+
+
+def shown(graph: Any) -> str:
+    if isinstance(graph, LoopProgram):
+        return print_program(graph)
+    return print_graph(graph.module if isinstance(graph, JointGraph) else graph)
+
+
+@pytest.mark.parametrize("row", [*CAPTURED_PASSES, *JOINT_PASSES, *LOOP_PASSES], ids=lambda row: row.name)
+def test_before_and_after(
+    row: Any, golden: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is faster on the machine that runs this is not the question.
+    monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0))
+    monkeypatch.setattr(choose_products, "_tile_for", lambda *arguments: TILE)
+    torch.set_float32_matmul_precision("highest")
+    graph, choices = EXAMPLES[row.name]()
+    before = shown(graph)
+    after = shown(passes.run_passes([row], graph, choices, StageDump(tmp_path), "graph", verify=True))
+    assert after != before
+    (written,) = tmp_path.iterdir()
+    assert written.name.endswith(f".graph.{row.name}.txt") and written.read_text() == after
+    golden(f"passes/{row.name}.txt", f"{before}\n--- {row.name}\n\n{after}")
