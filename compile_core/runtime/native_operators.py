@@ -37,6 +37,9 @@ _FUNCTIONS = {
     ),
 }
 
+# Before, the functions kept an optional list's address and freed the list: sizes of no memory of theirs were read.
+_TAKES_OPTIONAL_LISTS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+
 
 class Kind(IntEnum):
     """What an argument of the function is."""
@@ -87,6 +90,8 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
         if isinstance(value, View):
             arguments.append((Kind.TENSOR_ADDRESS if is_optional else Kind.TENSOR, name))
         elif isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
+            if is_optional and not _TAKES_OPTIONAL_LISTS:
+                return None
             words = _words(value, is_bool=kind == "List[bool]")
             arguments.append((Kind.LIST_ADDRESS if is_optional else Kind.LIST, words))
             arguments.append((Kind.NUMBER, len(value)))

@@ -23,7 +23,10 @@ def run(
     call: ExternCall, tensors: dict[str, torch.Tensor], results: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Runs a program of one call, which is made in C where regions are."""
-    assert native_call(call, "cpu") is not None
+    # Before torch 2.13 a list that may be missing, such as the sizes of a bias, was freed before it was read.
+    takes_lists = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+    is_native = takes_lists or call.target is not aten.convolution_backward.default
+    assert (native_call(call, "cpu") is not None) == is_native
     specs = {name: TensorSpec.of(tensor) for name, tensor in {**tensors, **results}.items()}
     outputs = tuple(view_of(name, tensor) for name, tensor in results.items())
     program = LoopProgram("test", tuple(tensors), (), specs, {}, (call,), outputs)
@@ -74,11 +77,12 @@ def test_convolutions(region_form: str, with_bias: bool, transposed: bool):
     check(call, tensors, {"r": expected})
 
 
+@pytest.mark.parametrize("images", [0, 2])
 @pytest.mark.parametrize("mask", [[True, True, False], [False, True, True], [True, False, False]])
-def test_gradients_of_convolutions(region_form: str, mask: list[bool]):
-    x, weight = draw(2, 4, 9, 9), draw(6, 4, 3, 3)
+def test_gradients_of_convolutions(region_form: str, mask: list[bool], images: int):
+    x, weight = draw(images, 4, 9, 9), draw(6, 4, 3, 3)
     rest = ([6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
-    gradient = draw(2, 6, 9, 9)
+    gradient = draw(images, 6, 9, 9)
     found = aten.convolution_backward.default(gradient, x, weight, *rest)
     tensors = {"g": gradient, "x": x, "w": weight}
     names = tuple(f"r{k}" if kept else None for k, kept in enumerate(mask))
