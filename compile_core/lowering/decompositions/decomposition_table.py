@@ -85,6 +85,7 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     table.update(
         {target: _normalisation(table[target]) for target in table if "_norm" in target._schema.name}
     )
+    table[aten.linalg_vector_norm.default] = _counting_dims(table[aten.linalg_vector_norm.default])
     table.update(foreach_decompositions())
     table.update(_OWN)
     if device_type == "cuda":
@@ -188,6 +189,16 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
         return x.to(result_dtype).clone()
     shifted = x - torch.amax(x, dim, keepdim=True)
     return (shifted - torch.log(torch.sum(torch.exp(shifted), dim, keepdim=True))).to(result_dtype)
+
+
+def _counting_dims(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Torch's form of a norm; up to torch 2.12 it keeps a dim of size 1 that is counted from the end."""
+
+    def run(self: Tensor, ord: float = 2, dim: list[int] | None = None, *rest: Any, **named: Any) -> Tensor:
+        counted = [each % max(self.dim(), 1) for each in dim] if dim is not None else None
+        return norm(self, ord, counted, *rest, **named)
+
+    return run
 
 
 _in_normalisation = ContextVar("_in_normalisation", default=False)
