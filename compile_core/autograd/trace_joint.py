@@ -176,7 +176,8 @@ def _trace(
     signature = GraphSignature(
         results=results,
         mutated=tuple(
-            Mutation(position, num_results + k, position in rebound) for k, position in enumerate(mutated)
+            Mutation(position, num_results + k, position in rebound, position in convention.counted)
+            for k, position in enumerate(mutated)
         ),
         gradient_inputs=convention.gradient_inputs if trainable else (),
         tangents=(*tangents, *seeds_of) if trainable else (),

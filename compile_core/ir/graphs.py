@@ -62,11 +62,13 @@ class Mutation:
         input: position among the primals.
         output: position among the graph's outputs of its new value.
         differentiable: autograd saw the change, so gradients flow from the input's later uses into the graph.
+        counted: the tensor's version tells of the change; it does not of one through ``.data``.
     """
 
     input: int
     output: int
     differentiable: bool
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -77,3 +77,23 @@ def test_a_backward_that_is_differentiated_sees_the_values_of_before() -> None:
         results.append((first.detach(), second, w))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: t, lambda t: t.view_as(t), lambda t: t.mT[:2]], ids=["leaf", "view", "part"]
+)
+def test_a_change_through_data_is_not_counted(make) -> None:
+    """It made a view's history anew, from a base that may have none: its gradients were lost."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(2)
+        return x * 3
+
+    for call in (f, gradsplit.compile(f, fullgraph=True)):
+        leaf = torch.ones(2, 3).mT.requires_grad_()
+        x = make(leaf)
+        for count in (1, 2):
+            y = call(x)
+            y.sum().backward()
+            assert (x._version, leaf._version, y[0, 0].item()) == (0, 0, 3 * 2**count)
+            assert leaf.grad[0, 0].item() == 3 * count

@@ -66,6 +66,8 @@ class BoundGraph:
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
+                elif not mutation.counted:
+                    primals[mutation.input].data.copy_(outputs[mutation.output])
         sizes = outputs[len(outputs) - signature.open_sizes :]
         return tuple(
             outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs, sizes)
@@ -107,7 +109,9 @@ def bind_autograd(
     if not graph.signature.mutated:
         forward = returning_draws(forward, graph.forward)
     left = [mutation for mutation in graph.signature.mutated if mutation.output not in (updated or {})]
-    unseen = [(mutation.input, mutation.output) for mutation in left if not mutation.differentiable]
+    unseen = [
+        (change.input, change.output) for change in left if change.counted and not change.differentiable
+    ]
     differentiable = None
     if backward is not None:
         differentiable = DifferentiableProgram.of(

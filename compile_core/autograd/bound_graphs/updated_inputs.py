@@ -23,10 +23,11 @@ foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
 def updated_inputs(graph: PartitionedGraph) -> dict[int, int]:
     """By position of the graph's output, the position of the primal of which it is the new value."""
     primals = [node.name for node in graph.forward.graph.find_nodes(op="placeholder")]
+    uncounted = {mutation.input for mutation in graph.signature.mutated if not mutation.counted}
     return {
         output: position
         for output, position in replaced_inputs(graph.signature).items()
-        if primals[position] not in graph.saved
+        if primals[position] not in graph.saved and position not in uncounted
     }
 
 

@@ -51,6 +51,7 @@ class CallingConvention:
         gradient_inputs: positions of the inputs that require gradients.
         rebound: positions of the inputs that the program changes in place under the eyes of autograd, so that
             they have a history of their own afterwards.
+        counted: positions of the inputs whose versions tell of changes.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -59,6 +60,7 @@ class CallingConvention:
     differentiable: tuple[bool, ...]
     gradient_inputs: tuple[int, ...]
     rebound: tuple[int, ...]
+    counted: frozenset[int]
 
 
 def find_calling_convention(
@@ -90,6 +92,8 @@ def find_calling_convention(
         before = {
             k: (_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for k, tensor in tensors.items()
         }
+        by_data = _inputs_with_data(module)
+        versions = {k: tensors[k]._version for k in by_data if not tensors[k].is_inference()}
         with failures_explained(), RefuseOverlappingWrites():
             outputs = module.forward(*inputs)
         rebound: list[int] = []
@@ -113,6 +117,8 @@ def find_calling_convention(
             differentiable=tuple(tensor.requires_grad for tensor in picked),
             gradient_inputs=tuple(k for k, (_, requires_grad, _) in before.items() if requires_grad),
             rebound=tuple(rebound),
+            counted=frozenset(tensors)
+            - {k for k, version in versions.items() if tensors[k]._version == version},
         )
 
 
@@ -123,6 +129,20 @@ def _check_views(outputs: Sequence[torch.Tensor]) -> None:
             _ = output.grad_fn
     except RuntimeError as error:
         raise Unsupported("stale-view", f"a result that autograd forbids to use: {error}") from error
+
+
+def _inputs_with_data(module: torch.fx.GraphModule) -> list[int]:
+    """Positions of the inputs in whose memory the program asks a tensor for ``.data``, which has a version of its own.
+    Other operators count changes, also where fake tensors do not: the running statistics of a batch norm."""
+    nodes = module.graph.find_nodes(op="call_function", target=getattr)
+    read = {_memory(node.args[0]) for node in nodes if node.args[1] == "data"} - {None}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return [k for k, node in enumerate(placeholders) if read and _memory(node) in read]
+
+
+def _memory(node: torch.fx.Node) -> int | None:
+    example = node.meta.get("example_value")
+    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
 
 
 def _check_leaves(
