@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
@@ -33,19 +34,25 @@ def simplify(module: GraphModule) -> GraphModule:
     """The same program with fewer nodes; changes ``module`` and returns it."""
     graph = module.graph
     seen: dict[Any, dict[int | None, Node]] = {}
+    replaced: dict[Node, Node] = {}
+
+    def current(value: Node) -> Node:
+        return replaced.get(value, value)
+
     for node in list(graph.nodes):
+        if not replaced.keys().isdisjoint(node.all_input_nodes):
+            # All at once: where a node reads thousands, as the output does, the change of one takes as long as all.
+            node.args, node.kwargs = map_arg(node.args, current), map_arg(node.kwargs, current)
         if node.op != "call_function":
             continue
         if node.target in PASS_THROUGH:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replaced[node] = node.args[0]  # type: ignore[assignment]
             continue
         _as_view(node)
         _without_source(node)
         inverse = _undone(node)
         if inverse is not None:
-            node.replace_all_uses_with(inverse)
-            graph.erase_node(node)
+            replaced[node] = inverse
             continue
         if is_random(node) or (_mutates(node) and not is_number(node)):
             continue
@@ -54,8 +61,9 @@ def simplify(module: GraphModule) -> GraphModule:
             continue
         twin = _find_twin(seen.setdefault(key, {}), node)
         if twin is not node:
-            node.replace_all_uses_with(twin)
-            graph.erase_node(node)
+            replaced[node] = twin
+    for node in reversed(replaced):
+        graph.erase_node(node)
     drop_copies(graph)
     join_scatter_sums(graph)
     graph.eliminate_dead_code(
