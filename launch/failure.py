@@ -1,7 +1,6 @@
 """How a process failed, and the report of it, which comes last on the screen."""
 
 import signal
-import sys
 import time
 from dataclasses import dataclass
 
@@ -27,26 +26,30 @@ class Failure:
         return self.status if self.status >= 0 else 128 - self.status
 
 
-def report(failure: Failure, placement: RankPlacement, attempt: int, max_restarts: int) -> None:
-    """Tell on standard error of the failure that ended the group of processes."""
+def report(failure: Failure, placement: RankPlacement) -> str:
+    """Return what stands last on the screen after the failure that ended the group of processes."""
+    told = f"launch: {describe(failure, placement)}"
     if failure.last_words:
-        print(f"launch: rank {failure.rank} on {placement.hostname} wrote last:", file=sys.stderr)
-        print(failure.last_words, file=sys.stderr)
-    again = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
-    print(f"launch: {describe(failure, placement)}{again}", file=sys.stderr, flush=True)
+        told = (
+            f"launch: rank {failure.rank} on {placement.hostname} wrote last:\n{failure.last_words}\n{told}"
+        )
+    return told
+
+
+def how_it_ended(status: int) -> str:
+    """Return a process's exit code, or -N for signal N, in words."""
+    if status >= 0:
+        return f"exited with code {status}"
+    return f"was killed by signal {-status} ({signal.strsignal(-status) or 'unknown'})"
 
 
 def describe(failure: Failure, placement: RankPlacement) -> str:
     """Return one line on a failed rank: which, where, how and when it ended, and where to read on."""
     who = f"rank {placement.rank} of {placement.world_size}"
     who += f" (local rank {placement.local_rank} on {placement.hostname})"
-    if failure.status >= 0:
-        how = f"exited with code {failure.status}"
-    else:
-        number = -failure.status
-        name = signal.strsignal(number) or "unknown"
-        hint = "; often the system's doing when memory runs out" if number == signal.SIGKILL else ""
-        how = f"was killed by signal {number} ({name}{hint})"
+    how = how_it_ended(failure.status)
+    if failure.status == -signal.SIGKILL:
+        how = how[:-1] + "; often the system's doing when memory runs out)"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time_s))
     log = f"; its standard error: {failure.log}" if failure.log else ""
     return f"{who} {how}; the other ranks were ended ({when}{log})"

@@ -9,18 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from gradsplit.launch import job_record
 from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.failure import how_it_ended
+from gradsplit.launch.job_record import JobRecord
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
 from gradsplit.launch.mpiexec_command import cluster_options, hosts_in, mpiexec_command, mpiexec_variables
 from gradsplit.launch.parent_death import end_with_parent
-from gradsplit.launch.rank_environment import EXIT_CODE_FILE_VARIABLE, SPEC_VARIABLE
+from gradsplit.launch.rank_environment import SPEC_VARIABLE
 from gradsplit.launch.received_signals import PASSED_ON
 from gradsplit.launch.terminal import output_terminal_size, terminal_variables
 from gradsplit.launch.worker import run_supervisor
@@ -62,14 +66,16 @@ def run_job(spec: LaunchSpec) -> int:
     spec = replace(spec, processes_per_node=processes)
     installation = find_mpi(os.environ)
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        exit_code_file = Path(folder, "exit_code")
+    if spec.log_folder is not None:
+        Path(spec.log_folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=spec.log_folder) as folder:
+        record = JobRecord(Path(folder))
         environment = {
             **os.environ,
             **terminal_variables(os.environ, output_terminal_size()),
             **mpiexec_variables(installation, as_root=os.geteuid() == 0),
             SPEC_VARIABLE: spec.to_json(),
-            EXIT_CODE_FILE_VARIABLE: str(exit_code_file),
+            job_record.VARIABLE: os.path.abspath(folder),
         }
         command = mpiexec_command(
             installation,
@@ -84,14 +90,20 @@ def run_job(spec: LaunchSpec) -> int:
         )
         if spec.dry_run:
             print(f"started by: {shlex.join(command)}", flush=True)
-        ended_with, signal_number = _run_with_signals(command, environment, spec.ending_signals)
+        status, signal_number = _run_with_signals(command, environment, spec.ending_signals)
+        ended_s = time.time()
+        started = record.wait_for_ranks(KILL_AFTER_S)
         if signal_number is not None:
             return 128 + signal_number
-        if exit_code_file.exists():
-            return int(exit_code_file.read_text())
-    ended_with = ended_with if ended_with >= 0 else 128 - ended_with
-    print(f"launch: {installation.mpiexec} ended with code {ended_with} before the job did", file=sys.stderr)
-    return ended_with or 1
+        outcome = record.outcome(ended_s)
+    if outcome is not None:
+        if outcome.told:
+            print(outcome.told, file=sys.stderr)
+        return outcome.exit_code
+    if status:  # Else the ranks were on machines that do not see the record, and all is well.
+        meanwhile = " while the ranks ran; none of them had failed, and all were ended" if started else ""
+        print(f"launch: {installation.mpiexec} {how_it_ended(status)}{meanwhile}", file=sys.stderr)
+    return status if status >= 0 else 128 - status
 
 
 def _run_with_signals(

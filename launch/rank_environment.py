@@ -5,6 +5,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradsplit.launch import job_record
 from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.mpi_variables import without_mpi_variables
@@ -13,15 +14,13 @@ from gradsplit.launch.rendezvous import Rendezvous
 
 SPEC_VARIABLE = "GRADSPLIT_LAUNCH_SPEC"
 """Carries the spec (JSON) from the launcher that started ``mpiexec`` to its ranks."""
-EXIT_CODE_FILE_VARIABLE = "GRADSPLIT_LAUNCH_EXIT_CODE_FILE"
-"""Carries the path of the file in which rank 0 leaves the job's exit code for that launcher."""
 
 
 def inherited_environment(environment: Mapping[str, str], local_world_size: int) -> dict[str, str]:
     """Return this supervisor's ``environment`` as the user's program shall see it."""
     inherited = without_mpi_variables(environment)
     # The last would be left over from an outer torchrun, and be false here: no agent hosts the store, rank 0 does.
-    for name in (SPEC_VARIABLE, EXIT_CODE_FILE_VARIABLE, "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in (SPEC_VARIABLE, job_record.VARIABLE, "TORCHELASTIC_USE_AGENT_STORE"):
         inherited.pop(name, None)
     inherited.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if local_world_size > 1:  # With a thread for every processor each, they would get in each other's way.

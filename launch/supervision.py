@@ -10,7 +10,7 @@ own.
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
 from gradsplit.launch.failure import Failure
@@ -57,8 +57,8 @@ class Supervision:
         self._signals.started = True
         self._running[rank] = self._keeper.start(command, environment, output, errors)
 
-    def run(self, output: RankOutput) -> Failure | None:
-        """Wait until the processes of all ranks have ended.
+    def run(self, output: RankOutput, note: Callable[[Failure], None]) -> Failure | None:
+        """Wait until the processes of all ranks have ended, and ``note`` a failure here at once and when all is known.
 
         Return the first failure of any rank, the same on every rank; None when all exited with 0. Once there is a
         failure, all other processes are ended. Raises `EndedBySignalError`, with MPI as it is: somebody ends the whole
@@ -67,7 +67,7 @@ class Supervision:
         self._failures, self._kill_time_s = [], None
         announcements = 0
         while True:
-            self._look_for_ends()
+            self._look_for_ends(output, note)
             self._heed_signals()
             if self._world.take_announcement():
                 announcements += 1
@@ -82,15 +82,9 @@ class Supervision:
                 for process in self._running.values():
                     process.send(signal.SIGKILL)
             time.sleep(POLL_INTERVAL_S)
-        alone = self._world.size == 1
-        told = [
-            replace(
-                failure,
-                last_words=output.last_words(failure.rank, alone=alone),
-                log=output.log_of(failure.rank),
-            )
-            for failure in self._failures
-        ]
+        told = self._all_of_failures(output)
+        if told:
+            note(min(told))
         gathered = self._world.gather_everywhere([astuple(failure) for failure in told])
         announced = sum(map(bool, gathered)) - bool(told)
         self._world.settle(announcements_pending=announced - announcements)
@@ -99,7 +93,18 @@ class Supervision:
     def _failure_grace_s(self) -> float:
         return FAILURE_GRACE_S if self._spec.shutdown_timeout_s is None else self._spec.shutdown_timeout_s
 
-    def _look_for_ends(self) -> None:
+    def _all_of_failures(self, output: RankOutput) -> list[Failure]:
+        alone = self._world.size == 1
+        return [
+            replace(
+                failure,
+                last_words=output.last_words(failure.rank, alone=alone),
+                log=output.log_of(failure.rank),
+            )
+            for failure in self._failures
+        ]
+
+    def _look_for_ends(self, output: RankOutput, note: Callable[[Failure], None]) -> None:
         self._keeper.look()
         ending = self._kill_time_s is not None
         for rank, process in list(self._running.items()):
@@ -112,6 +117,7 @@ class Supervision:
             if status and not ending:
                 self._failures.append(Failure(process.ended_s, rank, status))
         if self._failures and not ending:
+            note(min(self._all_of_failures(output)))
             self._world.announce()
             self._end_all(self._failure_grace_s())
 

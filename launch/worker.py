@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,11 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
+from gradsplit.launch import job_record
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
-from gradsplit.launch.failure import report
+from gradsplit.launch.failure import Failure, report
+from gradsplit.launch.job_record import JobRecord, Outcome
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank
@@ -28,7 +31,6 @@ from gradsplit.launch.mpi_world import MpiWorld, join_world
 from gradsplit.launch.parent_death import end_with_parent
 from gradsplit.launch.process_keeper import ProcessKeeper
 from gradsplit.launch.rank_environment import (
-    EXIT_CODE_FILE_VARIABLE,
     SPEC_VARIABLE,
     inherited_environment,
     prepare_ranks,
@@ -46,27 +48,35 @@ def main() -> int:
     end_with_parent(os.getppid(), signal.SIGTERM)
     spec = LaunchSpec.from_json(os.environ[SPEC_VARIABLE])
     rank = mpi_rank(os.environ)
-    exit_code_file = Path(os.environ[EXIT_CODE_FILE_VARIABLE])
+    folder = Path(os.environ[job_record.VARIABLE])
+    record = None
+    if folder.is_dir():  # Not on another machine than the launcher.
+        record = JobRecord(folder)
     try:
-        exit_code = run_rank(spec)
+        exit_code = run_rank(spec, record)
     except LaunchError as error:
         if rank == 0:
-            print(f"launch: {error}", file=sys.stderr)
+            _end(record, USAGE_EXIT_CODE, f"launch: {error}")
         let_rank_0_tell(rank)
         exit_code = USAGE_EXIT_CODE
-    if rank == 0:
-        if not exit_code_file.parent.is_dir():  # On another machine than the launcher.
-            return exit_code
-        exit_code_file.write_text(str(exit_code))
-    return 0  # The file has said it; a non-zero code would have mpiexec add its own account.
+    # A code other than 0 would have mpiexec add its own account, and come last.
+    return exit_code if rank == 0 and record is None else 0
 
 
-def run_rank(spec: LaunchSpec) -> int:
-    """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank."""
-    return run_supervisor(spec, None, join_world)
+def run_rank(spec: LaunchSpec, record: JobRecord | None = None) -> int:
+    """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank.
+
+    ``record``: that of the launcher which started ``mpiexec``; then that one prints what comes last.
+    """
+    return run_supervisor(spec, None, join_world, record)
 
 
-def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], MpiWorld | LoneWorld]) -> int:
+def run_supervisor(
+    spec: LaunchSpec,
+    processes: int | None,
+    join: Callable[[], MpiWorld | LoneWorld],
+    record: JobRecord | None = None,
+) -> int:
     """Run the user's program here, and return the job's exit code, the same everywhere.
 
     ``processes``: how many; None leaves it to how many supervisors a node has. ``join``: returns the world of all
@@ -77,6 +87,8 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
     environment = dict(os.environ)  # Before MPI is told how to go about it.
     keeper = ProcessKeeper()
     signals = ReceivedSignals(frozenset(spec.ending_signals))
+    if record is not None:
+        record.enter()
     world = None
     try:
         world = join()
@@ -85,11 +97,14 @@ def run_supervisor(spec: LaunchSpec, processes: int | None, join: Callable[[], M
         if spec.dry_run:
             if world.rank == 0:
                 show_plan(spec, placements, rendezvous)
+                _end(record, 0)
             world.leave()
             return 0
         with _job_folder(spec, rendezvous) as folder:
             supervision = Supervision(spec, world, keeper, signals)
-            code = _run_attempts(spec, world, placements, rendezvous, supervision, folder, environment)
+            code = _run_attempts(
+                spec, world, placements, rendezvous, supervision, folder, environment, record
+            )
         world.leave()
         return code
     except EndedBySignalError as ended:
@@ -120,7 +135,13 @@ def _run_attempts(
     supervision: Supervision,
     folder: Path,
     environment: Mapping[str, str],
+    record: JobRecord | None,
 ) -> int:
+    def note(failure: Failure) -> None:
+        if record is not None:
+            told = report(failure, placements[failure.rank])
+            record.note_failure(world.rank, Outcome(failure.time_s, failure.exit_code, told))
+
     processes = len(placements) // world.size
     own = placements[world.rank * processes :][:processes]
     devices = environment.get("CUDA_VISIBLE_DEVICES")
@@ -137,12 +158,27 @@ def _run_attempts(
             streams = output.open_streams(placement, files[placement])
             supervision.start(placement.rank, spec.command(), inherited | variables, *streams)
         output.start()
-        first = supervision.run(output)
-        if first is None:
-            return 0
+        if record is not None:
+            record.note_failure(world.rank, None)
+        first = supervision.run(output, note)
+        code = 0 if first is None else first.exit_code
+        told = "" if first is None else report(first, placements[first.rank])
+        if first is not None and attempt < spec.max_restarts:
+            if world.rank == 0:
+                print(f"{told}; restart {attempt + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
+            continue
         if world.rank == 0:
-            report(first, placements[first.rank], attempt, spec.max_restarts)
-    return first.exit_code
+            _end(record, code, told)
+        break
+    return code
+
+
+def _end(record: JobRecord | None, exit_code: int, told: str = "") -> None:
+    """Called by rank 0 when it knows how the job ends, and before anybody leaves MPI: that may fail."""
+    if record is not None:
+        record.note_end(Outcome(time.time(), exit_code, told))
+    elif told:
+        print(told, file=sys.stderr, flush=True)
 
 
 def _meet(

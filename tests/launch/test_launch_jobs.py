@@ -178,8 +178,12 @@ def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
 
 def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
     """Two machines imitated: the way to them runs its command here, under another host name for Python."""
+    # Else ranks of both have the same files of shared memory: Open MPI names them by the kernel's host name.
+    own = f"export OMPI_MCA_btl_sm_backing_directory={tmp_path}/$MACHINE; mkdir $OMPI_MCA_btl_sm_backing_directory\n"
     agent = tmp_path / "agent"
-    agent.write_text('#!/bin/sh\n[ "$1" = -x ] && shift; export MACHINE="$1"; shift; exec sh -c "$*"\n')
+    agent.write_text(
+        '#!/bin/sh\n[ "$1" = -x ] && shift; export MACHINE="$1"; shift\n' + own + 'exec sh -c "$*"\n'
+    )
     agent.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
         'import os, socket\nsocket.gethostname = lambda: os.environ.get("MACHINE", "front")\n'
@@ -206,6 +210,56 @@ if os.environ["RANK"] == "2":
     *_, told, last = rest.splitlines()
     assert told.startswith("launch: rank 2 of 4 (local rank 0 on 127.0.0.3) exited with code 1;")
     assert told.endswith("; restart 1 of 1") and "exited with code 7;" in last
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_the_ranks_say_counts_where_mpiexec_crashes(tmp_path, fails):
+    """An installation is imitated whose mpiexec crashes in the middle of ending the job, or of its run."""
+    real = INSTALLATION.mpiexec.absolute()
+    for part in real.parent.parent.iterdir():
+        if part.name != "bin":
+            (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "bin").mkdir()
+    mpiexec = tmp_path / "bin" / "mpiexec"
+    mpiexec.write_text(f"""#!/bin/sh
+[ "$1" = --version ] && exec {real} --version
+{real} "$@" &
+while [ ! -e now ]; do sleep 0.02; done
+kill -9 $!
+kill -SEGV $$
+""")
+    mpiexec.chmod(0o755)
+    script = write(
+        tmp_path,
+        """
+import os, signal, sys, time
+def crash(*_):
+    open("now", "w")
+    time.sleep(60)
+signal.signal(signal.SIGTERM, crash)
+print("started")
+if os.environ["RANK"] == "1" and "fail" in sys.argv:
+    raise ValueError("broken")
+if os.environ["RANK"] == "0" and "fail" not in sys.argv:
+    crash()
+time.sleep(60)
+""",
+    )
+    path = f"{mpiexec.parent}{os.pathsep}{os.environ['PATH']}"
+    options = ["--nproc-per-node", "2", "--mpi-args", "", script, tmp_path]
+    job = launch(*options, "fail" if fails else "run", cwd=tmp_path, PATH=path)
+    last = job.stderr.splitlines()[-1]
+    if fails:
+        assert (
+            job.returncode == 1 and last.startswith("launch: rank 1 of 2") and "exited with code 1;" in last
+        )
+        assert job.stderr.splitlines()[-2] == "ValueError: broken"
+    else:
+        assert job.returncode == 128 + signal.SIGSEGV
+        said = " while the ranks ran; none of them had failed, and all were ended"
+        assert last.startswith(f"launch: {mpiexec} was killed by signal 11 (") and last.endswith(said)
+    wait_until_gone(str(tmp_path))
 
 
 def test_what_ranks_tell_each_other_is_plain_data(tmp_path):
