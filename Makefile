@@ -2,19 +2,25 @@
 PYTHON ?= python3
 DEMO_PROCESSES ?= 2
 TEST_WORKERS ?= 2
+TORCH ?= 2.14.1
 PROGRAMS ?= 20000
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
+TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test differential lint rank-failures test-gpu compile-time-growth clean python-version
+.PHONY: demo test test-torch differential lint rank-failures test-gpu compile-time-growth clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
 
 test: $(VENV)/installed
 	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
+
+# The same tests with another release of torch, in an environment of its own.
+test-torch: $(TORCH_VENV)/installed
+	$(TORCH_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not gpu"
 
 # Random programs and the samples of torch's operator database, compiled and not.
 differential: $(VENV)/installed
@@ -52,10 +58,17 @@ $(VENV)/installed: pyproject.toml constraints.txt | python-version
 	$(INSTALL) -e '.[test]'
 	@touch $@
 
+# A release of torch asks for its own triton and setuptools.
+$(TORCH_VENV)/installed: pyproject.toml constraints.txt | python-version
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt torch==$(TORCH) -e '.[test]'
+	@touch $@
+
 $(VENV)/installed-lint: $(VENV)/installed
 	$(INSTALL) -e '.[lint]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

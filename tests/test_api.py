@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +186,9 @@ def test_what_a_stage_has_no_rule_for_runs_with_torchs_kernels(caplog: pytest.Lo
 
 
 def test_a_torchscript_module_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    module = torch.jit.script(torch.nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch 2.14: it is deprecated
+        module = torch.jit.script(torch.nn.Linear(3, 2))
     assert gradsplit.compile(module)(torch.ones(3)).shape == (2,)
     assert "TorchScript" in caplog.text
     with pytest.raises(Unsupported, match="TorchScript"):
