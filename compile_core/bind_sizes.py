@@ -175,6 +175,7 @@ def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGra
         saved=saved,
         saved_bytes=_saved_bytes(forward, [name for name in saved if name not in primals]),
         signature=_bind_signature(graph.signature, sizes, {old: new for new, old in enumerate(kept)}),
+        unnoticed=graph.unnoticed,
     )
 
 

@@ -192,6 +192,8 @@ def _trace(
         tangents=tuple(placeholders[len(examples) :]),
         num_outputs=num_outputs,
         signature=signature,
+        unnoticed_inputs=convention.unnoticed_inputs,
+        unnoticed_outputs=convention.unnoticed_picks,
     )
 
 

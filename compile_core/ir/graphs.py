@@ -130,6 +130,9 @@ class JointGraph:
         tangents: names of the tangent placeholders, and then of the flags for ``signature.presence``; empty for an
             inference graph.
         num_outputs: how many of the outputs belong to the forward.
+        unnoticed_inputs: positions of the primals in whose memory no operation of plain PyTorch saves anything, so that
+            it does not notice when they are changed before the backward.
+        unnoticed_outputs: positions of such outputs of the graph.
     """
 
     module: torch.fx.GraphModule
@@ -137,6 +140,8 @@ class JointGraph:
     tangents: tuple[str, ...]
     num_outputs: int
     signature: GraphSignature
+    unnoticed_inputs: frozenset[int] = frozenset()
+    unnoticed_outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class PartitionedGraph:
             ``signature.gradient_inputs``, ``None`` where undefined. ``None`` for an inference graph.
         saved: names of the saved values, tensors and then numbers; a saved primal keeps its placeholder's name.
         saved_bytes: bytes of the saved values that are not primals.
+        unnoticed: names of the saved values that others may change, and that no operation of plain PyTorch saves.
     """
 
     forward: torch.fx.GraphModule
@@ -158,3 +164,4 @@ class PartitionedGraph:
     saved: tuple[str, ...]
     saved_bytes: int
     signature: GraphSignature
+    unnoticed: frozenset[str] = frozenset()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import gradsplit
+from gradsplit.compile_core.autograd.bound_graphs.later_changes import LaterChanges
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, layer, leaf
 
 
@@ -110,6 +112,29 @@ def an_input_that_gives_its_size(compile):
     return failure_of(result.sum()), x.grad
 
 
+def what_no_operation_saves(compile):
+    """Eager operations save what they compute from it, also of buffers that are filled again before the backward."""
+
+    def program(frame, scale, w):
+        seen = frame.to(w.dtype) / scale
+        doubled = (seen @ w) * 2
+        return doubled, doubled.exp() + 1
+
+    f, w, frame, scale = compile(program), leaf(3, 3), torch.arange(9).view(3, 3), torch.tensor(4.0)
+    found = []
+    for _ in range(3):
+        losses = []
+        for _ in range(2):
+            doubled, result = f(frame, scale, w)
+            losses.append(result.sum())
+            frame.add_(1)
+            scale.add_(1)
+            doubled.detach().zero_()
+        found.append([failure_of(sum(losses)), w.grad])
+        w.grad = None
+    return found
+
+
 def detached_from_the_count(compile):
     f, x, w = compile(lambda x, w: x * w), leaf(3), torch.ones(3)
     y = f(x, w)
@@ -174,6 +199,7 @@ SCENARIOS = {
         statistics_of_a_norm,
         constants_that_are_results,
         an_input_that_gives_its_size,
+        what_no_operation_saves,
         detached_from_the_count,
         other_memory_for_parameters,
         storages_freed_and_made_again,
@@ -185,3 +211,24 @@ SCENARIOS = {
 @for_each(SCENARIOS)
 def test_tensors_changed_before_the_backward(scenario, backend):
     check_scenario(scenario, backend)
+
+
+def test_copies_until_the_first_backward(monkeypatch):
+    """Which sees that nothing changes what the program saves; a change later is an error once."""
+    calls, copy = [], LaterChanges.copy
+    monkeypatch.setattr(LaterChanges, "copy", lambda *given: calls.append(given) or copy(*given))
+    f, w, frame = gradsplit.compile(lambda frame, w: (frame / 4) * w), leaf(3), torch.ones(3)
+    first, second = f(frame, w), f(frame, w)
+    (first + second).sum().backward()
+    assert len(calls) == 2
+    f(frame, w).sum().backward()
+    assert len(calls) == 2
+    result = f(frame, w)
+    frame.add_(1)
+    assert failure_of(result.sum()) is not None
+    for _ in range(2):
+        w.grad, result = None, f(frame, w)
+        expected = frame / 4
+        frame.add_(1)
+        result.sum().backward()
+        torch.testing.assert_close(w.grad, expected)

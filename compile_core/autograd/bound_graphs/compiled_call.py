@@ -27,6 +27,7 @@ from gradsplit.compile_core.autograd.bound_graphs.double_backward import (
     undifferentiable,
 )
 from gradsplit.compile_core.autograd.bound_graphs.independent_results import IndependentResults
+from gradsplit.compile_core.autograd.bound_graphs.later_changes import LaterChanges
 from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
@@ -57,6 +58,7 @@ class DifferentiableProgram:
         taken: the gradients that someone else takes, instead of autograd.
         flags: what the backward is told of gradients that do not arrive.
         changeable: what is saved that may be changed where its gradient does not arrive.
+        later: what is saved that plain PyTorch does not save.
     """
 
     forward: Program
@@ -78,6 +80,7 @@ class DifferentiableProgram:
     taken: TakenGradients | None
     flags: ArrivalFlags
     changeable: ChangeableValues | None
+    later: LaterChanges | None
 
     @staticmethod
     def of(
@@ -128,6 +131,7 @@ class DifferentiableProgram:
             taken=taken,
             flags=ArrivalFlags.of(graph),
             changeable=ChangeableValues.of(graph) if may_be_absent else None,
+            later=None if hasattr(backward, "restored") else LaterChanges.of(graph),
         )
 
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -245,6 +249,8 @@ class CompiledCall(torch.autograd.Function):
             ctx.numbers = saved[program.saved_tensors :]
             ctx.sizes = outputs[count - open_sizes :]
             saved = saved[: program.saved_tensors]
+        if program.later is not None and program.later.calls_left:
+            saved, ctx.watched = program.later.copy(saved)
         if program.viewed is not None:
             ctx.memories = program.viewed.memories(saved)
         if program.differentiable_backward is not None:
@@ -307,6 +313,9 @@ class CompiledCall(torch.autograd.Function):
 def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
     """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
     program: DifferentiableProgram = ctx.program
+    later = program.later
+    if later is not None and later.calls_left:
+        later.learn(getattr(ctx, "watched", []))
     try:
         saved = ctx.saved_tensors
     except RuntimeError as error:
@@ -318,6 +327,8 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
             return found
         changeable = program.changeable
         is_of_change = "modified" in str(error) and "inplace" in str(error)
+        if is_of_change and later is not None:
+            later.expect()
         if not absent or changeable is None or not is_of_change:
             raise
         found = changeable.unpack(ctx._raw_saved_tensors, ctx.versions, absent)

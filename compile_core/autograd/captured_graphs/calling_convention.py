@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradsplit.compile_core.autograd.captured_graphs.overlapping_writes import RefuseOverlappingWrites
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
+from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.fake_results import run_on_fakes
 from gradsplit.compile_core.ir.graphs import ResultAlias
@@ -52,6 +53,8 @@ class CallingConvention:
         rebound: positions of the inputs that the program changes in place under the eyes of autograd, so that
             they have a history of their own afterwards.
         counted: positions of the inputs whose versions tell of changes.
+        unnoticed_inputs: positions of the inputs that plain PyTorch does not save.
+        unnoticed_picks: positions in ``picks`` of such as it does not save.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -61,6 +64,8 @@ class CallingConvention:
     gradient_inputs: tuple[int, ...]
     rebound: tuple[int, ...]
     counted: frozenset[int]
+    unnoticed_inputs: frozenset[int]
+    unnoticed_picks: frozenset[int]
 
 
 def find_calling_convention(
@@ -110,6 +115,8 @@ def find_calling_convention(
         _check_leaves(outputs, list(tensors.values()), required, rebound)
         results, picks = _find_results(outputs, tensors)
         picked = [pick.of(outputs) for pick in picks]
+        roots = [*picked, *map(tensors.__getitem__, rebound)]
+        unnoticed_inputs, unnoticed_picks = unnoticed(roots, tensors, dict(enumerate(picked)))
         return CallingConvention(
             results=results,
             picks=picks,
@@ -119,6 +126,8 @@ def find_calling_convention(
             rebound=tuple(rebound),
             counted=frozenset(tensors)
             - {k for k, version in versions.items() if tensors[k]._version == version},
+            unnoticed_inputs=unnoticed_inputs,
+            unnoticed_picks=unnoticed_picks,
         )
 
 

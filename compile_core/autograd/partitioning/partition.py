@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward
+from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
@@ -70,7 +71,19 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         saved=tuple(names.values()),
         saved_bytes=sum(bytes_of(node) for node in computed),
         signature=joint.signature,
+        unnoticed=_find_unnoticed(joint, [node for node in saved if memory_of(node) not in changed]),
     )
+
+
+def _find_unnoticed(joint: JointGraph, saved: Sequence[Node]) -> frozenset[str]:
+    """The names of values in memory that others may change without that plain PyTorch notices it."""
+    if any(mark_of(node) is not None for node in joint.module.graph.nodes):
+        # A checkpoint of plain PyTorch reads what it computes from as it is by then.
+        return frozenset()
+    results, inputs = _results(joint.module.graph), joint.module.graph.find_nodes(op="placeholder")
+    found = [*(inputs[k] for k in joint.unnoticed_inputs), *(results[k] for k in joint.unnoticed_outputs)]
+    memories = {memory_of(node) for node in found if node is not None}
+    return frozenset(node.name for node in saved if memory_of(node) in memories)
 
 
 def _needed_numbers(

@@ -1,0 +1,55 @@
+"""Tensors of which plain PyTorch does not notice that they are changed between a forward and its backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+
+def unnoticed(
+    roots: Iterable[torch.Tensor], *groups: Mapping[int, torch.Tensor]
+) -> tuple[frozenset[int], ...]:
+    """The keys, in each group, of tensors in whose memory no operation has saved anything.
+
+    Args:
+        roots: results of a run with autograd, which lives as long as these.
+        groups: tensors of this run.
+    """
+    nodes = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    memories: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [further for further, _ in node.next_functions]
+        for saved in _saved_by(node):
+            if isinstance(saved, torch.Tensor):
+                memories.add(saved.untyped_storage()._cdata)
+            elif saved is not None:
+                # Who knows what a hook for saved tensors reads.
+                return tuple(frozenset() for _ in groups)
+    return tuple(
+        frozenset(k for k, tensor in group.items() if tensor.untyped_storage()._cdata not in memories)
+        for group in groups
+    )
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    for name in _names_of_saved(type(node)):
+        found = getattr(node, name)
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            yield None if each is None else each.data
+    if isinstance(node, BackwardCFunction):
+        # What a function of the user's keeps itself it reads as it is by then.
+        yield from (value for value in vars(node).values() if isinstance(value, torch.Tensor))
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
