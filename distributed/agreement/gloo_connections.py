@@ -11,6 +11,7 @@ import os
 import re
 import socket
 from contextlib import suppress
+from itertools import filterfalse
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,17 +44,21 @@ class GlooConnections:
         for descriptor in watched:
             with suppress(OSError):  # something else, or closed by now
                 sockets.append(socket.socket(fileno=os.dup(descriptor)))
-        if any(map(self._is_listener, sockets)):
-            for one in sockets:
+        if any(map(self._is_groups_listener, sockets)):
+            # gloo ends the process where it cannot listen any longer.
+            for one in filterfalse(_is_listener, sockets):
                 with suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
         for one in sockets:
             one.close()
 
-    def _is_listener(self, one: socket.socket) -> bool:
-        if one.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    def _is_groups_listener(self, one: socket.socket) -> bool:
+        if not _is_listener(one):
             return False
         family = int(one.family).to_bytes(2, "little")
         return family + one.getsockname()[1].to_bytes(2, "big") in self._entry
+
+
+def _is_listener(one: socket.socket) -> bool:
+    is_network = one.family in (socket.AF_INET, socket.AF_INET6)
+    return is_network and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
