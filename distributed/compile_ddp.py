@@ -63,6 +63,8 @@ class CompiledDDP:
         self._against_in_graph: str | None = None
         self._reason_before = ""
         self.reducer_way = ReducerWay(ddp, request)
+        # From now on this rank says where it is: others may come to a first step that it does not come to.
+        agreement_of(self._group)
         self._logged: set[str] = set()
         Wrappings.begin()
         self._shares_parameters, self._asked_at = False, -1

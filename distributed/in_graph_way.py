@@ -88,7 +88,7 @@ class InGraphWay:
         watch.watch_over(averaging)
         self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
         self.settler = PlanSettler(self.buckets)
-        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group, self.buckets.wait)
+        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group, self.buckets.wait, watch.begins)
         self._planner = DDPPlanner(ddp, self.buckets)
         self._forms: list[GraphForms] = []
         self._make_functions()

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.distributed.agreement.bulletin import Bulletin
-from gradsplit.distributed.agreement.failure_watch import FailureWatch, describe_error
+from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, store_has_ended
+from gradsplit.distributed.agreement.failure_watch import LINGER_S, FailureWatch, describe_error
 from gradsplit.distributed.agreement.gloo_connections import GlooConnections
-from gradsplit.distributed.agreement.session import HandOut, device_of, meet
+from gradsplit.distributed.agreement.operations import Operations
+from gradsplit.distributed.agreement.session import ARRIVED, HandOut, device_of, meet
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _DIFFERENCES_SHOWN = 3
@@ -65,6 +66,7 @@ class Agreement:
         abort: ends the group's collectives.
         is_over: whether the group was destroyed.
         on_device: its collectives are waited for by a device.
+        is_groups: whether an argument ``group`` of torch's functions is the group.
 
     Attributes:
         watch: tells and hears of failures.
@@ -79,17 +81,16 @@ class Agreement:
         abort: Callable[[], None],
         is_over: Callable[[], bool],
         on_device: bool,
+        is_groups: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._bulletin = bulletin
         self._rank = rank
         self._ranks = tuple(ranks)
-        self._hand_out = hand_out
+        self._hand_out, self._abort = hand_out, abort
         self._next_round = 0
         # The round that was opened without this rank: seen when.
         self._unanswered: tuple[int, float] | None = None
         self._is_compiling = False
-        if len(self._ranks) == 1:
-            self._meet("is alone", 0)
         look_further = weakref.WeakMethod(self._look_for_others)
         self.watch = FailureWatch(
             bulletin,
@@ -99,7 +100,13 @@ class Agreement:
             lambda: (look_further() or _nothing)(),
             is_over,
             on_device,
+            Operations(hand_out.collectives, is_groups),
         )
+        if len(self._ranks) == 1:
+            self._meet("is alone", 0)
+        else:
+            with suppress(StoreLost):  # whoever needs it will see
+                self.watch.voice.say()
 
     def settle(
         self,
@@ -164,10 +171,27 @@ class Agreement:
             self._is_compiling = False
 
     def _meet(self, what: str, timeout_s: float) -> None:
-        def absent(ranks: Sequence[int]) -> str:
-            return _did_not_come(ranks, timeout_s, f"rank {self._rank} {what}")
+        def absent(ranks: Sequence[int], has_ended: bool) -> str:
+            waits = f"rank {self._rank} {what}"
+            if has_ended:
+                names = ", ".join(map(str, ranks))
+                return f"rank {names} has ended, or its connection has, and did not come to an agreement while {waits}"
+            return _did_not_come(ranks, timeout_s, waits)
 
-        meet(self._bulletin, self._rank, self._ranks, self._hand_out, _turns(timeout_s), absent)
+        voice = self.watch.voice
+        try:
+            with self.watch.doing(ARRIVED):
+                meet(self._bulletin, self._rank, self._ranks, self._hand_out, _turns(timeout_s), absent)
+        except CompileError as error:
+            # There is no secret to tell the others by: each looks for itself, or sees that its connection ends.
+            voice.failed = str(error)
+            with suppress(StoreLost):
+                voice.say()
+            self._abort()
+            time.sleep(LINGER_S)
+            raise
+        if len(self._ranks) > 1:
+            voice.met()
 
     def _come_back(self, what: str) -> None:
         """The program goes on after a failure that it knows of. So can the process group, if all ranks come here and
@@ -177,7 +201,7 @@ class Agreement:
             CompileError: the failure again.
         """
         watch, bulletin = self.watch, self._bulletin
-        term = watch.term + 1
+        term = watch.operations.term + 1
         mine = {"collectives": self._hand_out.collectives(), "aborted": watch.was_aborted}
         bulletin.post(f"back/{term}/{self._rank}", mine)
         names = [f"back/{term}/{rank}" for rank in self._ranks]
@@ -200,7 +224,7 @@ class Agreement:
         if not self._bulletin.has_session:
             assert timeout_s is not None
             self._meet(what, timeout_s)
-            self.watch.say()  # who ends before its thread has spoken would never be missed
+        self.watch.operations.begin("comes to an agreement", told=what)
         number = self._next_round
         self._next_round += 1
         opened = {"rank": self._rank, "what": what, "timeout_s": timeout_s}
@@ -282,16 +306,24 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     """The agreement of a process group, the same for all modules over it."""
     found = _agreements.get(group)
     if found is None:
-        reference, connections = weakref.ref(group), GlooConnections(group)
+        try:
+            reference, connections = weakref.ref(group), GlooConnections(group)
+            bulletin = Bulletin.of_group(group)
+        except RuntimeError as error:  # as torch's own, where another rank has ended by now
+            raise store_has_ended() from error
 
         def hand_out(values: torch.Tensor) -> dist.Work:
             living = reference()
             assert living is not None
-            return living.broadcast([values], dist.BroadcastOptions())
+            return living.allreduce([values], dist.AllreduceOptions())
 
         def collectives() -> int:
             living = reference()
-            return 0 if living is None else living._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+            with suppress(RuntimeError):  # some backends do not count
+                if living is not None:
+                    backends: Any = map(living._get_backend, living._device_types)  # pyright: ignore[reportAttributeAccessIssue]
+                    return sum(backend._get_sequence_number_for_group() for backend in backends)
+            return 0
 
         def abort() -> None:
             living = reference()
@@ -306,13 +338,14 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
         ranks = dist.get_process_group_ranks(group)
         on_device = "nccl" in dist.get_backend_config(group)
         found = _agreements[group] = Agreement(
-            Bulletin.of_group(group),
+            bulletin,
             dist.get_rank(),
             ranks,
             HandOut(hand_out, device_of(group), collectives),
             abort,
             is_over,
             on_device,
+            lambda argument: argument is reference(),
         )
     return found
 

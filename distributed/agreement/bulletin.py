@@ -64,7 +64,7 @@ class Bulletin:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store = self._open = store
         self._secret, self.session = b"", ""
         self._has_warned = False
         self.has_session = False
@@ -83,12 +83,17 @@ class Bulletin:
         self._store = PrefixStore(f"gradsplit/{self.session}", self._store)
         self.has_session = True
 
-    def note_arrival(self, rank: int) -> None:
-        """For those who wait for a session; anybody could do so."""
-        self._ask(self._store.set, f"gradsplit/arrived/{rank}", b"")
+    def post_openly(self, name: str, value: Any) -> None:
+        """For those who wait for a session; anybody could do so. ``None`` takes an entry back."""
+        self._ask(self._open.set, f"gradsplit/{name}", json.dumps(value).encode())
 
-    def has_arrived(self, rank: int) -> bool:
-        return self.has(f"gradsplit/arrived/{rank}")
+    def read_openly(self, name: str) -> Any:
+        """What was posted openly, if it has the form of what ranks say of themselves; else ``None``."""
+        name = f"gradsplit/{name}"
+        with suppress(ValueError, TypeError, KeyError):
+            if self._ask(self._open.check, [name]):
+                return _word_of_rank(json.loads(self._ask(self._open.get, name)))
+        return None
 
     @staticmethod
     def of_group(group: dist.ProcessGroup) -> Bulletin:
@@ -149,7 +154,7 @@ class Bulletin:
 
     def _ask(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         if self._probe is not None and _has_ended(self._probe):
-            raise StoreLost(f"{_holder()} has ended", True)
+            raise store_has_ended()
         request = _Request(ask, arguments)
         self._requests.put(request)
         waited_s = 0.0
@@ -162,10 +167,16 @@ class Bulletin:
                     False,
                 )
         if isinstance(request.error, RuntimeError):
-            raise StoreLost(f"{_holder()} has ended", True) from request.error
+            raise store_has_ended() from request.error
         if request.error is not None:
             raise request.error
         return request.answer
+
+
+def _word_of_rank(said: Any) -> dict[str, Any]:
+    space, pid, start = map(str, said["process"])
+    texts = {name: str(said.get(name, "")) for name in ("host", "doing", "place", "left", "failed")}
+    return {"beat": int(said["beat"]), "process": [space, str(int(pid)), start], **texts}
 
 
 _CODE_BYTES = 2 * hashlib.sha256().digest_size
@@ -189,6 +200,10 @@ class _Request:
 def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
     while (request := requests.get()) is not None:
         request.run()
+
+
+def store_has_ended() -> StoreLost:
+    return StoreLost(f"{_holder()} has ended", True)
 
 
 def _holder() -> str:

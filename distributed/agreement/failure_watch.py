@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -38,8 +37,9 @@ import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
-from gradsplit.distributed.agreement.rank_process import place_of_main_thread, this_process
-from gradsplit.distributed.agreement.ring import ALARM_S, Neighbour
+from gradsplit.distributed.agreement.operations import Operations
+from gradsplit.distributed.agreement.ring import ALARM_S, Neighbour, describe
+from gradsplit.distributed.agreement.voice import LEFT, Voice
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _LEFT_AFTER_S = 3.0
 # How long the main thread has to come by before the process group is aborted.
 _ABORT_AFTER_S = 2.0
 # How long a rank that failed waits for the others to have heard of it, at most: launchers end them when it ends.
-_LINGER_S = 3.0
+LINGER_S = 3.0
 _SPEAK_S = 0.2
 _JOIN_S = 2.0
 
@@ -79,12 +79,13 @@ class FailureWatch:
         look_further: called at each look; raises ``CompileError`` where it finds ranks that wait in vain for others.
         is_over: whether the group was destroyed.
         on_device: collectives are waited for by a device, not by the host in ``wait``.
+        operations: what the ranks do together.
 
     Attributes:
         failure: what every rank is told, or "".
         was_raised: the program knows of it.
         was_aborted: the group's collectives were ended because of it.
-        term: how many failures the ranks have put behind them; see ``begin_anew``.
+        operations: as given; their ``term`` is how many failures the ranks have put behind them, see ``begin_anew``.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class FailureWatch:
         look_further: Callable[[], None],
         is_over: Callable[[], bool],
         on_device: bool,
+        operations: Operations,
     ) -> None:
-        self.failure, self.was_raised, self.was_aborted, self.term = "", False, False, 0
+        self.failure, self.was_raised, self.was_aborted = "", False, False
+        self.operations = operations
         self._bulletin = bulletin
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
@@ -114,14 +117,12 @@ class FailureWatch:
         self._is_cut_off = False
         self._lost: tuple[str, float] | None = None
         self._needs_store = 0 in ranks
-        self._doing = ""
-        self._beats = 0
-        self._process, self._host = this_process(), socket.gethostname()
-        self._neighbour = Neighbour(rank, ranks)
+        self.voice = Voice(bulletin, rank, operations)
+        self._neighbour = Neighbour(rank, ranks, operations)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_look_now_and_then,
-            args=(weakref.ref(self), bulletin, rank, self._stop),
+            args=(weakref.ref(self), self.voice, self._stop),
             name="gradsplit-watch",
             daemon=True,
         )
@@ -130,6 +131,10 @@ class FailureWatch:
         _watches.add(self)
         if parent_process() is not None:  # such processes may end without what is registered with ``atexit``
             Finalize(None, _close_all, exitpriority=0)
+
+    def begins(self, what: str, is_answered: bool = True) -> None:
+        """See ``Operations.begin``."""
+        self.operations.begin(what, is_answered)
 
     def announce(self, message: str) -> None:
         """Ends the job on the other ranks; this one is about to raise an error of its own."""
@@ -141,20 +146,22 @@ class FailureWatch:
     def begin_anew(self, term: int) -> None:
         """All ranks have raised the failure, and nothing of it is left."""
         with self._lock:
-            self.failure, self.was_raised, self.term = "", False, term
+            self.failure, self.was_raised = "", False
+            self.operations.begin_anew(term)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """While this rank does what others may have to wait for. They are told before it begins."""
-        before, self._doing = self._doing, what
+        voice = self.voice
+        before, voice.doing = voice.doing, what
         with suppress(StoreLost):  # the thread finds it out, too
-            self.say()
+            voice.say()
         try:
             yield
         finally:
-            self._doing = before
+            voice.doing = before
             with suppress(StoreLost):
-                self.say()
+                voice.say()
 
     def watch_over(self, waiting: Waiting) -> None:
         """For as long as somebody else keeps it."""
@@ -225,7 +232,7 @@ class FailureWatch:
             self._speak_last()
         self._stop.set()
         if self._others and not self._is_cut_off:
-            say_left(self._bulletin, self._rank)
+            say_left(self.voice)
         if self._others and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
@@ -240,7 +247,9 @@ class FailureWatch:
                 except CompileError as explained:
                     logger.error("%s", explained)
                     words = ""
-        if words and not self.failure:
+        if words and not self._bulletin.has_session:  # who waits for this rank will look
+            self.voice.left = words.removeprefix(f"rank {self._rank} ")
+        elif words and not self.failure:
             self.announce(words)
 
     @property
@@ -263,17 +272,19 @@ class FailureWatch:
                 self.free()
                 self._abort()
                 return False
-        elif self._bulletin.has_session:
+        else:
             try:
-                self.say()
-                self._listen()
+                self.voice.say()
+                if self._bulletin.has_session:
+                    self._listen()
             except StoreLost as lost:
-                return self._lose_store(lost)
+                # Before a session nobody waits for others but who meets them, and that one will see.
+                return self._lose_store(lost) if self._bulletin.has_session else not lost.has_ended
         return True
 
     def _listen(self) -> None:
         with self._lock:
-            posted = None if self.failure else self._bulletin.read_if_there(f"failure/{self.term}")
+            posted = None if self.failure else self._bulletin.read_if_there(f"failure/{self.operations.term}")
             if posted is not None:
                 self._hear(posted)
         if self.failure:
@@ -293,7 +304,7 @@ class FailureWatch:
 
     def _hear(self, failure: str) -> None:
         self.failure, self._known_s = failure, time.monotonic()
-        self._bulletin.post_soon(f"failure/{self.term}/heard/{self._rank}", True)
+        self._bulletin.post_soon(f"failure/{self.operations.term}/heard/{self._rank}", True)
 
     def _post(self, message: str) -> None:
         with self._lock:
@@ -301,42 +312,24 @@ class FailureWatch:
             if self.failure or not self._bulletin.has_session:
                 return
             try:
-                self._hear(self._bulletin.post_first(f"failure/{self.term}", message))
+                self._hear(self._bulletin.post_first(f"failure/{self.operations.term}", message))
                 self._is_ours = self.failure == message
             except StoreLost:  # and with it those who would hear
                 self.failure, self._known_s = message, time.monotonic()
-
-    def say(self) -> None:
-        """This rank lives, and what it does."""
-        if not self._bulletin.has_session:
-            return
-        with self._lock:  # what is said last is posted last
-            self._beats += 1
-            said = {
-                "beat": self._beats,
-                "doing": self._doing,
-                "place": place_of_main_thread(),
-                "process": self._process,
-                "host": self._host,
-            }
-            self._bulletin.post(f"alive/{self._rank}", said)
 
     def _who_left(self) -> str:
         with suppress(StoreLost):
             for rank in self._others:
                 said = self._bulletin.read_if_there(f"alive/{rank}")
                 if said is not None and said.get("left"):
-                    return (
-                        f"rank {rank} has ended, or destroyed the process group, while rank {self._rank} "
-                        f"waits for it"
-                    )
+                    return f"rank {rank} {describe(said)} {LEFT}, while rank {self._rank} waits for it"
         return ""
 
     def _lose_store(self, lost: StoreLost) -> bool:
         self._is_cut_off = True
         if not lost.has_ended:
             # Who has been stopped is told so, if it goes on.
-            self._bulletin.post_soon(f"failure/{self.term}", str(lost))
+            self._bulletin.post_soon(f"failure/{self.operations.term}", str(lost))
             self.failure, self._known_s = str(lost), time.monotonic()
         elif self._needs_store:
             self._lost = str(lost), time.monotonic() + _LEFT_AFTER_S
@@ -356,8 +349,8 @@ class FailureWatch:
         if not self._is_ours:
             return
         self._is_ours = False
-        deadline = time.monotonic() + _LINGER_S
-        heard = [f"failure/{self.term}/heard/{other}" for other in self._others]
+        deadline = time.monotonic() + LINGER_S
+        heard = [f"failure/{self.operations.term}/heard/{other}" for other in self._others]
         with suppress(StoreLost):
             while time.monotonic() < deadline and not self._bulletin.has_all(heard):
                 time.sleep(0.05)
@@ -368,24 +361,22 @@ class FailureWatch:
 _watches: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
 
 
-def _look_now_and_then(
-    reference: weakref.ref[FailureWatch], bulletin: Bulletin, rank: int, stop: threading.Event
-) -> None:
+def _look_now_and_then(reference: weakref.ref[FailureWatch], voice: Voice, stop: threading.Event) -> None:
     while not stop.wait(POLL_INTERVAL_S):
         watch = reference()
         if watch is None or watch.is_over():
-            say_left(bulletin, rank)
+            say_left(voice)
             return
         if not watch.look_in_background():
             return
         del watch
 
 
-def say_left(bulletin: Bulletin, rank: int) -> None:
+def say_left(voice: Voice) -> None:
     """Nobody is to look after this rank any longer."""
-    if bulletin.has_session:
-        with suppress(StoreLost):
-            bulletin.post(f"alive/{rank}", {"left": True})
+    voice.left = voice.left or LEFT
+    with suppress(StoreLost):
+        voice.say()
 
 
 def describe_error(error: BaseException) -> str:

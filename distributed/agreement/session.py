@@ -1,13 +1,16 @@
 """Ranks meet before their first round: the first hands out a secret, by which entries in the store are known as theirs.
 
 It goes by a collective of the process group, between the ranks' own connections: the store is open to everybody who can
-reach it, and may have entries of process groups before. In the store ranks only note that they have arrived, so that
-those who have not can be named.
+reach it, and may have entries of process groups before. It is a sum, so that nobody gets on before all have come.
+Meanwhile ranks say in the store, openly, that they live and where they are, so that those who do not come can be named.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +20,20 @@ import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement.ring import Watched, describe
 
 _SECRET_BYTES = 32
+# How often a rank looks after the others, and after how many.
+_LOOK_S, _LOOKS = 1.0, 32
+# How long one whose connection has ended looks for who has ended.
+_EXPLAIN_S = 4.0
+# What a rank does that waits here for the others.
+ARRIVED = "waits for the other ranks"
 
 
 @dataclass(frozen=True)
 class HandOut:
-    """A collective that hands on what the first rank of a group has.
+    """A collective that adds up what ranks have: zeros, but for the first of the group.
 
     Attributes:
         begin: begins it, and gives a ``torch.distributed.Work``.
@@ -48,13 +58,13 @@ def meet(
     ranks: Sequence[int],
     hand_out: HandOut,
     turns: Iterator[None],
-    absent: Callable[[Sequence[int]], str],
+    absent: Callable[[Sequence[int], bool], str],
 ) -> None:
-    """Has the bulletin enter the session of these ranks.
+    """Has the bulletin enter the session of these ranks, all of which are there then.
 
     Args:
         turns: ends when it is time to give up; waits a little otherwise.
-        absent: what is said of ranks that did not come.
+        absent: what is said of ranks that did not come, and whether a connection has ended.
 
     Raises:
         CompileError: some did not.
@@ -66,17 +76,67 @@ def meet(
     if rank == ranks[0]:
         # Not the program's random state, which others can guess.
         values = torch.tensor(list(secrets.token_bytes(_SECRET_BYTES)), dtype=torch.uint8)
-    bulletin.note_arrival(rank)
+    others = _Others(bulletin, [other for other in ranks if other != rank])
     values = values.to(hand_out.device)
     work = hand_out.begin(values)
+    message = ""
     for _ in turns:
-        if work.is_completed():
+        if work.is_completed() or (message := others.look_now_and_then()):
             break
     try:
         if not work.is_completed():
-            raise RuntimeError("it takes too long")
+            raise RuntimeError(message or "it takes too long")
         work.wait()
     except RuntimeError as error:  # of a connection, where a rank has ended
-        missing = [other for other in ranks if other != rank and not bulletin.has_arrived(other)]
-        raise CompileError(absent(missing or (ranks[1:] if rank == ranks[0] else ranks[:1]))) from error
+        raise CompileError(message or others.why(work.is_completed(), absent)) from error
     bulletin.enter(bytes(values.tolist()))
+
+
+class _Others:
+    """What they have said openly, before there is a secret. So all look for themselves whether a process is there:
+    who could make up that one has ended would still be believed, but could have spoilt the process group as well."""
+
+    def __init__(self, bulletin: Bulletin, ranks: Sequence[int]) -> None:
+        self._bulletin, self._ranks = bulletin, ranks
+        self._watched = deque(map(Watched, ranks))
+        self._looked_s = 0.0
+
+    def look_now_and_then(self) -> str:
+        if time.monotonic() < self._looked_s + _LOOK_S:
+            return ""
+        found = self._look()
+        self._looked_s = time.monotonic()
+        return found
+
+    def _look(self) -> str:
+        """At some of them, in turn: all ask the same store."""
+        for _ in range(min(_LOOKS, len(self._watched))):
+            watched = self._watched[0]
+            self._watched.rotate(-1)
+            said, message = watched.look(functools.partial(self._said, watched.rank))
+            if said is not None and said["left"] and not said["failed"]:
+                message = (
+                    f"rank {watched.rank} {describe(said)} {said['left']}, before it came to an agreement"
+                )
+            if message:
+                return message
+        return ""
+
+    def _said(self, rank: int) -> Any:
+        return self._bulletin.read_openly(f"alive/{rank}")
+
+    def why(self, is_broken: bool, absent: Callable[[Sequence[int], bool], str]) -> str:
+        """A connection has ended, or the time: which rank is to blame."""
+        until_s = time.monotonic() + (_EXPLAIN_S if is_broken else 0.0)
+        while True:
+            if message := self._look():
+                return message
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_LOOK_S / 5)
+        said = [(rank, self._said(rank)) for rank in self._ranks]
+        for _, word in said:
+            if word is not None and word["failed"]:
+                return str(word["failed"])
+        missing = [rank for rank, word in said if word is None or word["doing"] != ARRIVED]
+        return absent(missing or self._ranks, is_broken)

@@ -30,14 +30,19 @@ class BufferBroadcast:
 
     Args:
         wait: waits for a collective.
+        begins: is told what begins, and whether it waits for other ranks.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, group: dist.ProcessGroup, wait: Callable[[dist.Work], None]
+        self,
+        ddp: DistributedDataParallel,
+        group: dist.ProcessGroup,
+        wait: Callable[[dist.Work], None],
+        begins: Callable[[str, bool], None],
     ) -> None:
         self._ddp = ddp
         self._group = group
-        self._wait = wait
+        self._wait, self._begins = wait, begins
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
@@ -57,6 +62,7 @@ class BufferBroadcast:
         for message in self._messages:
             if is_root:
                 message.pack()
+            self._begins(f"broadcasts {message.flat.numel()} bytes of buffers", not is_root)
             self._wait(self._group.broadcast([message.flat], self._options))
             if not is_root:
                 message.unpack()

@@ -405,6 +405,7 @@ class GradientBuckets:
         if without or not self._marks.are_there(names):
             self._marks.write(bucket, without)
         flat = self._buffers.flat[bucket]
+        self._watch.begins(f"averages {flat.numel()} values of bucket {bucket}")
         if self.observer is not None:
             self.observer.collective_starting(bucket)
         work = self.averaging.start(flat, self._buffers.allocated[bucket])

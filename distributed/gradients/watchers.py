@@ -19,6 +19,10 @@ class GradientObserver(Protocol):
 class Watch(Protocol):
     """Knows of failures of the job."""
 
+    def begins(self, what: str) -> None:
+        """Is told of what all ranks do together."""
+        ...
+
     def at_point(self) -> None:
         """Raises what has become known."""
         ...

@@ -1,4 +1,5 @@
-"""A rank that is killed, stopped, raises or is slow, at each stage of a step: the others name it soon, or go on.
+"""A rank that is killed, stopped, raises, ends or is slow, at each stage of a step, and before the ranks first meet; or
+that leaves a backward out: the others name it soon, or go on.
 
 ``python -m tests.multi_process.rank_failures`` tries all kinds at all stages on 2 and 4 gloo ranks, each also where
 rank 0 is the one, which holds the store. With names of cases (``killed-forward-2-1``: kind, stage, ranks, which) it
@@ -34,8 +35,12 @@ from gradsplit.distributed.agreement import bulletin, ring
 from tests.multi_process.faults import Faults
 from tests.start_ranks import ROOT
 
-KINDS = ("killed", "stopped", "raises", "slow")
-STAGES = ("capture", "compile", "forward", "backward", "step")
+KINDS = ("killed", "stopped", "raises", "ends", "slow")
+# The first three are before the ranks have met: before the module is compiled, after, and in a first call without
+# gradients.
+STAGES = ("wrapped", "called", "evaluation", "capture", "compile", "forward", "backward", "step")
+# What a rank does that runs no backward in one step: it goes on, leaves its loop, and waits at a barrier.
+SKIPS = ("goes_on", "goes_on_buffers", "leaves", "destroys", "barrier")
 STEPS, FAILING_STEP = 4, 2
 NAMED_WITHIN_S = 30.0
 
@@ -88,6 +93,8 @@ class Fault:
             time.sleep(0.5)
         elif case.kind == "slow":
             time.sleep(case.seconds)
+        elif case.kind == "ends":
+            sys.exit(0)
         else:
             raise ValueError("a fault of the program")
 
@@ -119,7 +126,7 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        self.norm = torch.nn.BatchNorm1d(8)
+        self.norm: torch.nn.Module = torch.nn.BatchNorm1d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(run_plainly(self.norm(self.first(x)).relu()))
@@ -134,9 +141,22 @@ def train(case: Case, folder: Path) -> None:
     faults.happens = lambda: fault.at("compile")
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    net = Net()
+    if case.kind == "skips" and case.stage != "goes_on_buffers":
+        net.norm = torch.nn.Identity()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.0001)
     request = CompileRequest(faults.backend, CompileOptions(), False, False)
+    fault.armed = case.stage in ("wrapped", "called", "evaluation")
+    fault.at("wrapped")
     model = CompiledDDP(ddp, request, DDPOptions(overlap=case.overlap))
+    time.sleep(1)
+    fault.at("called")
+    if case.stage == "evaluation":
+        if rank == case.rank:
+            faults.happens = lambda: fault.at("evaluation")
+        with torch.no_grad():
+            ddp.require_forward_param_sync = False  # as with stock DDP after a forward without gradients
+            model(torch.ones(4 + rank, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(STEPS):
         # A first compilation happens in the first step, and later ones do where there is another size.
@@ -144,9 +164,23 @@ def train(case: Case, folder: Path) -> None:
         if fault.armed and case.stage == "capture":
             install_capture_fault(fault)
         optimizer.zero_grad()
-        model(torch.ones(4 + rank, 8)).square().sum().backward()
+        loss = model(torch.ones(4 + rank, 8)).square().sum()
+        if case.kind == "skips" and step == FAILING_STEP and rank == case.rank:
+            (folder / "begun").write_text(str(time.time()))
+            if case.stage.startswith("goes_on"):
+                continue
+            break
+        loss.backward()
         fault.at("step")
         optimizer.step()
+    if case.kind == "skips" and rank == case.rank:
+        if case.stage == "barrier":
+            dist.barrier()
+        if case.stage != "destroys":
+            return
+        dist.destroy_process_group()
+        time.sleep(60)
+        return
     (folder / f"went_on_{rank}").write_text(str(time.time()))
     dist.barrier()
     dist.destroy_process_group()
@@ -226,7 +260,7 @@ def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, lim
             wrong.append(f"rank {rank} ended: {_said(folder, [rank])}")
         elif f"rank {case.rank}" not in said or ended_s[rank] > within_s:
             wrong.append(f"rank {rank} ended after {ended_s[rank]:.0f} s: {_said(folder, [rank])}")
-        elif any(f"CompileError: rank {other} " in said for other in others):
+        elif any(f"CompileError: rank {other} " in said for other in others) and case.kind != "skips":
             wrong.append(f"rank {rank} names another rank: {_said(folder, [rank])}")
     took = max(ended_s.values(), default=0.0)
     went_on = all((folder / f"went_on_{rank}").exists() for rank in others)
@@ -261,6 +295,11 @@ def all_cases() -> list[Case]:
         for size in (2, 4)
         for kind in KINDS
         for stage in STAGES
+        for rank in ((0, 1) if size == 2 else (0, 2))
+    ] + [
+        Case("skips", stage, size, rank)
+        for size in (2, 4)
+        for stage in SKIPS
         for rank in ((0, 1) if size == 2 else (0, 2))
     ]
 

@@ -4,6 +4,7 @@ adding wrong numbers; the cases are in ``disagreement_cases.py``."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from tests.start_ranks import start_ranks
 
-# Name -> what every rank is told, and what rank 1 raises itself where that is another error.
+# Name -> what every rank is told, as a pattern, and what rank 1 raises itself where that is another error.
 FAILURES: dict[str, tuple[str, str]] = {
     "a_hook_on_one_rank": (
-        "rank 0 did not come to an agreement within 3 s while rank 1 keeps stock DDP's",
+        # By the one of them that sees it first.
+        "rank . .* (averages 65 values of bucket 0 when rank 1 keeps|keeps stock DDP's reducer: .* when rank 0)",
         "",
     ),
     "compilation_fails": (
@@ -79,7 +81,7 @@ def test_every_rank_is_told(case: str, outcomes: Outcomes) -> None:
     told, own = FAILURES[case]
     for rank, (error, seconds) in enumerate(outcome[case] for outcome in outcomes):
         expected = own if rank == 1 and own else f"CompileError: {told}"
-        assert error.startswith(expected), f"rank {rank}: {error}"
+        assert re.match(expected, error), f"rank {rank}: {error}"
         assert seconds < SECONDS
 
 

@@ -1,10 +1,9 @@
-"""A broadcast between threads that play ranks."""
+"""A sum between threads that play ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,33 +12,44 @@ from gradsplit.distributed.agreement.session import HandOut
 
 
 class HandedOut:
-    """What the first rank of some threads hands out."""
+    """What the first rank of some threads hands out, when all have come.
 
-    def __init__(self) -> None:
-        self._given = threading.Event()
+    Args:
+        size: how many they are.
+    """
+
+    def __init__(self, size: int = 2) -> None:
         self.collectives = [0] * 4
-        self._values = torch.empty(0)
+        self._size = size
+        self._sum = _Sum()
 
     def by(self, rank: int) -> HandOut:
         def begin(values: torch.Tensor) -> Any:
-            if rank == 0:
-                self._values = values
-                self._given.set()
-            return _Received(self._given, values, lambda: self._values)
+            with self._sum.lock:
+                self._sum.values.append(values)
+                if len(self._sum.values) == self._size:
+                    self._sum.is_there.set()
+            return _Received(self._sum, values)
 
         return HandOut(begin, torch.device("cpu"), lambda: self.collectives[rank])
 
 
 @dataclass
-class _Received:
-    """A broadcast under way."""
+class _Sum:
+    values: list[torch.Tensor] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_there: threading.Event = field(default_factory=threading.Event)
 
-    given: threading.Event
+
+@dataclass
+class _Received:
+    """A sum under way."""
+
+    sum: _Sum
     values: torch.Tensor
-    result: Callable[[], torch.Tensor]
 
     def is_completed(self) -> bool:
-        return self.given.is_set()
+        return self.sum.is_there.is_set()
 
     def wait(self) -> None:
-        self.values.copy_(self.result())
+        self.values = self.values.copy_(torch.stack([values.clone() for values in self.sum.values]).amax(0))

@@ -30,7 +30,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
         ("POLL_INTERVAL_S", 0.1),
         ("_ABORT_AFTER_S", 0.2),
-        ("_LINGER_S", 0.2),
+        ("LINGER_S", 0.2),
         ("_SPEAK_S", 0.01),
         ("_EXPLAIN_S", 0.3),
         ("_LEFT_AFTER_S", 0.2),
@@ -47,7 +47,7 @@ class Ranks:
         store: Store | None = None,
         first_late_s: float = 0,
     ) -> None:
-        store, handed_out = store or HashStore(), HandedOut()
+        store, handed_out = store or HashStore(), HandedOut(size)
         self.handed_out = handed_out
         self.aborted: list[int] = []
         self.all = [
@@ -210,9 +210,9 @@ def test_entries_of_a_process_group_before_are_no_news() -> None:
 
 
 def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
-    store = HashStore()
-    Ranks(store=store)
     for comes, message in ((0, "rank 1 did not come"), (1, "rank 0 did not come")):
+        store = HashStore()
+        Ranks(store=store)
         agreement = Agreement(
             Bulletin(store), comes, range(2), HandedOut().by(comes), lambda: None, lambda: False, True
         )
@@ -377,7 +377,8 @@ def test_a_connection_that_ends_is_explained_by_a_rank_that_has_left() -> None:
     mine.watch.wait(SlowWork(3))
     other.watch.close()
     with pytest.raises(
-        CompileError, match="rank 1 has ended, or destroyed the process group, while rank 0 waits"
+        CompileError,
+        match=r"rank 1 \(process .* has ended, or destroyed the process group, while rank 0 waits",
     ):
         mine.watch.wait(SlowWork(3, "connection closed"))
 

@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.agreement import bulletin as bulletins
 from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
-from gradsplit.distributed.agreement.session import meet
+from gradsplit.distributed.agreement.rank_process import this_process
+from gradsplit.distributed.agreement.session import ARRIVED, meet
 from tests.distributed.agreement.handed_out import HandedOut
 
 SECRET = b"a secret of the job"
@@ -71,8 +75,10 @@ def test_the_secret_is_nowhere_in_the_store_and_no_state_of_the_program() -> Non
     states = random.getstate(), torch.get_rng_state()
     store, handed_out = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), HandedOut()
     ranks = [Bulletin(store.clone()) for _ in range(2)]
-    for rank, bulletin in enumerate(ranks):
-        meet(bulletin, rank, range(2), handed_out.by(rank), iter([None] * 3), str)
+    with ThreadPoolExecutor() as threads:
+        for rank, bulletin in enumerate(ranks):
+            turns = iter(partial(time.sleep, 0.01), "never")
+            threads.submit(meet, bulletin, rank, range(2), handed_out.by(rank), turns, absent)
     ranks[0].post("a", "b")
     assert ranks[1].read("a") == "b"
     secret = ranks[0]._secret
@@ -82,11 +88,37 @@ def test_the_secret_is_nowhere_in_the_store_and_no_state_of_the_program() -> Non
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
 
 
-def test_a_rank_that_has_not_arrived_is_named() -> None:
+def absent(ranks: Sequence[int], has_ended: bool) -> str:
+    return f"{list(ranks)} {has_ended}"
+
+
+def word(**said: Any) -> dict[str, Any]:
+    return {"beat": 1, "process": this_process(), "host": "here", "doing": "", "place": "", **said}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        # Rank 0 has arrived, rank 1 lives, and nothing is heard of rank 3.
+        ({0: word(doing=ARRIVED), 1: word()}, r"\[1, 3\] False"),
+        (
+            {1: word(left="was ended by ValueError: no data (a.py:3)")},
+            "rank 1 .* on here.* was ended by ValueError",
+        ),
+        # What anybody may have written.
+        ({1: b"no JSON", 3: word(process=["", "../1", ""])}, r"\[0, 1, 3\] False"),
+        ({1: [], 3: {"left": True}}, r"\[0, 1, 3\] False"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(said: dict[int, Any], expected: str) -> None:
     store = HashStore()
-    Bulletin(store).note_arrival(0)
-    with pytest.raises(CompileError, match=r"\[1, 3\]"):
-        meet(Bulletin(store), 2, range(4), HandedOut().by(2), iter([None]), lambda ranks: str(list(ranks)))
+    for rank, value in said.items():
+        if isinstance(value, bytes):
+            store.set(f"gradsplit/alive/{rank}", value)
+        else:
+            Bulletin(store).post_openly(f"alive/{rank}", value)
+    with pytest.raises(CompileError, match=expected):
+        meet(Bulletin(store), 2, range(4), HandedOut(4).by(2), iter([None]), absent)
 
 
 _HOLDER = """
