@@ -30,7 +30,6 @@ from gradsplit.compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.communicator import Communicator
-from gradsplit.compile_core.ir.fake_examples import fakes_like
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
@@ -43,6 +42,7 @@ from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphChoices, run_passes
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
+from gradsplit.compile_core.torch_facts.fake_examples import fakes_like
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from gradsplit.bucketing.bucket import BucketPlan
 from gradsplit.bucketing.cost_model import CostModel
 from gradsplit.bucketing.merge_plan import MergePlan
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, RegionBackend
-from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.hooked_modules import HookedCalls, has_hooks
-from gradsplit.compile_core.ir.torchs_stance import stance
+from gradsplit.compile_core.interface.module_compilers import CompileRequest, forms_of, remember_call
 from gradsplit.compile_core.options import compilation_is_off
 from gradsplit.compile_core.pipeline import CompiledGraph
-from gradsplit.compile_core.planners import CompileRequest, forms_of, remember_call
+from gradsplit.compile_core.torch_facts.torchs_stance import stance
 from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.ddp_module import parameter_names, process_group
 from gradsplit.distributed.ddp_options import DDPOptions

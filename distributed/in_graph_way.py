@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_graph
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.agreement.failure_watch import describe_error
 from gradsplit.distributed.collectives.averaging import Averaging

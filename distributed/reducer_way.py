@@ -15,11 +15,11 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.pipeline import compile_graph
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed.agreement.agreement import Agreement, agreement_of
 from gradsplit.distributed.ddp_module import process_group
 from gradsplit.distributed.eligibility import has_own_forward

@@ -2,8 +2,7 @@
 
 import gradsplit.bucketing as bucketing
 import gradsplit.distributed as distributed
-from gradsplit.compile_core import config, testing
-from gradsplit.compile_core.api import compile
+from gradsplit.compile_core import config
 from gradsplit.compile_core.backends.registry import list_backends, register_backend
 from gradsplit.compile_core.capture.directives import (
     allow_in_graph,
@@ -18,14 +17,16 @@ from gradsplit.compile_core.capture.open_numbers.size_marks import (
     mark_static,
     maybe_mark_dynamic,
 )
-from gradsplit.compile_core.compiled_function import reset
-from gradsplit.compile_core.disable import disable
+from gradsplit.compile_core.compiled_calls.compiled_function import reset
 from gradsplit.compile_core.errors import CompileError, InternalError, Unsupported
-from gradsplit.compile_core.explain import explain
+from gradsplit.compile_core.interface import testing
+from gradsplit.compile_core.interface.api import compile
+from gradsplit.compile_core.interface.disable import disable
+from gradsplit.compile_core.interface.explain import explain
+from gradsplit.compile_core.interface.run import run
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.stage_times import compile_times
 from gradsplit.compile_core.options import list_mode_options, list_options
-from gradsplit.compile_core.run import run
 
 __all__ = [
     "CompileError",

@@ -28,13 +28,14 @@ PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
-BASE = ("errors", "config", "options", "ir")
+BASE = ("errors", "config", "options", "ir", "torch_facts")
 STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
 COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "options": ("errors",),
     "ir": ("errors", "options"),
+    "torch_facts": ("ir",),
     "toolchain": BASE,
     "capture": (*BASE, "toolchain"),
     "autograd": BASE,
@@ -43,42 +44,10 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "observe": BASE,
     "passes": (*BASE, "autograd", "lowering", "observe"),
     "backends": (*BASE, "autograd", "lowering", "runtime", "observe", "passes"),
-    "pipeline": (*BASE, *STAGES, "bind_sizes", "passes"),
-    "planners": (*BASE, "backends", "call_targets", "compiled_module"),
-    "entry_table": (*BASE, "capture"),
-    "bound_calls": (*BASE, "capture", "call_targets", "entry_table"),
-    "deep_calls": (),
-    "compiled_code": (
-        *BASE,
-        "deep_calls",
-        "bound_calls",
-        "capture",
-        "call_targets",
-        "entry_table",
-        "hooked_modules",
-        "observe",
-    ),
-    "compiled_function": (
-        *BASE,
-        "bound_calls",
-        "capture",
-        "call_targets",
-        "compiled_code",
-        "entry_table",
-        "hooked_modules",
-        "observe",
-    ),
-    "hooked_modules": (*BASE, "capture"),
-    "state_dict_names": (),
-    "compiled_module": ("ir", "state_dict_names"),
     "bind_sizes": (*BASE, "capture"),
-    "call_targets": (*BASE, "capture"),
-    "disable": (*BASE, "capture", "compiled_function", "compiled_module"),
-    "run": (*BASE, "capture", "compiled_function", "compiled_module"),
-    "explain": (*BASE, *STAGES, "pipeline", "planners", "compiled_function", "compiled_module"),
-    "graph_compiler": (*BASE, "backends", "bind_sizes", "pipeline"),
-    "api": (*BASE, *STAGES, "pipeline", "planners", "compiled_code", "compiled_function", "compiled_module"),
-    "testing": (*BASE, "backends", "graph_compiler"),
+    "pipeline": (*BASE, *STAGES, "bind_sizes", "passes"),
+    "compiled_calls": (*BASE, "capture", "observe"),
+    "interface": (*BASE, *STAGES, "bind_sizes", "pipeline", "compiled_calls"),
     "compile_core": (),
 }
 
@@ -218,12 +187,12 @@ LOWERING_EDGES: dict[str, tuple[str, ...]] = {
 
 # The same of `compile_core.autograd`: the two files beside its parts trace a whole graph, and bodies inside it.
 AUTOGRAD_EDGES: dict[str, tuple[str, ...]] = {
-    "captured_graphs": (),
+    "captured_graphs": ("operators",),
     "operators": (),
     "tracing": ("captured_graphs", "operators"),
     "rewrites": ("operators",),
     "partitioning": ("operators",),
-    "bound_graphs": (),
+    "bound_graphs": ("operators",),
     "control_flow": ("captured_graphs", "partitioning", "tracing"),
     "trace_joint": ("captured_graphs", "control_flow", "operators", "rewrites", "tracing"),
     "autograd": (),
@@ -615,8 +584,8 @@ def test_rule_catches_its_breach(tmp_path, check, files, place):
 
 def test_rules_allow_what_they_should(tmp_path):
     files = {
-        "gradsplit/__init__.py": "from gradsplit.compile_core.api import compile\n",
-        "compile_core/api.py": "from gradsplit.compile_core import pipeline\n",
+        "gradsplit/__init__.py": "from gradsplit.compile_core.interface.api import compile\n",
+        "compile_core/interface/api.py": "from gradsplit.compile_core import pipeline\n",
         "compile_core/pipeline.py": "from gradsplit.compile_core.backends import inductor\n",
         "compile_core/backends/__init__.py": "",
         "compile_core/backends/inductor.py": "from torch._inductor import compile_fx\n",

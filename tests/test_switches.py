@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 
 @pytest.mark.parametrize("name", ["GRADSPLIT_DISABLE", "TORCH_COMPILE_DISABLE"])

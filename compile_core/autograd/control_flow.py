@@ -29,9 +29,9 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import control_flow
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph, resolve_spec
 from gradsplit.compile_core.ir.kept_calls import KeptCall, in_layout
-from gradsplit.compile_core.ir.random_operators import is_random
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 TraceBody = Callable[[GraphModule, Sequence[torch.Tensor]], JointGraph]
 

@@ -33,6 +33,7 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
 from gradsplit.compile_core.autograd.control_flow import ControlFlow
 from gradsplit.compile_core.autograd.operators.backward_marks import marked_as_backward
+from gradsplit.compile_core.autograd.operators.gradient_sources import gradient_sources
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
@@ -54,11 +55,10 @@ from gradsplit.compile_core.autograd.tracing.record_operators import Decompositi
 from gradsplit.compile_core.autograd.tracing.recurrent_layers import layered_networks
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
-from gradsplit.compile_core.ir.fake_results import kernels_of_sizes
-from gradsplit.compile_core.ir.gradient_sources import gradient_sources
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.ir.torch_switches import without_autocast
+from gradsplit.compile_core.torch_facts.fake_results import kernels_of_sizes
+from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 # torch exports it without declaring it.
 functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

@@ -39,9 +39,9 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
-from gradsplit.compile_core.ir.fake_results import quiet_fakes
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
-from gradsplit.compile_core.ir.torch_switches import read_switches, turn_back
+from gradsplit.compile_core.torch_facts.fake_results import quiet_fakes
+from gradsplit.compile_core.torch_facts.torch_switches import read_switches, turn_back
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
 _NEAR_STEPS = 64

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.apart_from_torch_compile import DISABLED
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import DISABLED
 
 # The attributes, as torch names them.
 DISABLED_RECURSIVELY = "_torchdynamo_disable_recursive"

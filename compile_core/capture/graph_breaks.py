@@ -20,8 +20,8 @@ from gradsplit.compile_core.capture.code_objects.resume import (
     LAST_INSTRUCTION,
     NULL_PLACE,
     VALUE,
-    Place,
     Rest,
+    StackPlace,
     can_break_at,
     can_resume,
     in_order,
@@ -116,7 +116,7 @@ class BreakWriter:
         if sum(value is HANDLED_BEFORE for value in frame.stack) != len(frame.handled):
             raise state.unsupported("break-at-reraise", "a graph break where an exception goes on")
 
-    def emit(self) -> tuple[tuple[Place, ...], list[str], dict[str, str], list[str]]:
+    def emit(self) -> tuple[tuple[StackPlace, ...], list[str], dict[str, str], list[str]]:
         """Rebuild stack, locals and cells: places of the stack, their texts, names and texts of the locals,
         texts of the cells. Must come before any effect is stored."""
         frame = self.frame
@@ -126,7 +126,7 @@ class BreakWriter:
             if value is NULL:
                 places.append(NULL_PLACE)
             elif isinstance(value, LastInstruction):
-                places.append(Place(LAST_INSTRUCTION.kind, value.index))
+                places.append(StackPlace(LAST_INSTRUCTION.kind, value.index))
             else:
                 places.append(HANDLED if value is HANDLED_BEFORE else VALUE)
                 shown.append(self.writer.emit(next(handled) if value is HANDLED_BEFORE else value))

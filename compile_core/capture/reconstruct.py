@@ -44,7 +44,7 @@ from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir.captured import RunnerCode
 from gradsplit.compile_core.ir.sources import variable_of
-from gradsplit.compile_core.ir.torch_switches import preserved_switches
+from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches
 
 
 class RunnerWriter(SourceWriter):

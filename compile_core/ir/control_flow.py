@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor
 
-Body = Callable[..., tuple[torch.Tensor, ...]]
+from gradsplit.compile_core.ir.higher_order import BodyFunction
 
 
 def cond(
-    predicate: torch.Tensor, on_true: Body, on_false: Body, *tensors: torch.Tensor
+    predicate: torch.Tensor, on_true: BodyFunction, on_false: BodyFunction, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """The results of one of two bodies, as tensors of their own that depend on all tensors for autograd."""
     if isinstance(predicate, FakeTensor):
@@ -23,7 +23,7 @@ def cond(
 
 
 def cond_example(
-    predicate: torch.Tensor, on_true: Body, on_false: Body, *tensors: torch.Tensor
+    predicate: torch.Tensor, on_true: BodyFunction, on_false: BodyFunction, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """What ``cond`` returns for fake tensors: both bodies give the same metadata."""
     del predicate, on_false
@@ -31,7 +31,7 @@ def cond_example(
 
 
 def while_loop(
-    condition: Body, step: Body, num_carried: int, *tensors: torch.Tensor
+    condition: BodyFunction, step: BodyFunction, num_carried: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """``carried = step(*carried)`` as long as ``condition(*carried)`` holds; not differentiable.
 
@@ -46,7 +46,7 @@ def while_loop(
 
 
 def while_loop_example(
-    condition: Body, step: Body, num_carried: int, *tensors: torch.Tensor
+    condition: BodyFunction, step: BodyFunction, num_carried: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """What ``while_loop`` returns for fake tensors: ``step`` keeps the metadata."""
     del condition

@@ -14,7 +14,7 @@ import torch
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils import checkpoint as torch_checkpoint
 
-Body = Callable[..., tuple[torch.Tensor, ...]]
+BodyFunction = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def autograd_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
@@ -34,7 +34,9 @@ class CheckpointOptions:
         return bool(self.keywords.get("use_reentrant"))
 
 
-def checkpoint(body: Body, options: CheckpointOptions, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def checkpoint(
+    body: BodyFunction, options: CheckpointOptions, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Run ``body`` without keeping what it computes: the backward computes it again."""
     arguments, lifted = tensors[: options.num_arguments], tensors[options.num_arguments :]
     # Only what is passed as an argument counts as an input of a reentrant checkpoint.
@@ -42,7 +44,7 @@ def checkpoint(body: Body, options: CheckpointOptions, *tensors: torch.Tensor) -
 
 
 def checkpoint_once(
-    body: Body, options: CheckpointOptions, *tensors: torch.Tensor
+    body: BodyFunction, options: CheckpointOptions, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """``checkpoint`` for one run that is traced or only looked at: the same results, with nothing computed twice."""
     arguments = tensors[: options.num_arguments]

@@ -39,7 +39,7 @@ def has_backed_symbols(number: torch.SymInt) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class NumberSource:
     """Where the value of a symbol is read: the input itself, or a size or stride of it."""
 
     position: int
@@ -53,11 +53,11 @@ class Place:
         return given.size(self.dim) if self.read == "size" else given.stride(self.dim)
 
 
-def symbol_places(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, Place]:
+def symbol_places(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, NumberSource]:
     """Where each symbol is read, given a fake tensor or number for each input."""
-    found: dict[sympy.Symbol, Place] = {}
+    found: dict[sympy.Symbol, NumberSource] = {}
 
-    def add(number: Any, place: Place) -> None:
+    def add(number: Any, place: NumberSource) -> None:
         if isinstance(number, torch.SymInt):
             expression = expression_of(number)
             if isinstance(expression, sympy.Symbol):
@@ -66,14 +66,14 @@ def symbol_places(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, Place]:
     tensors = []
     for position, given in enumerate(inputs):
         if not isinstance(given, torch.Tensor):
-            add(given, Place(position, "number"))
+            add(given, NumberSource(position, "number"))
         elif given._has_symbolic_sizes_strides:
             tensors.append((position, given))
     # A stride of one dim often is the size of another, which says more.
     for position, tensor in tensors:
         for dim, size in enumerate(tensor.size()):
-            add(size, Place(position, "size", dim))
+            add(size, NumberSource(position, "size", dim))
     for position, tensor in tensors:
         for dim, stride in enumerate(tensor.stride()):
-            add(stride, Place(position, "stride", dim))
+            add(stride, NumberSource(position, "stride", dim))
     return found

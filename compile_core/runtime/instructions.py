@@ -17,7 +17,7 @@ from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, GeneratedStep, LoopProgram, View
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.runtime.place_buffers import Place, Placement, place_buffers
+from gradsplit.compile_core.runtime.place_buffers import BufferPlace, Placement, place_buffers
 
 aten = torch.ops.aten
 
@@ -75,16 +75,16 @@ class Instructions:
     given: tuple[str, ...]
     steps: tuple[Instruction, ...]
     buffers: Mapping[str, TensorSpec]
-    places: Mapping[str, Place]
+    places: Mapping[str, BufferPlace]
     allocated: frozenset[str]
 
-    def kernel_places(self, source: KernelSource) -> list[Place]:
+    def kernel_places(self, source: KernelSource) -> list[BufferPlace]:
         """What a kernel is given, in order."""
         found = []
         for name, base in zip(source.buffers, source.bases or (0,) * len(source.buffers), strict=True):
-            place = self.places.get(name, Place(name, 0))
+            place = self.places.get(name, BufferPlace(name, 0))
             base_bytes = base * self.program.buffers[name].dtype.itemsize
-            found.append(Place(place.buffer, place.offset_bytes + base_bytes))
+            found.append(BufferPlace(place.buffer, place.offset_bytes + base_bytes))
         return found
 
     def in_owner(self, view: View) -> View:
@@ -136,7 +136,7 @@ def instructions_of(program: LoopProgram, kernels_take_addresses: bool) -> Instr
     return Instructions(program, given, tuple(steps), {**buffers, **placement.buffers}, places, allocated)
 
 
-def _owner(name: str, places: Mapping[str, Place]) -> str:
+def _owner(name: str, places: Mapping[str, BufferPlace]) -> str:
     """The buffer in whose memory a buffer lies."""
     return places[name].buffer if name in places else name
 

@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from gradsplit.compile_core.ir.loops import ExternCall, View
 from gradsplit.compile_core.toolchain.torch_library import address_of
@@ -38,7 +39,7 @@ _FUNCTIONS = {
 }
 
 # Before, the functions kept an optional list's address and freed the list: sizes of no memory of theirs were read.
-_TAKES_OPTIONAL_LISTS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+_TAKES_OPTIONAL_LISTS = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Kind(IntEnum):

@@ -30,7 +30,7 @@ _ALIGNED_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferPlace:
     """Where a buffer lies: so many bytes behind the beginning of another."""
 
     buffer: str
@@ -44,7 +44,7 @@ class Placement:
     buffers: those in which they lie.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, BufferPlace]
     buffers: Mapping[str, TensorSpec]
 
 
@@ -63,7 +63,7 @@ def place_buffers(program: LoopProgram) -> Placement:
                 groups.setdefault(group, {})[name] = (first, len(program.steps))
         elif name not in visible:
             groups.setdefault(("small_buffers", spec.device, torch.uint8), {})[name] = (first, last)
-    places: dict[str, Place] = {}
+    places: dict[str, BufferPlace] = {}
     buffers: dict[str, TensorSpec] = {}
     for (kind, device, dtype), used in sorted(groups.items(), key=str):
         if len(used) < 2:
@@ -71,7 +71,7 @@ def place_buffers(program: LoopProgram) -> Placement:
         whole = f"{kind}_{len(buffers)}"
         offsets, size = _offsets(used, {name: _bytes_of(program.buffers[name]) for name in used})
         buffers[whole] = TensorSpec.contiguous((size // dtype.itemsize,), dtype, device)
-        places |= {name: Place(whole, offset) for name, offset in offsets.items()}
+        places |= {name: BufferPlace(whole, offset) for name, offset in offsets.items()}
     return Placement(places, buffers)
 
 

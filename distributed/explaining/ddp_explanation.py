@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from gradsplit.bucketing.bucket import Bucket, BucketPlan, format_bytes
 from gradsplit.bucketing.timeline import Timeline
-from gradsplit.compile_core.ir.kept_random_state import kept_random_state
+from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 
 with kept_random_state():  # rich draws numbers when it is imported
     from rich.console import Console

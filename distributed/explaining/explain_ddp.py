@@ -15,9 +15,9 @@ from torch.nn.parallel.distributed import _find_tensors
 from gradsplit.bucketing.bucket import BucketPlan, pack_bucket
 from gradsplit.bucketing.simulate import simulate
 from gradsplit.bucketing.timeline import Timeline
-from gradsplit.compile_core.api import compile
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.interface.api import compile
 from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
 from gradsplit.distributed.ddp_module import process_group
 from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation, Segment

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
 from gradsplit.distributed.gradients.accumulation_nodes import hooks_came_late, put_first
 from gradsplit.distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
 from gradsplit.distributed.gradients.rounds_of_backward import rounds_end_here

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.compile_core.capture import normal_tensors
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.pipeline import compile_graph, compile_pieces
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed.reducer.split_forward import SplitForward
 from gradsplit.distributed.reducer.stock_buckets import are_final, stock_buckets
 from gradsplit.distributed.reducer.unreached_parameters import look_at_unreached

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gradsplit.compile_core.autograd.captured_graphs.cut_points import find_cut_points
 from gradsplit.compile_core.autograd.captured_graphs.pieces import cut_graph
 from gradsplit.compile_core.backends.registry import resolve_backend
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.options import parse_options
 from gradsplit.compile_core.pipeline import compile_pieces

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradsplit.compile_core.backends.registry import RegionBackend, resolve_backend
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import CompileError
 
 _ATOMS = (type(None), bool, int, str, bytes, complex, type, types.FunctionType, types.BuiltinFunctionType)

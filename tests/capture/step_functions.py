@@ -147,7 +147,7 @@ class Stepper:
         del self.stack[handler.depth :]
         del self.places[handler.depth :]
         if handler.pushes_lasti:
-            self.push(NULL, resume.Place(resume.LAST_INSTRUCTION.kind, self.index - 1))
+            self.push(NULL, resume.StackPlace(resume.LAST_INSTRUCTION.kind, self.index - 1))
         self.push(error)
         self.index = handler.target
 

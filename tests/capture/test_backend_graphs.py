@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import gradsplit
 from gradsplit.compile_core.backends import registry
-from gradsplit.compile_core.testing import CompileCounterWithBackend
+from gradsplit.compile_core.interface.testing import CompileCounterWithBackend
 
 
 def graph_of(function, *args):

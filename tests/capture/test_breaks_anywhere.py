@@ -18,7 +18,7 @@ import torch
 
 from gradsplit.compile_core.capture.code_objects.instructions import decode
 from gradsplit.compile_core.capture.code_objects.resume import can_resume
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.test_language import assert_same
 
 LOG = []
@@ -625,7 +625,7 @@ def test_a_list_that_grows_does_not_recompile():
 
 @pytest.mark.parametrize("function", [in_class_manager, closure_writes, loop_over_dict])
 def test_more_breaks_than_are_compiled(function, monkeypatch, caplog):
-    monkeypatch.setattr("gradsplit.compile_core.compiled_code._MOST_CONTINUATIONS", 1)
+    monkeypatch.setattr("gradsplit.compile_core.compiled_calls.compiled_code._MOST_CONTINUATIONS", 1)
     compiled = CompiledFunction(function, lambda graph, inputs: graph.module)
     for seed in (0, 1):
         found = outcome(compiled, arguments(function, seed))

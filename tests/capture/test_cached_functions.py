@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 calls = []
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.same_as_plain import assert_same
 
 NAN = float("nan")

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 
 class Settings:

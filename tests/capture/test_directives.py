@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 
 import gradsplit
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import Unsupported
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import Unsupported
 
 

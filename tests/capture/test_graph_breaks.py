@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradsplit
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import Unsupported
 from tests.capture.test_language import assert_same
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.models import GPT, GPTConfig, ResNet
 
 

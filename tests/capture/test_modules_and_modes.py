@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradsplit.compile_core.capture.frames.frame import OPCODES
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import Unsupported
 
 

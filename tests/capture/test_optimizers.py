@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 
 def compile_eager(function, **options):

@@ -11,7 +11,7 @@ import torch
 
 import gradsplit
 from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
-from gradsplit.compile_core.testing import CompileCounter, CompileCounterWithBackend
+from gradsplit.compile_core.interface.testing import CompileCounter, CompileCounterWithBackend
 
 
 def helper(x, *args, scale=1, **kwargs):

@@ -776,7 +776,7 @@ def test_class_stores_are_kept():
     before = Config.rate, list(Config.layers)
     try:
         check = check_program
-        from gradsplit.compile_core.compiled_function import CompiledFunction
+        from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
         compiled = CompiledFunction(run, lambda graph, inputs: graph.module, fullgraph=True)
         compiled(torch.ones(1), 7)

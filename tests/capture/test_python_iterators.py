@@ -310,7 +310,7 @@ def test_an_iterator_that_comes_in_is_advanced():
     def run(x, it):
         return x + next(it), it
 
-    from gradsplit.compile_core.compiled_function import CompiledFunction
+    from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
     compiled = CompiledFunction(run, lambda graph, inputs: graph.module)
     for make in (lambda: iter([1, 2, 3]), lambda: (v for v in (1, 2, 3)), lambda: zip([1, 2, 3])):

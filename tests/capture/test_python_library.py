@@ -16,7 +16,7 @@ from typing import Optional, TypedDict, Union
 import pytest
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.compare_runs import Programs, check_program
 
 program = Programs()

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.capture.compare_runs import Comparison, check_program
 
 

@@ -13,7 +13,7 @@ import torch
 
 import gradsplit
 from gradsplit import CompileProfiler
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch._numpy as tnp
 
 import gradsplit
 from gradsplit import config
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

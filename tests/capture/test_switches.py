@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradsplit
-from gradsplit.compile_core.ir.torch_switches import read_switches
+from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 from tests.capture.same_as_plain import check_same
 
 

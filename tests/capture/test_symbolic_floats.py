@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import gradsplit
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 untyped: Any = torch
 VALUES = [0.5, 2.5, 0.0, -0.0, math.nan, math.inf, 1.0, -1.0, 1e-300, 3.7]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradsplit.compile_core import api
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.interface import api
 from tests.capture.transformers_models import MODELS, Inputs, padded_text
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 
 def compile_eager(function):

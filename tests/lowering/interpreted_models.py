@@ -19,7 +19,7 @@ import torch
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module
 from gradsplit.compile_core.backends.generated_kernels import generate_region
 from gradsplit.compile_core.backends.registry import RegionBackend
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, Step
 from gradsplit.compile_core.ir.schedule import Compute

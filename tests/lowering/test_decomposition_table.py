@@ -14,7 +14,7 @@ from torch import Tensor
 import gradsplit
 from gradsplit.compile_core.backends import aot_eager, generated_kernels
 from gradsplit.compile_core.backends.registry import RegionBackend
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_graph
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.options import CompileOptions
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from tests.multi_process.disagreement_cases import Net, fail
 from tests.multi_process.faults import Faults

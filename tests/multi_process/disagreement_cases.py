@@ -24,8 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.options import CompileOptions
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from gradsplit.distributed.agreement.agreement import agreement_of
 from tests.multi_process.faults import Faults

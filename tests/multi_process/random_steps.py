@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_cases.checkpointing import Checkpointed
 from tests.multi_process.ddp_cases.graph_breaks import Broken

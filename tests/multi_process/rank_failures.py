@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
-from gradsplit.compile_core import compiled_code
+from gradsplit.compile_core.compiled_calls import compiled_code
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.options import CompileOptions
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from gradsplit.distributed.agreement import bulletin, ring
 from tests.multi_process.faults import Faults

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.programs.program_writer import Program, ProgramWriter, Statement
 
 _SECONDS_PER_PROGRAM = 120

@@ -6,7 +6,7 @@ import pytest
 
 from gradsplit.compile_core.autograd.captured_graphs.cut_points import find_cut_points
 from gradsplit.compile_core.autograd.captured_graphs.pieces import cut_graph, link_pieces
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from tests.programs import random_programs
 from tests.programs.program_writer import Program, Statement
 from tests.programs.random_programs import check_seed, check_text, minimized

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.gradient_sources import inputs_that_matter
+from gradsplit.compile_core.autograd.operators.gradient_sources import inputs_that_matter
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results

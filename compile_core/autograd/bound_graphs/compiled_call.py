@@ -32,12 +32,12 @@ from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedI
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
 from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
-from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pick import Pick, picker
 from gradsplit.compile_core.ir.regions import graph_results
-from gradsplit.compile_core.ir.torch_switches import without_autocast
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class CompiledCall(torch.autograd.Function):
         return program.pick_gradients((*found, None))
 
 
-def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[torch.Tensor]:
+def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[Any]:
     """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
     program: DifferentiableProgram = ctx.program
     later = program.later

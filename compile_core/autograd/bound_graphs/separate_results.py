@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
 
 _backward_number: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # type: ignore[attr-defined]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
-from gradsplit.compile_core.ir.change_counts import tell_of_changes
 from gradsplit.compile_core.ir.graphs import PartitionedGraph, replaced_inputs
+from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
 
 # torch exports it without declaring it.
 foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]

@@ -21,9 +21,9 @@ from gradsplit.compile_core.autograd.captured_graphs.overlapping_writes import R
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.fake_results import run_on_fakes
 from gradsplit.compile_core.ir.graphs import ResultAlias
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
 
 
 @dataclass(frozen=True)

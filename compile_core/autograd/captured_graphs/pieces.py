@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.number_nodes import number_node
-from gradsplit.compile_core.ir.numbers import Place, expression_of, has_backed_symbols, symbol_places
-from gradsplit.compile_core.ir.torch_switches import saved_tensor_hooks_are_active
+from gradsplit.compile_core.ir.numbers import NumberSource, expression_of, has_backed_symbols, symbol_places
+from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Piece:
     """
 
     module: GraphModule
-    inputs: tuple[str | Place, ...]
+    inputs: tuple[str | NumberSource, ...]
     outputs: tuple[str, ...]
     forgotten: tuple[str, ...] = ()
 
@@ -163,7 +163,7 @@ class _PieceWriter:
         self._graph = Graph()
         self._copies: dict[Node, Any] = {}
         self._symbols: dict[sympy.Symbol, Node] = {}
-        self._inputs: list[str | Place] = []
+        self._inputs: list[str | NumberSource] = []
 
     def write(self) -> Piece:
         own = [node for node in self._module.graph.nodes if self._place_of.get(node) == self._place]
@@ -204,7 +204,7 @@ class _PieceWriter:
             self._place_of.get(user, self._place) != self._place for user in node.users
         )
 
-    def _take(self, given: str | Place, example: Any, node: Node | None = None) -> Node:
+    def _take(self, given: str | NumberSource, example: Any, node: Node | None = None) -> Node:
         placeholder = self._graph.placeholder(given if isinstance(given, str) else "size")
         placeholder.meta["example_value"] = example
         self._inputs.append(given)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gradsplit.compile_core.ir.torch_switches import (
+from gradsplit.compile_core.torch_facts.torch_switches import (
     preserved_dispatch_keys,
     preserved_switches,
     without_saved_tensor_hooks,

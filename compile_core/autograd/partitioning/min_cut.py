@@ -22,6 +22,7 @@ from networkx import DiGraph
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
+from gradsplit.compile_core.autograd.operators.ancestors import ancestors
 from gradsplit.compile_core.autograd.operators.kinds import (
     is_fusible,
     is_recomputable,
@@ -30,9 +31,8 @@ from gradsplit.compile_core.autograd.operators.kinds import (
     packet,
 )
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import Order
-from gradsplit.compile_core.ir.ancestors import ancestors
 from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
-from gradsplit.compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 # A saved input costs no new memory, but one tensor more to keep track of.
 _PRIMAL_BYTES = 1

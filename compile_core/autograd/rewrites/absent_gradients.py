@@ -20,8 +20,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
-from gradsplit.compile_core.ir.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.ir.graphs import JointGraph
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
 from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
 from gradsplit.compile_core.ir.max_pooling import PLACES, POSITIONS
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.ir.random_operators import is_random
+from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 aten = torch.ops.aten
 
@@ -109,9 +109,10 @@ def _without_source(node: Node) -> None:
     """A tensor filled like another reads nothing of it, which need not be kept for it. In a backward it tells on which
     gradients one depends."""
     value = node.meta.get("val")
-    if node.target not in _FILLED_LIKE or is_of_backward(node) or not isinstance(value, torch.Tensor):
+    target: Any = node.target
+    if target not in _FILLED_LIKE or is_of_backward(node) or not isinstance(value, torch.Tensor):
         return
-    shape, fill = list(value.shape), _FILLED_LIKE[node.target]
+    shape, fill = list(value.shape), _FILLED_LIKE[target]
     if all(isinstance(size, int) for size in shape) and value.is_contiguous():
         node.args = (shape, node.args[1] if fill is None else fill)
         node.kwargs = {

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.torch_switches import SWITCHES, Switch
+from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
 
 _set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
 _DEFAULT = "default_dtype"

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gradsplit.compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.fake_results import corrected
 from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.torch_facts.fake_results import corrected
 
 _C: Any = torch._C
 

@@ -88,18 +88,18 @@ _NO_FALL_THROUGH = frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"])
 
 
 @dataclass(frozen=True)
-class Place:
+class StackPlace:
     """One place of the stack. ``instruction`` is what raised, for a place of the kind LAST_INSTRUCTION."""
 
     kind: str
     instruction: int = -1
 
 
-VALUE = Place("value")
-NULL_PLACE = Place("null")
+VALUE = StackPlace("value")
+NULL_PLACE = StackPlace("null")
 # Below an exception that is being handled: the one that was handled before. The parameter is the former.
-HANDLED = Place("handled")
-LAST_INSTRUCTION = Place("last instruction")
+HANDLED = StackPlace("handled")
+LAST_INSTRUCTION = StackPlace("last instruction")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Rest:
 
     code: types.CodeType
     index: int
-    places: tuple[Place, ...]
+    places: tuple[StackPlace, ...]
     local_names: tuple[str, ...]
 
     @property
@@ -222,7 +222,11 @@ def make_resume_code(rest: Rest) -> types.CodeType:
     shift = len(decoded) - len(instructions)
 
     def resolve(constant: Any) -> Any:
-        return decoded[constant.instruction + shift].offset // 2 if isinstance(constant, Place) else constant
+        return (
+            decoded[constant.instruction + shift].offset // 2
+            if isinstance(constant, StackPlace)
+            else constant
+        )
 
     return made.replace(co_consts=tuple(map(resolve, made.co_consts)))
 
@@ -234,7 +238,7 @@ def make_break_code(rest: Rest) -> BreakCode:
     behind, jumped, raised = bytecode.Label(), bytecode.Label(), bytecode.Label()
     exits: dict[bytecode.Label, Rest] = {}
 
-    def add_exit(label: bytecode.Label, target: int, stack: tuple[Place, ...]) -> None:
+    def add_exit(label: bytecode.Label, target: int, stack: tuple[StackPlace, ...]) -> None:
         exits[label] = Rest(code, target, stack, rest.local_names)
 
     run: list[Any] = _copies(code, index, jumped)
@@ -245,7 +249,7 @@ def make_break_code(rest: Rest) -> BreakCode:
         skipped = len(END_OF_FOR) if instruction.name == "FOR_ITER" else 0
         add_exit(jumped, instruction.target + skipped, _places_after(instruction, places, True))
     if handler is not None:
-        pushed = (Place(LAST_INSTRUCTION.kind, index),) if handler.pushes_lasti else ()
+        pushed = (StackPlace(LAST_INSTRUCTION.kind, index),) if handler.pushes_lasti else ()
         add_exit(raised, handler.target, (*places[: handler.depth], *pushed, VALUE))
         begin = TryBegin(raised, handler.pushes_lasti, handler.depth)
         # Where a call raised in a frame of Python's own, 3.13 looks for the handler just before the call.
@@ -262,7 +266,9 @@ def make_break_code(rest: Rest) -> BreakCode:
     return BreakCode(_assembled(rest, parameters, body), tuple(exits.values()), handler is not None)
 
 
-def _places_after(instruction: Instruction, places: tuple[Place, ...], jump: bool) -> tuple[Place, ...]:
+def _places_after(
+    instruction: Instruction, places: tuple[StackPlace, ...], jump: bool
+) -> tuple[StackPlace, ...]:
     name, arg = instruction.name, instruction.arg
     pair = (VALUE, NULL_PLACE) if NULL_IS_ABOVE_CALLABLE else (NULL_PLACE, VALUE)
     if name == "CALL":

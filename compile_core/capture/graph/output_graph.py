@@ -31,10 +31,10 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicS
 from gradsplit.compile_core.capture.values.base import PlainCall
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
-from gradsplit.compile_core.ir.fake_results import run_on_fakes, with_kernels_results
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
-from gradsplit.compile_core.ir.torch_switches import free_guards
+from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes, with_kernels_results
+from gradsplit.compile_core.torch_facts.torch_switches import free_guards
 
 _NO_FAKE_RULE = (
     DataDependentOutputException,

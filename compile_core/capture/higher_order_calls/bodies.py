@@ -28,7 +28,7 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import InputKind
 from gradsplit.compile_core.ir.sources import Source
-from gradsplit.compile_core.ir.torch_switches import read_switches
+from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 
 
 class BodyGraph(OutputGraph):

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
+from gradsplit.compile_core.capture.numpy_arrays import numpy_calls
 from gradsplit.compile_core.capture.numpy_arrays.dtypes import (
     adjusted,
     checked_answer,
@@ -30,7 +31,6 @@ from gradsplit.compile_core.capture.values.constants import (
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
-from gradsplit.compile_core.ir import numpy_calls
 from gradsplit.compile_core.ir.sources import ConvertedSource, Source
 
 _ARRAY_ATTRIBUTES = ("T", "real", "imag")

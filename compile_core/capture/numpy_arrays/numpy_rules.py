@@ -14,12 +14,12 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import (
     constant_dtype,
     list_of,
 )
+from gradsplit.compile_core.capture.numpy_arrays.numpy_calls import DTYPES, torch_numpy
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
-from gradsplit.compile_core.ir.numpy_calls import DTYPES, torch_numpy
 
 # Their results are Python values, types or indices, or they draw numbers from another generator than NumPy's.
 _NOT_MAPPED = frozenset(

@@ -15,8 +15,11 @@ from torch.utils._device import DeviceContext
 from gradsplit.compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 from gradsplit.compile_core.capture.run_only import is_run_only
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.ir.torch_switches import preserved_dispatch_keys, without_saved_tensor_hooks
-from gradsplit.compile_core.ir.torchs_stance import stance
+from gradsplit.compile_core.torch_facts.torch_switches import (
+    preserved_dispatch_keys,
+    without_saved_tensor_hooks,
+)
+from gradsplit.compile_core.torch_facts.torchs_stance import stance
 
 _is_grad_enabled = torch._C.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled

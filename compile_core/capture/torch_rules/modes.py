@@ -16,7 +16,7 @@ from gradsplit.compile_core.capture.torch_rules.global_state import autocast_sta
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
-from gradsplit.compile_core.ir.torch_switches import SWITCHES
+from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
 
 class ModeValue(Value):

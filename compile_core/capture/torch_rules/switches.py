@@ -17,7 +17,7 @@ from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
-from gradsplit.compile_core.ir.torch_switches import SWITCHES, Switch
+from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
 
 
 def _guard(state: CaptureState, switch: Switch) -> None:

@@ -182,7 +182,7 @@ class LastInstruction(Value):
 
 
 # The frame that stands for the call of an object is nobody's line.
-_ENTRY = "gradsplit.compile_core.call_targets"
+_ENTRY = "gradsplit.compile_core.compiled_calls.call_targets"
 
 
 def calling_line() -> CodeLocation:

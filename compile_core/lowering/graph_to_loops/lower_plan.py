@@ -16,7 +16,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import View
-from gradsplit.compile_core.ir.random_operators import is_random
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import IN_PLACE_VARIANTS, scalar_factor
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES, SHAPE_READERS
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
@@ -24,6 +23,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_re
 from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
+from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 aten = torch.ops.aten
 

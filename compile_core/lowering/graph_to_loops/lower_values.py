@@ -24,7 +24,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
 )
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 
-Body = Callable[["Emitter", Index], int]
+EmitValue = Callable[["Emitter", Index], int]
 Reindex = Callable[["Emitter", Index], Index]
 
 
@@ -64,7 +64,7 @@ class LazyTensor:
     layout: tuple[int, ...]
     origin: str
     view: View | None = None
-    body: Body | None = None
+    body: EmitValue | None = None
     base: LazyTensor | None = None
     reindex: Reindex | None = None
     restride: Callable[[View], View | None] | None = None

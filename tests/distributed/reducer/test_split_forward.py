@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.compile_core.backends.registry import resolve_backend
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.options import parse_options
-from gradsplit.compile_core.planners import CompileRequest
 from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
 from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.ddp_module import process_group

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsplit
-from gradsplit.compile_core import graph_compiler
+from gradsplit.compile_core.interface import graph_compiler
 from gradsplit.distributed import DDPOptions, compile_ddp, inspect_ddp
 from tests.multi_process.ddp_harness import (
     DEVICE,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import gradsplit
-from gradsplit.compile_core import planners
-from gradsplit.compile_core.planners import ModuleCompiler, forms_of
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface import module_compilers
+from gradsplit.compile_core.interface.module_compilers import ModuleCompiler, forms_of
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 
 class Claimed(nn.Linear):
@@ -35,7 +35,7 @@ class Form:
 
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch):
-    monkeypatch.setattr(planners, "_plugins", lambda: (ModuleCompiler(Claimed, Form),))
+    monkeypatch.setattr(module_compilers, "_plugins", lambda: (ModuleCompiler(Claimed, Form),))
 
 
 def step(model, x):
@@ -138,7 +138,7 @@ def test_a_plug_in_may_compile_graphs_of_any_function(monkeypatch):
         return captured.module.forward if len(inputs) == 1 else None
 
     plugin = ModuleCompiler(Claimed, Form, compile_graph)
-    monkeypatch.setattr(planners, "_plugins", lambda: (plugin,))
+    monkeypatch.setattr(module_compilers, "_plugins", lambda: (plugin,))
     counter = CompileCounter()
     compiled = gradsplit.compile(lambda *tensors: sum(tensors) * 2, backend=counter, fullgraph=True)
     x = torch.ones(2)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.bound_calls import dispatch_function, plain_function
-from gradsplit.compile_core.call_targets import (
+from gradsplit.compile_core.capture import SizeHistory
+from gradsplit.compile_core.capture.directives import leave_alone
+from gradsplit.compile_core.compiled_calls.bound_calls import dispatch_function, plain_function
+from gradsplit.compile_core.compiled_calls.call_targets import (
     NO_OWNER,
     CalledCode,
     CalledForward,
@@ -26,21 +28,19 @@ from gradsplit.compile_core.call_targets import (
     original_of,
     shown_name,
 )
-from gradsplit.compile_core.capture import SizeHistory
-from gradsplit.compile_core.capture.directives import leave_alone
-from gradsplit.compile_core.compiled_code import (
+from gradsplit.compile_core.compiled_calls.compiled_code import (
     CompiledCode,
     CompileGraph,
     Programs,
     Settings,
     forget_all,
 )
-from gradsplit.compile_core.entry_table import Entry, EntryTable
+from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
+from gradsplit.compile_core.compiled_calls.hooked_modules import has_hooks
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.hooked_modules import has_hooks
-from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from gradsplit.compile_core.ir.torchs_stance import stance
 from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.torchs_stance import stance
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 
 import gradsplit
 from gradsplit import config
-from gradsplit.compile_core.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 
 def add_number(x: torch.Tensor, n: int, flag: bool = False) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.apart_from_torch_compile import apart_from_torch_compile
-from gradsplit.compile_core.state_dict_names import changed_names, with_fitting_names
+from gradsplit.compile_core.compiled_calls.state_dict_names import changed_names, with_fitting_names
+from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
 
 
 class CompiledModule(torch.nn.Module):

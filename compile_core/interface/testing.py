@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.backends.registry import GraphCompiler, resolve_backend
-from gradsplit.compile_core.graph_compiler import compile_any_graph
+from gradsplit.compile_core.interface.graph_compiler import compile_any_graph
 from gradsplit.compile_core.options import CompileOptions
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradsplit
-from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from gradsplit.compile_core.capture import explain_failure
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
 
-CompiledGraph = Callable[..., Sequence[torch.Tensor]]
+RunGraph = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Entry:
     """
 
     captured: CapturedFrame
-    compiled: CompiledGraph | None
+    compiled: RunGraph | None
     check: Callable[..., Any]
     run: Callable[..., Any] | None
 

@@ -15,9 +15,9 @@ import torch
 import torch._dynamo
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gradsplit.compile_core.graph_compiler import gradsplit
+from gradsplit.compile_core.interface.graph_compiler import gradsplit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_installed_it_is_known_to_torch_by_name(tmp_path):
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gradsplit-for-test\nVersion: 0\n")
     (information / "entry_points.txt").write_text(
-        "[torch_dynamo_backends]\ngradsplit = gradsplit.compile_core.graph_compiler:gradsplit\n"
+        "[torch_dynamo_backends]\ngradsplit = gradsplit.compile_core.interface.graph_compiler:gradsplit\n"
     )
     program = (
         "import torch\n"

@@ -14,22 +14,22 @@ import torch
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
-from gradsplit.compile_core.compiled_code import Programs, Settings
-from gradsplit.compile_core.compiled_function import CompiledFunction
-from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.compiled_calls.compiled_code import Programs, Settings
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
-from gradsplit.compile_core.observe.observer import Observer
-from gradsplit.compile_core.options import compilation_is_off
-from gradsplit.compile_core.pipeline import compile_graph
-from gradsplit.compile_core.planners import (
+from gradsplit.compile_core.interface.module_compilers import (
     ClaimedModules,
     CompileRequest,
     claim,
     compile_claimed,
     compile_for_callers,
 )
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
+from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.options import compilation_is_off
+from gradsplit.compile_core.pipeline import compile_graph
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.testing import CompileCounter, CompileCounterWithBackend
+from gradsplit.compile_core.interface.testing import CompileCounter, CompileCounterWithBackend
 
 
 def scale(x, n):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradsplit.compile_core.compiled_module import wrap_module
-from gradsplit.compile_core.state_dict_names import changed_names
+from gradsplit.compile_core.compiled_calls.compiled_module import wrap_module
+from gradsplit.compile_core.compiled_calls.state_dict_names import changed_names
 
 PREFIXES = ("", "_orig_mod.", "module.", "_orig_mod.module.", "module._orig_mod.")
 

@@ -25,15 +25,14 @@ from gradsplit.compile_core.backends.registry import (
     RegionBackend,
     resolve_backend,
 )
-from gradsplit.compile_core.call_targets import ModulesApart
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.entry_table import RunGraph
+from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.ir.kept_random_state import kept_random_state
 from gradsplit.compile_core.options import CompileOptions, parse_options, refuse_both
 
 logger = logging.getLogger(__name__)
-
-CompiledGraph = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class ModuleCompiler:
 
     module_type: type[torch.nn.Module]
     compile: Callable[[Any, CompileRequest], Callable[..., Any]]
-    compile_graph: Callable[[CapturedGraph, Sequence[Any], CompileRequest], CompiledGraph | None] = (
+    compile_graph: Callable[[CapturedGraph, Sequence[Any], CompileRequest], RunGraph | None] = (
         lambda captured, inputs, request: None
     )
     explain: Callable[[Any], Callable[..., Any]] | None = None
@@ -109,7 +108,7 @@ def claim(module: torch.nn.Module) -> ModuleCompiler | None:
 
 def compile_for_callers(
     captured: CapturedGraph, inputs: Sequence[Any], request: CompileRequest
-) -> CompiledGraph | None:
+) -> RunGraph | None:
     """What a plug-in makes of a function's graph that a module which it claims may call; ``None`` if none does."""
     found = (plugin.compile_graph(captured, inputs, request) for plugin in _plugins())
     return next((compiled for compiled in found if compiled is not None), None)

@@ -12,9 +12,10 @@ import torch
 from gradsplit.compile_core.backends import generated_kernels
 from gradsplit.compile_core.backends.registry import RegionBackend
 from gradsplit.compile_core.capture.directives import leave_alone
-from gradsplit.compile_core.compiled_function import CompiledFunction
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.interface.module_compilers import claim
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
@@ -26,7 +27,6 @@ from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.observe.stage_times import Stopwatch, print_times, timed
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_graph
-from gradsplit.compile_core.planners import claim
 
 
 @leave_alone

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 
 class Block(torch.nn.Module):

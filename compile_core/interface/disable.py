@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.capture import directives
-from gradsplit.compile_core.compiled_function import CompiledFunction
-from gradsplit.compile_core.compiled_module import CompiledModule, wrap_module
+from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
 
 
 @directives.leave_alone

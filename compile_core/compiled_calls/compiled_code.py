@@ -20,17 +20,6 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core import config
-from gradsplit.compile_core.bound_calls import dispatch_function, plain_function
-from gradsplit.compile_core.call_targets import (
-    NO_OWNER,
-    Compiled,
-    ModulesApart,
-    Target,
-    call_object,
-    find_callee_target,
-    method_target,
-    original_of,
-)
 from gradsplit.compile_core.capture import (
     COMPILED_APART,
     PlainCall,
@@ -49,19 +38,30 @@ from gradsplit.compile_core.capture import (
 )
 from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
 from gradsplit.compile_core.capture.directives import disabled_frame
-from gradsplit.compile_core.deep_calls import deeper_stack, with_room
-from gradsplit.compile_core.entry_table import CompiledGraph, Entry, EntryTable
+from gradsplit.compile_core.compiled_calls.bound_calls import dispatch_function, plain_function
+from gradsplit.compile_core.compiled_calls.call_targets import (
+    NO_OWNER,
+    Compiled,
+    ModulesApart,
+    Target,
+    call_object,
+    find_callee_target,
+    method_target,
+    original_of,
+)
+from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_room
+from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable, RunGraph
+from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
+from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
-from gradsplit.compile_core.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
-from gradsplit.compile_core.ir.kept_random_state import kept_random_state
-from gradsplit.compile_core.ir.torch_switches import saved_tensor_hooks_are_active
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger("gradsplit.compile_core.capture")
 
-CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], CompiledGraph]
+CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], RunGraph]
 
 # Captures of different functions wait for each other: they set warning filters, which all threads share.
 _capture_lock = threading.RLock()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import gradsplit
-from gradsplit.compile_core.compiled_module import CompiledModule
+from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.testing import CompileCounter
+from gradsplit.compile_core.interface.testing import CompileCounter
 
 
 def scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
