@@ -225,6 +225,8 @@ class Capture(CaptureState):
                 return known
             value = TensorValue(node, example, torch.Tensor)
             self.tensor_of_fake[id(example)] = value
+            if not torch.is_grad_enabled() and example._is_view():
+                self._guard_base(example)
             return value
         if isinstance(example, (tuple, list)):
             cls = type(example)
@@ -254,6 +256,25 @@ class Capture(CaptureState):
             f"{getattr(target, '__name__', target)} returned {type(example).__name__}, not a tensor",
             "keep data-dependent Python values out of the compiled function",
         )
+
+    def _guard_base(self, view: torch.Tensor) -> None:
+        """A view that is made without gradients requires them if its base does, which a leaf need not be."""
+        for record in self.graph.records:
+            real, fake = record.real, record.entry.example
+            if (
+                not isinstance(real, torch.Tensor)
+                or not real.requires_grad
+                or type(real) is torch.nn.Parameter
+            ):
+                continue
+            if view._base is (fake if fake._base is None else fake._base):
+                source, needs = record.entry.source, view.requires_grad
+                self.guards.add(
+                    [source],
+                    f"({{0}} if {{0}}._base is None else {{0}}._base).requires_grad is {needs}",
+                    [],
+                    f"what {source} is a view of, or itself, requires {'a' if needs else 'no'} gradient",
+                )
 
     def _wrap_part(self, node: fx.Node, key: Any, part: Any, target: Any) -> Value:
         """A part of a result. Fakes cannot give numbers that depend on data, so a literal is always the same."""

@@ -53,6 +53,19 @@ def under_inference_mode(compile):
     ]
 
 
+def from_views_without_gradients(compile):
+    """They require gradients where the tensor does that an input is a view of, which a leaf may be."""
+
+    def program(x):
+        with torch.no_grad():
+            rows = x[:2]
+        return (rows * 3).sum()
+
+    f, part = compile(program), torch.randn(6, 2)[:4]
+    inputs = [leaf(4, 2), part.clone()[:].requires_grad_(), leaf(6, 2)[:4], part.clone()[:].requires_grad_()]
+    return [seen_of(f(x)) for x in [*inputs, torch.randn(3, 2)[:].requires_grad_()]]
+
+
 def origins(compile):
     f, x, w = compile(lambda x, w: x * w), leaf(2, 2), leaf(2, 2)
     y = f(x, w)  # torch 2.11 keeps the node of a Function with its results only
@@ -145,6 +158,7 @@ SCENARIOS = {
         without_gradients,
         under_no_grad,
         under_inference_mode,
+        from_views_without_gradients,
         origins,
         kept_gradients,
         same_result_twice,

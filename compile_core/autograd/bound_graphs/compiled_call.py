@@ -139,7 +139,10 @@ class DifferentiableProgram:
         if self.unread:
             # Autograd's engine would go on to their history with nothing, and not every operator has a derivative.
             primals = tuple(
-                primal.detach() if k in self.unread and primal.grad_fn is not None else primal
+                # As a leaf: the results may require gradients though none leads to any input.
+                primal.detach().requires_grad_()
+                if k in self.unread and primal.grad_fn is not None
+                else primal
                 for k, primal in enumerate(primals)
             )
         if torch._C._are_functorch_transforms_active():

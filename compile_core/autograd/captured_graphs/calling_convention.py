@@ -22,6 +22,7 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import ResultAlias
+from gradsplit.compile_core.ir.leaf_views import is_view_as_leaf
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
 
@@ -278,13 +279,17 @@ def _leads_by_views(tensor: torch.Tensor, origin: torch.Tensor) -> bool:
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:
     """A fresh fake leaf: the trace must not grow the autograd graph of the capture's own fake tensors."""
-    return TensorSpec.of(example).empty().requires_grad_(example.requires_grad)
+    leaf = TensorSpec.of(example).empty()
+    if is_view_as_leaf(example):
+        leaf = leaf.view_as(leaf)
+    return leaf.requires_grad_(example.requires_grad)
 
 
 def as_intermediate(example: torch.Tensor) -> torch.Tensor:
     """Like a leaf, but in-place operators do not refuse it: the real input may be an activation."""
     leaf = as_leaf(example)
-    return leaf.clone() if leaf.requires_grad and TensorSpec.of(leaf).is_dense else leaf
+    may_be_no_leaf = leaf.requires_grad and not leaf._is_view()
+    return leaf.clone() if may_be_no_leaf and TensorSpec.of(leaf).is_dense else leaf
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
+from gradsplit.compile_core.ir.leaf_views import is_view_as_leaf
 
 
 def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | None) -> FakeTensor:
@@ -26,10 +27,12 @@ def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | Non
 
 
 def _make_symbolic(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes) -> FakeTensor:
-    """Never a view, even if the real tensor is one: where that matters, for a change in place, torch itself decides
-    when the graph runs."""
+    """A view of a tensor without gradients, or none, even if the real tensor is one: where else that matters, for a
+    change in place, torch itself decides when the graph runs."""
     with mode:
         fake = _empty(real, sizes.shape, sizes.stride)
+        if is_view_as_leaf(real):
+            fake = fake.view_as(fake)
         if real.requires_grad and real.is_leaf:
             fake.requires_grad_()
         elif real.requires_grad:
