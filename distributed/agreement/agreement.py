@@ -181,7 +181,7 @@ class Agreement:
         voice = self.watch.voice
         try:
             with self.watch.doing(ARRIVED):
-                meet(self._bulletin, self._rank, self._ranks, self._hand_out, _turns(timeout_s), absent)
+                meet(self._bulletin, self._rank, self._ranks, self._hand_out, self._turns(timeout_s), absent)
         except CompileError as error:
             # There is no secret to tell the others by: each looks for itself, or sees that its connection ends.
             voice.failed = str(error)
@@ -233,7 +233,7 @@ class Agreement:
 
     def _wait(self, names: Sequence[str], number: int, timeout_s: float | None) -> list[Any]:
         """The values of these entries, once all of them are there."""
-        for _ in _turns(timeout_s):
+        for _ in self._turns(timeout_s):
             if self._bulletin.has_all(names):
                 values = list(map(self._bulletin.read, names))
                 if all(value is not None for value in values):
@@ -285,6 +285,15 @@ class Agreement:
         return (
             f"rank {self._ranks[0]} gave no verdict within {timeout_s:g} s while {what}. It may have failed"
         )
+
+    def _turns(self, seconds: float | None) -> Iterator[None]:
+        """Times to look for something, until so long has passed in which all ranks could come."""
+
+        def is_over() -> bool:
+            said = map(self._bulletin.said_by, self._ranks)
+            return all(word is None or word["doing"] in ("", ARRIVED) for word in said)
+
+        return _turns(seconds, is_over)
 
     def _look_for_others(self) -> None:
         """Whether others wait in vain for this rank; while it compiles they do not.
@@ -357,11 +366,13 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _turns(seconds: float | None) -> Iterator[None]:
-    """Times to look for something, until so long has passed."""
+def _turns(seconds: float | None, is_over: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Times to look for something, until so long has passed; or twice as long, and so on, if that is not over then."""
     began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while True:
         is_last = seconds is not None and time.monotonic() > began_s + seconds
+        if is_last and not is_over():
+            is_last, began_s = False, time.monotonic()
         yield
         if is_last:
             return

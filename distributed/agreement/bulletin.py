@@ -132,6 +132,11 @@ class Bulletin:
     def read_if_there(self, name: str) -> Any:
         return self.read(name) if self.has(name) else None
 
+    def said_by(self, rank: int) -> Any:
+        """What a rank has said of itself last; see ``Voice``. Openly, if it has not spoken since the ranks have met."""
+        name = f"alive/{rank}"
+        return self.read_if_there(name) or self.read_openly(name)
+
     def _signed(self, name: str, value: Any) -> bytes:
         text = json.dumps(value).encode()
         return self._code(name, text) + text

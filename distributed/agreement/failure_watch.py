@@ -320,7 +320,7 @@ class FailureWatch:
     def _who_left(self) -> str:
         with suppress(StoreLost):
             for rank in self._others:
-                said = self._bulletin.read_if_there(f"alive/{rank}")
+                said = self._bulletin.said_by(rank)
                 if said is not None and said.get("left"):
                     return f"rank {rank} {describe(said)} {LEFT}, while rank {self._rank} waits for it"
         return ""

@@ -98,9 +98,7 @@ class Neighbour:
         if not self._before:
             return ""
         watched = self._before[0]
-        # One that has met the others, and has not spoken since, has spoken openly before.
-        name = f"alive/{watched.rank}"
-        said, message = watched.look(lambda: bulletin.read_if_there(name) or bulletin.read_openly(name))
+        said, message = watched.look(lambda: bulletin.said_by(watched.rank))
         if said is None or message:
             return message
         if said.get("left"):

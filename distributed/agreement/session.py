@@ -113,7 +113,7 @@ class _Others:
         for _ in range(min(_LOOKS, len(self._watched))):
             watched = self._watched[0]
             self._watched.rotate(-1)
-            said, message = watched.look(functools.partial(self._said, watched.rank))
+            said, message = watched.look(functools.partial(self._bulletin.said_by, watched.rank))
             if said is not None and said["left"] and not said["failed"]:
                 message = (
                     f"rank {watched.rank} {describe(said)} {said['left']}, before it came to an agreement"
@@ -121,9 +121,6 @@ class _Others:
             if message:
                 return message
         return ""
-
-    def _said(self, rank: int) -> Any:
-        return self._bulletin.read_openly(f"alive/{rank}")
 
     def why(self, is_broken: bool, absent: Callable[[Sequence[int], bool], str]) -> str:
         """A connection has ended, or the time: which rank is to blame."""
@@ -134,7 +131,7 @@ class _Others:
             if time.monotonic() > until_s:
                 break
             time.sleep(_LOOK_S / 5)
-        said = [(rank, self._said(rank)) for rank in self._ranks]
+        said = [(rank, self._bulletin.said_by(rank)) for rank in self._ranks]
         for _, word in said:
             if word is not None and word["failed"]:
                 return str(word["failed"])

@@ -46,6 +46,7 @@ class Ranks:
         size: int = 2,
         store: Store | None = None,
         first_late_s: float = 0,
+        meets: bool = True,
     ) -> None:
         store, handed_out = store or HashStore(), HandedOut(size)
         self.handed_out = handed_out
@@ -67,7 +68,8 @@ class Ranks:
             time.sleep(first_late_s if agreement is self.all[0] else 0)
             agreement.settle("begins", 5)
 
-        self.run(*[begin] * size)
+        if meets:
+            self.run(*[begin] * size)
 
     def run(self, *parts: Callable[[Agreement], Any]) -> list[Any]:
         outcomes: list[Any] = [None] * len(parts)
@@ -207,6 +209,18 @@ def test_entries_of_a_process_group_before_are_no_news() -> None:
         ranks = Ranks(store=store, first_late_s=first_late_s)
         assert ranks.run(settling(), settling()) == ["", ""]
         check_all_told(ranks.run(settling(), settling(OTHER)), "the parameter w is float64[8] on rank 1")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_compiles_before_it_comes_is_waited_for(is_first: bool) -> None:
+    """As one that evaluates before it trains does."""
+    ranks = Ranks(meets=not is_first)
+
+    def compile_and_settle(agreement: Agreement) -> str:
+        compiling(1.5)(agreement)
+        return settling(timeout_s=0.5)(agreement)
+
+    assert ranks.run(settling(timeout_s=0.5), compile_and_settle) == ["", ""]
 
 
 def test_ranks_that_do_not_come_to_the_first_round_are_named() -> None:
