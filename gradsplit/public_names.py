@@ -19,6 +19,9 @@ from gradsplit.compile_core.capture.open_numbers.size_marks import (
 )
 from gradsplit.compile_core.compiled_calls.compiled_function import reset
 from gradsplit.compile_core.errors import CompileError, InternalError, Unsupported
+from gradsplit.compile_core.export.export_call import export
+from gradsplit.compile_core.export.exported import Exported, load_export
+from gradsplit.compile_core.export.folder import ExportError
 from gradsplit.compile_core.interface import testing
 from gradsplit.compile_core.interface.api import compile
 from gradsplit.compile_core.interface.disable import disable
@@ -31,6 +34,8 @@ from gradsplit.compile_core.options import list_mode_options, list_options
 __all__ = [
     "CompileError",
     "CompileProfiler",
+    "ExportError",
+    "Exported",
     "InternalError",
     "Unsupported",
     "allow_in_graph",
@@ -43,11 +48,13 @@ __all__ = [
     "disallow_in_graph",
     "distributed",
     "explain",
+    "export",
     "graph_break",
     "is_compiling",
     "list_backends",
     "list_mode_options",
     "list_options",
+    "load_export",
     "mark_dynamic",
     "mark_static",
     "maybe_mark_dynamic",

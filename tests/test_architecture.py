@@ -47,6 +47,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "bind_sizes": (*BASE, "capture"),
     "pipeline": (*BASE, *STAGES, "bind_sizes", "passes"),
     "compiled_calls": (*BASE, "capture", "observe"),
+    "export": (*BASE, "capture", "compiled_calls"),
     "interface": (*BASE, *STAGES, "bind_sizes", "pipeline", "compiled_calls"),
     "compile_core": (),
 }

@@ -56,6 +56,7 @@ class RunnerWriter(SourceWriter):
         self.state = state
         self.outputs: list[fx.Node] = []
         self._effects: list[str] = []
+        self._changes: list[str] = []
         # What must come behind the effects: iterators over lists that these change.
         self.late: list[str] = []
         self._names: dict[int, str] = {}
@@ -261,6 +262,7 @@ class RunnerWriter(SourceWriter):
 
     def replay(self, effects: SideEffects) -> None:
         """Store the final state of everything that the captured call changed."""
+        self._changes += effects.changes()
         for container in effects.containers.values():
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))
@@ -320,7 +322,9 @@ class RunnerWriter(SourceWriter):
                 f"return run_again({', '.join(['failed', *names])})",
             ]
         body = "\n".join(f"    {line}" for line in lines)
-        return RunnerCode(f"def run({', '.join(['graph', 'inputs', *names])}):\n{body}\n", self.constants)
+        text = f"def run({', '.join(['graph', 'inputs', *names])}):\n{body}\n"
+        result_lines = (*self.lines, *self.late, *last_lines[-1:])
+        return RunnerCode(text, self.constants, result_lines, tuple(self._changes))
 
     def _call_graph(self) -> list[str]:
         """The call of the graph. What it turns is turned back by nodes of it, which do not run where another raises."""

@@ -211,6 +211,7 @@ class Capture(CaptureState):
             node = self.graph.call(op, target, args, kwargs, self.stack_trace(), example_by)
         except Unsupported as error:
             raise self.unsupported(error.reason_id, error.explanation, error.hint) from error
+        node.meta["module"] = self.modules[-1] if self.modules else ""
         return self._wrap_result(node, node.meta["example_value"], target)
 
     def _wrap_result(self, node: fx.Node, example: Any, target: Any) -> Value:

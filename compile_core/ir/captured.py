@@ -103,10 +103,15 @@ class RunnerCode:
 
     It defines ``run(graph, inputs, <the frame's arguments as l_name>)``; ``constants`` are its globals. Where the
     graph raises it calls ``run_again([error], <the frame's arguments>)``, which who runs it provides.
+
+    ``result_lines`` do no more than rebuild what the frame returns, from the graph's results ``out``; ``changes``
+    says in words what else the runner does.
     """
 
     text: str
     constants: dict[str, Any]
+    result_lines: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

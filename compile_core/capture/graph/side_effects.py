@@ -74,5 +74,32 @@ class SideEffects:
         found = self.globals.get((id(scope), name))
         return None if found is None else found[1]
 
+    def changes(self) -> Iterator[str]:
+        """In words, what will be other than it was; not what is stored anew and equals what was there."""
+        for container in self.containers.values():
+            yield f"the content of {container.source}"
+        for (_, name), owner in self.attributes.items():
+            now: Any = getattr(owner, "changes", {}).get(name)
+            before = owner.real_dict().get(name, self) if hasattr(owner, "real_dict") else self
+            if not _is_constant(now, before):
+                yield f"{owner.source}.{name}"
+        for cell in self.cells.values():
+            yield f"the variable {cell.source}"
+        for (_, name), (scope, now) in self.globals.items():
+            if not _is_constant(now, scope.get(name, self)):
+                yield f"the global variable {name}"
+        for cls, name in self.classes:
+            yield f"{cls.__qualname__}.{name}"
+
     def __bool__(self) -> bool:
         return bool(self.containers or self.attributes or self.cells or self.globals or self.classes)
+
+
+def _is_constant(now: Any, before: Any) -> bool:
+    """Whether a symbolic value is the very constant that was there before."""
+    if not isinstance(now, Value) or not hasattr(now, "value"):
+        return False
+    value = now.value
+    return value is before or (
+        type(value) is type(before) and type(value) in (bool, int, str) and value == before
+    )

@@ -12,7 +12,7 @@ from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
-from gradsplit.compile_core.ir.sources import ItemSource, ModuleEntrySource, Source
+from gradsplit.compile_core.ir.sources import ItemSource, ModuleEntrySource, Source, path_words
 
 # Why a graph ends where a module is called that has a compiled form of its own.
 COMPILED_APART = "compiled-apart"
@@ -130,6 +130,15 @@ class ModuleValue(InstanceValue):
                 COMPILED_APART,
                 f"{self.describe()}, a {self.cls.__name__}, is compiled by itself, into graphs of its own",
             )
+        if self.source is None:
+            return self._call(state, args, kwargs)
+        state.modules.append(".".join(path_words(self.source)))
+        try:
+            return self._call(state, args, kwargs)
+        finally:
+            state.modules.pop()
+
+    def _call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if self.cls.__call__ is not torch.nn.Module.__call__:
             return super().call(state, args, kwargs)
         if isinstance(self.real, torch.jit.ScriptModule):

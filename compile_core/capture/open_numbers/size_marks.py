@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,20 @@ def mark_static(tensor: torch.Tensor, index: int | Sequence[int] | None = None) 
     """Says that these dims (all of them by default) stay: another size always compiles another entry."""
     for position in _dims(tensor, index):
         _own_marks(tensor, position).static.add(position)
+
+
+@contextmanager
+def marked(tensor: torch.Tensor, dims: Mapping[int, tuple[int | None, int | None]]) -> Iterator[None]:
+    """Inside, these dims are dynamic, with their least and greatest size, and the tensor has no other marks of ours."""
+    before = tensor.__dict__.pop(_ATTRIBUTE, None)
+    try:
+        for dim, (least, greatest) in dims.items():
+            mark_dynamic(tensor, dim, least, greatest)
+        yield
+    finally:
+        tensor.__dict__.pop(_ATTRIBUTE, None)
+        if before is not None:
+            setattr(tensor, _ATTRIBUTE, before)
 
 
 def _dims(tensor: torch.Tensor, index: int | Sequence[int] | None) -> list[int]:

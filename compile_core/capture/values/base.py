@@ -257,6 +257,8 @@ class CaptureState:
         self.function_modes: list[tuple[Value, Callable[[CaptureState, Any, Value], Value | None]]] = []
         # Whether the captured function is what goes on behind a graph break.
         self.is_continuation = False
+        # The paths of the modules whose calls run, outermost first.
+        self.modules: list[str] = []
         # The objects whose ``__repr__`` runs.
         self.running_texts: list[Value] = []
         self._references: dict[int, Reference] = {}
