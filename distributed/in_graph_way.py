@@ -102,8 +102,7 @@ class InGraphWay:
             dynamic=request.dynamic,
             cache_limit=request.options.cache_size_limit,
         )
-        compile_local = functools.partial(compile_graph, backend=request.backend, options=request.options)
-        self._local: CompiledFunction = make(compile_local)
+        self._local: CompiledFunction = make(self._compile_local)
         self._synchronised: CompiledFunction = make(self._compile)
 
     @property
@@ -174,6 +173,11 @@ class InGraphWay:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
         return moved[0][0], moved[1][0]
+
+    def _compile_local(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Any:
+        request = self._request
+        with self._agreement.watch.doing("compiles a graph whose gradients are not reduced"):
+            return compile_graph(captured, inputs, backend=request.backend, options=request.options)
 
     def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
         forms = GraphForms(captured, self._request, self._planner, self._agreement, inputs)
