@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.errors import Unsupported
 
 
@@ -80,7 +81,8 @@ class SideEffects:
             yield f"the content of {container.source}"
         for (_, name), owner in self.attributes.items():
             now: Any = getattr(owner, "changes", {}).get(name)
-            before = owner.real_dict().get(name, self) if hasattr(owner, "real_dict") else self
+            real_dict = getattr(owner, "real_dict", dict)
+            before = real_dict().get(name, self)
             if not _is_constant(now, before):
                 yield f"{owner.source}.{name}"
         for cell in self.cells.values():
@@ -96,8 +98,9 @@ class SideEffects:
 
 
 def _is_constant(now: Any, before: Any) -> bool:
-    """Whether a symbolic value is the very constant that was there before."""
-    if not isinstance(now, Value) or not hasattr(now, "value"):
+    """Whether a symbolic value is the very constant that was there before. An open number is none, and must not be
+    asked for its value: that would close it."""
+    if type(now) is not ConstantValue:
         return False
     value = now.value
     return value is before or (
