@@ -9,6 +9,7 @@ import select
 import selectors
 import termios
 import threading
+import time
 import tty
 from pathlib import Path
 from string import Template
@@ -19,8 +20,9 @@ from gradsplit.launch.rank_placement import RankPlacement
 
 STREAMS = {1: "stdout.log", 2: "stderr.log"}
 """The file of each stream."""
-_IDLE_S = 0.05
-"""How long a line without an end is waited for: a progress bar has none."""
+_WATCHED_SILENCE_S, _SILENCE_S = 0.05, 1.0
+"""How long a process must be silent in the middle of a line before that is shown, on a terminal (a progress bar has no
+end) and elsewhere: ``print`` writes a line in pieces, and a busy machine may run other processes between them."""
 _DRAIN_S = 1.0
 """How long what was written last may take to be read; what a process left in the background may still write."""
 _KEPT_BYTES = 1 << 15
@@ -100,8 +102,7 @@ class RankOutput:
 
     def _carry(self) -> None:
         while self._selector.get_map():
-            ready = self._selector.select(_IDLE_S)
-            for key, _ in ready:
+            for key, _ in self._selector.select(_WATCHED_SILENCE_S):
                 try:
                     piece = os.read(key.fd, 65536)
                 except OSError:  # How a terminal says that all its writers have gone.
@@ -111,9 +112,9 @@ class RankOutput:
                 if not piece:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
-            if not ready:
-                for key in self._selector.get_map().values():
-                    key.data.show_unfinished()
+            now_s = time.monotonic()
+            for key in self._selector.get_map().values():
+                key.data.show_unfinished(now_s)
 
 
 class _Stream:
@@ -125,6 +126,8 @@ class _Stream:
         self._log = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._prefix = prefix
         self._pending = b""
+        self._silence_s = _WATCHED_SILENCE_S if screen is not None and os.isatty(screen) else _SILENCE_S
+        self._heard_s = 0.0
         self.kept = b""
 
     def add(self, piece: bytes) -> bool:
@@ -135,12 +138,13 @@ class _Stream:
             if not piece:
                 os.close(self._log)
         self._pending += piece
+        self._heard_s = time.monotonic()
         ends = b"\n" if self._prefix else b"\r\n"
         whole = max(self._pending.rfind(ends[i : i + 1]) for i in range(len(ends))) + 1 if piece else None
         return self._show(whole)
 
-    def show_unfinished(self) -> None:
-        if not self._prefix:
+    def show_unfinished(self, now_s: float) -> None:
+        if not self._prefix and now_s - self._heard_s > self._silence_s:
             self._show(None)
 
     def _show(self, size: int | None) -> bool:

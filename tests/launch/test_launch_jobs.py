@@ -171,9 +171,11 @@ def test_a_job_on_one_machine_listens_on_no_network(tmp_path, start):
 
 
 def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
-    script = "for i in range(300): print('a', 'b', 'c', 'd', i)"
+    """Nor where a busy machine runs something else in the middle of a line."""
+    script = "for i in range(300): print('a', 'b', 'c', 'd', i)\n"
+    script += "import time; print('e', end=' '); time.sleep(0.3); print('f')"
     job = launch("--nproc-per-node", "4", write(tmp_path, script), cwd=tmp_path)
-    assert sorted(job.stdout.splitlines()) == sorted(4 * [f"a b c d {i}" for i in range(300)])
+    assert sorted(job.stdout.splitlines()) == sorted(4 * [*(f"a b c d {i}" for i in range(300)), "e f"])
 
 
 def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
