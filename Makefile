@@ -10,7 +10,7 @@ VENV_PYTHON := $(VENV)/bin/python
 TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch differential lint rank-failures test-gpu compile-time-growth clean python-version
+.PHONY: demo test test-torch differential lint launch-checks rank-failures test-gpu compile-time-growth clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -31,6 +31,11 @@ lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+
+# Every option and kind of failure beside torchrun, and 500 jobs that somebody disturbs: a quarter of an hour.
+launch-checks: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.launch.compare_with_torchrun
+	$(VENV_PYTHON) -m tests.launch.random_failures 500
 
 # A GPU machine brings a torch that fits its driver, so this runs on PYTHON itself and installs nothing.
 # A rank is killed, stopped, raises or is slow, at each stage of a step: about an hour.

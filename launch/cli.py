@@ -11,7 +11,8 @@ from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
 from gradsplit.launch.job import run_job
 from gradsplit.launch.launch_spec import DEFAULT_SIGNALS, EntryKind, LaunchSpec
-from gradsplit.launch.mpi_variables import mpi_rank, refuse_lonely_worlds
+from gradsplit.launch.mpi_variables import lonely_task, mpi_rank, refuse_lonely_worlds
+from gradsplit.launch.numa_binding import MODES
 from gradsplit.launch.options import parse_options, told_without_effect
 from gradsplit.launch.process_count import parse_process_count
 from gradsplit.launch.rank_output import streams_of
@@ -46,7 +47,7 @@ def _run(arguments: Sequence[str], rank: int | None) -> int:
         check_entry(spec)  # Ranks do it together, each on its own node.
         return run_job(spec)
     except LaunchError as error:
-        if not rank:
+        if not (lonely_task(os.environ) if rank is None else rank):
             print(f"launch: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
 
@@ -92,6 +93,9 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
         shutdown_timeout_s=_number("--shutdown-timeout", timeout, 0),
         virtual_local_rank=options.virtual_local_rank,
         dry_run=options.dry_run,
+        preflight=not options.no_preflight,
+        numa_binding=_numa_mode(options.numa_binding),
+        filters=(_words(options.duplicate_stdout_filters), _words(options.duplicate_stderr_filters)),
     )
 
 
@@ -115,6 +119,18 @@ def _number(option: str, text: str | None, least: int, most: int | None = None) 
         up_to = "" if most is None else f" to {most}"
         raise LaunchError(f"{option} {text!r}: allowed: a whole number from {least}{up_to}")
     return int(text)
+
+
+def _numa_mode(text: str | None) -> str | None:
+    if text not in (None, *MODES):
+        raise LaunchError(f"--numa-binding {text!r}: allowed: {', '.join(MODES)}")
+    return text
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    """Return what stands between commas; two of them are one that separates nothing."""
+    parts = (text or "").replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
 
 
 def _ranks(option: str, text: str | None) -> tuple[int, ...] | None:

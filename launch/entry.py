@@ -11,19 +11,24 @@ from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 
 
-def check_entry(spec: LaunchSpec) -> None:
-    """Raise `LaunchError` when the entry of ``spec`` does not exist or cannot be run."""
+def check_entry(spec: LaunchSpec) -> Path | None:
+    """Return the file of the entry of ``spec``, None where that is unknown.
+
+    Raises `LaunchError` when it does not exist or cannot be run.
+    """
     match spec.entry_kind:
         case EntryKind.SCRIPT:
-            _check_script(spec.entry)
+            return _check_script(spec.entry)
         case EntryKind.MODULE:
-            _check_module(spec.entry)
+            return _check_module(spec.entry)
         case EntryKind.PROGRAM:
-            if shutil.which(spec.entry) is None:
+            program = shutil.which(spec.entry)
+            if program is None:
                 raise LaunchError(f"program {spec.entry!r} not found on PATH, or not executable")
+            return Path(program)
 
 
-def _check_script(entry: str) -> None:
+def _check_script(entry: str) -> Path:
     script = Path(entry)
     if not script.exists():
         raise LaunchError(f"script {entry!r} does not exist (working directory: {os.getcwd()!r})")
@@ -31,9 +36,10 @@ def _check_script(entry: str) -> None:
         raise LaunchError(f"{entry!r} is a directory without a __main__.py; expected a Python script")
     if not os.access(script, os.R_OK):
         raise LaunchError(f"script {entry!r} is not readable")
+    return script / "__main__.py" if script.is_dir() else script
 
 
-def _check_module(entry: str) -> None:
+def _check_module(entry: str) -> Path | None:
     """Look the module up without importing its packages, which is the ranks' business."""
     first, *others = entry.split(".")
     try:
@@ -49,3 +55,6 @@ def _check_module(entry: str) -> None:
         found = None
     if found is None:
         raise LaunchError(f"module {entry!r} not found (working directory: {os.getcwd()!r})")
+    if found.submodule_search_locations is not None:
+        found = PathFinder.find_spec("__main__", list(found.submodule_search_locations))
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsplit.launch.rank_placement import RankPlacement
@@ -19,6 +20,8 @@ class Failure:
     """What it wrote to standard error last; empty where that stands last on the screen anyway."""
     log: str = ""
     """The file of its standard error, if there is one."""
+    elsewhere: str = ""
+    """How other ranks' tracebacks ended, if there are any; a line each."""
 
     @property
     def exit_code(self) -> int:
@@ -33,7 +36,26 @@ def report(failure: Failure, placement: RankPlacement) -> str:
         told = (
             f"launch: rank {failure.rank} on {placement.hostname} wrote last:\n{failure.last_words}\n{told}"
         )
-    return told
+    return f"{failure.elsewhere}{told}"
+
+
+def collapsed(exceptions: Mapping[int, str], first: int) -> str:
+    """Return, a line each, what ended the tracebacks of which ranks, but for that of rank ``first`` alone."""
+    ranks: dict[str, list[int]] = {}
+    for rank, line in sorted(exceptions.items()):
+        ranks.setdefault(line, []).append(rank)
+    return "".join(
+        f"launch: {line!r} ended the traceback of {len(raised)} rank{'s' * (len(raised) > 1)}: {ranges(raised)}\n"
+        for line, raised in ranks.items()
+        if raised != [first]
+    )
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as people write them: 0-3, 5."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(f"{s}-{e}" if s != e else str(s) for s, e in zip(starts, ends, strict=True))
 
 
 def how_it_ended(status: int) -> str:

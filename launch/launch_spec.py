@@ -55,6 +55,11 @@ class LaunchSpec:
     shutdown_timeout_s: int | None = None
     virtual_local_rank: bool = False
     dry_run: bool = False
+    preflight: bool = True
+    """Whether the machines of a job on several are compared first."""
+    numa_binding: str | None = None
+    filters: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Of standard output and error: teed lines with one of these are also written to a file of all ranks."""
 
     def command(self) -> list[str]:
         """Return the command line of one rank's process.
@@ -86,5 +91,5 @@ class LaunchSpec:
         fields["entry_kind"] = EntryKind(fields["entry_kind"])
         for name, value in fields.items():
             if isinstance(value, list):
-                fields[name] = tuple(value)
+                fields[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
         return cls(**fields)

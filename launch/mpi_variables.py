@@ -32,13 +32,20 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
     return size is not None and size == _first_number(environment, LOCAL_SIZE_VARIABLES)
 
 
+def lonely_task(environment: Mapping[str, str]) -> int | None:
+    """Return which of several tasks this is that ``srun`` started without MPI; None when it is none of those."""
+    if mpi_rank(environment) is not None or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return None
+    return _first_number(environment, ("SLURM_PROCID",))
+
+
 def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
     """Raise `LaunchError` where ``srun`` started several processes without telling them of each other.
 
     Each would be a job of its own, of the same program.
     """
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if mpi_rank(environment) is None and tasks != "1":
+    if lonely_task(environment) is not None:
+        tasks = environment["SLURM_STEP_NUM_TASKS"]
         raise LaunchError(
             f"srun started {tasks} tasks without MPI, which would be {tasks} jobs: use srun --mpi=pmix (srun "
             "--mpi=list shows what there is), or mpirun in the batch script"

@@ -25,9 +25,6 @@ WITHOUT_EFFECT = {
     "start_method": "each process is a program of its own",
     "event_log_handler": "no events are recorded",
     "logs_specs": "logs are written by this launcher",
-    "duplicate_stdout_filters": "logs are not filtered",
-    "duplicate_stderr_filters": "logs are not filtered",
-    "numa_binding": "processes are not bound",
 }
 """torchrun's options that are accepted, and why they do nothing."""
 
@@ -112,6 +109,17 @@ def parse_options(arguments: list[str], environment: Mapping[str, str] = os.envi
     )
     value("--local-ranks-filter", shown="RANKS", about="show these local ranks' output alone: 0,1")
     value("--ranks-filter", shown="RANKS", about="show these ranks' output alone")
+    for stream in "stdout", "stderr":
+        value(
+            f"--duplicate-{stream}-filters",
+            shown="WORDS",
+            about=f"teed lines with one of these (a,b) also go to filtered_{stream}.log, of all ranks",
+        )
+    value(
+        "--numa-binding",
+        shown="MODE",
+        about="run each process on processors near its GPU: node, socket, exclusive, core-complex",
+    )
     value(
         "--signals-to-handle",
         shown="SIGNALS",
@@ -123,6 +131,7 @@ def parse_options(arguments: list[str], environment: Mapping[str, str] = os.envi
         about="from SIGTERM to SIGKILL (default 30; 5 once another rank has failed)",
     )
     flag("--virtual-local-rank", about="LOCAL_RANK is 0 everywhere, and each process sees its own GPU alone")
+    flag("--no-preflight", about="do not compare the machines of a job on several first")
     flag("--dry-run", about="print each rank's environment and the command, and start nothing")
     for name, reason in WITHOUT_EFFECT.items():
         value("--" + name.replace("_", "-"), shown="…", about=f"accepted, without effect: {reason}")

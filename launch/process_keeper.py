@@ -61,9 +61,10 @@ class ProcessKeeper:
         environment: Mapping[str, str],
         standard_output: int,
         standard_error: int,
+        processors: Sequence[int] = (),
     ) -> RankProcess:
-        """Start ``command`` with exactly ``environment``; its standard input is empty."""
-        order = json.dumps([list(command), dict(environment)]).encode()
+        """Start ``command`` with exactly ``environment``, on ``processors`` if given; its standard input is empty."""
+        order = json.dumps([list(command), dict(environment), list(processors)]).encode()
         header = len(order).to_bytes(_HEADER_BYTES)
         socket.send_fds(self._socket, [header], [standard_output, standard_error])
         self._socket.sendall(order)
@@ -149,11 +150,17 @@ def _keep(supervisor: socket.socket) -> None:
 
 
 def _become(
-    command: list[str], environment: dict[str, str], standard_output: int, standard_error: int
+    command: list[str],
+    environment: dict[str, str],
+    processors: list[int],
+    standard_output: int,
+    standard_error: int,
 ) -> None:
     """Be a process of the user's program; does not return."""
     try:
         os.setsid()
+        if processors:
+            os.sched_setaffinity(0, processors)
         os.dup2(standard_output, 1)
         os.dup2(standard_error, 2)
         os.close(standard_output)

@@ -35,8 +35,10 @@ def torchrun_variables(
     rendezvous: Rendezvous,
     restart_count: int,
     visible_devices: str | None,
+    bound: bool = False,
 ) -> dict[str, str]:
-    """Return torchrun's variables, the error file aside. ``visible_devices``: the supervisor's own, if restricted."""
+    """Return torchrun's variables, the error file aside. ``visible_devices``: the supervisor's own, if restricted.
+    ``bound``: they are one device, which is this rank's alone."""
     variables = {
         **placement.torchrun_variables(),
         **rendezvous.torchrun_variables(),
@@ -45,18 +47,27 @@ def torchrun_variables(
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(s).name for s in spec.ending_signals),
     }
-    if spec.virtual_local_rank:
+    if bound:
+        variables["LOCAL_RANK"] = "0"
+    elif spec.virtual_local_rank:
         devices = visible_devices.split(",") if visible_devices is not None else None
         device = str(placement.local_rank) if devices is None else devices[placement.local_rank].strip()
         variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
     return variables
 
 
-def prepare_ranks(spec: LaunchSpec, files: Mapping[RankPlacement, Path], visible_devices: str | None) -> None:
+def prepare_ranks(
+    spec: LaunchSpec, files: Mapping[RankPlacement, Path], visible_devices: str | None, bound: bool = False
+) -> None:
     """Make the folders of ranks' files. Raises `LaunchError` where a rank cannot be started."""
     devices = visible_devices.split(",") if visible_devices is not None else None
     for placement, folder in files.items():
-        if spec.virtual_local_rank and devices is not None and placement.local_rank >= len(devices):
+        if (
+            spec.virtual_local_rank
+            and not bound
+            and devices is not None
+            and placement.local_rank >= len(devices)
+        ):
             raise LaunchError(
                 f"--virtual-local-rank: local rank {placement.local_rank} on {placement.hostname} has no device in "
                 f"CUDA_VISIBLE_DEVICES={visible_devices}"

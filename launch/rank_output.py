@@ -5,6 +5,7 @@ A process whose launcher writes to a terminal sees one too, of the same size, an
 
 import contextlib
 import os
+import re
 import select
 import selectors
 import termios
@@ -25,6 +26,8 @@ _WATCHED_SILENCE_S, _SILENCE_S = 0.05, 1.0
 end) and elsewhere: ``print`` writes a line in pieces, and a busy machine may run other processes between them."""
 _DRAIN_S = 1.0
 """How long what was written last may take to be read; what a process left in the background may still write."""
+_TRACEBACK = "Traceback (most recent call last):"
+_LINE_CHARACTERS = 500
 _KEPT_BYTES = 1 << 15
 """How much of each process's standard error is kept for the report of a failure."""
 
@@ -67,6 +70,8 @@ class RankOutput:
         shown &= spec.shown_ranks is None or placement.rank in spec.shown_ranks
         file = folder / STREAMS[number] if teed or redirected or spec.log_folder is not None else None
         stream = _Stream(number if shown else None, file, _prefix(spec, placement) if teed else b"")
+        if teed and spec.filters[number - 1]:
+            stream.duplicate(spec.filters[number - 1], folder.parent / f"filtered_{STREAMS[number]}")
         if number == 2:
             self._errors[placement.rank] = stream
         reader, writer = _terminal_like(number) if os.isatty(number) else os.pipe()
@@ -95,6 +100,15 @@ class RankOutput:
             if alone and stream is self._shown_last
             else _last_traceback(stream.kept.decode(errors="replace"))
         )
+
+    def exceptions(self) -> list[tuple[int, str]]:
+        """Return the ranks here that wrote a traceback, and how the last one ended."""
+        kept = {rank: stream.kept.decode(errors="replace") for rank, stream in self._errors.items()}
+        return [
+            (rank, next(line for line in reversed(_lines(text)) if line)[:_LINE_CHARACTERS])
+            for rank, text in kept.items()
+            if _TRACEBACK in text
+        ]
 
     def log_of(self, rank: int) -> str:
         """Return the file of a rank's standard error; the empty string without one."""
@@ -128,7 +142,14 @@ class _Stream:
         self._pending = b""
         self._silence_s = _WATCHED_SILENCE_S if screen is not None and os.isatty(screen) else _SILENCE_S
         self._heard_s = 0.0
+        self._words: list[bytes] = []
+        self._filtered = -1
         self.kept = b""
+
+    def duplicate(self, words: tuple[str, ...], file: Path) -> None:
+        """Write whole lines with one of ``words`` to ``file`` as well, which belongs to several ranks."""
+        self._words = [word.encode() for word in words]
+        self._filtered = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def add(self, piece: bytes) -> bool:
         """Take what has been read, nothing at the end; return whether something was shown."""
@@ -149,12 +170,17 @@ class _Stream:
 
     def _show(self, size: int | None) -> bool:
         show, self._pending = self._pending[:size], b"" if size is None else self._pending[size:]
-        if self._screen is None or not show:
+        if not show:
             return False
+        lines = show.splitlines(keepends=True)
         if self._prefix:
-            show = b"".join(self._prefix + line for line in show.splitlines(keepends=True))
-        _write_all(self._screen, show)
-        return True
+            show = b"".join(self._prefix + line for line in lines)
+        for line in lines:
+            if any(word in line for word in self._words):
+                _write_all(self._filtered, self._prefix + line)
+        if self._screen is not None:
+            _write_all(self._screen, show)
+        return self._screen is not None
 
 
 def _write_all(file: int, data: bytes) -> None:
@@ -175,10 +201,15 @@ def _prefix(spec: LaunchSpec, placement: RankPlacement) -> bytes:
     return Template(template).safe_substitute(names).encode()
 
 
+def _lines(text: str) -> list[str]:
+    """Return the lines, without what torch puts before those of a traceback once there is a process group."""
+    return [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
+
+
 def _last_traceback(text: str) -> str:
     """Return the last traceback of ``text`` with those that led to it; without one the last lines."""
-    lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    lines = _lines(text)
+    starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:
         return "\n".join(lines[-20:])
     start = starts.pop()

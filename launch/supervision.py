@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
-from gradsplit.launch.failure import Failure
+from gradsplit.launch.failure import Failure, collapsed
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_world import MpiWorld
@@ -51,11 +51,17 @@ class Supervision:
         self._ended_by: signal.Signals | None = None
 
     def start(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], output: int, errors: int
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        errors: int,
+        processors: Sequence[int] = (),
     ) -> None:
         """Start a rank's process, which writes to the files ``output`` and ``errors``, and watch over it."""
         self._signals.started = True
-        self._running[rank] = self._keeper.start(command, environment, output, errors)
+        self._running[rank] = self._keeper.start(command, environment, output, errors, processors)
 
     def run(self, output: RankOutput, note: Callable[[Failure], None]) -> Failure | None:
         """Wait until the processes of all ranks have ended, and ``note`` a failure here at once and when all is known.
@@ -85,10 +91,19 @@ class Supervision:
         told = self._all_of_failures(output)
         if told:
             note(min(told))
-        gathered = self._world.gather_everywhere([astuple(failure) for failure in told])
-        announced = sum(map(bool, gathered)) - bool(told)
+        gathered = self._world.gather_everywhere(
+            [
+                [astuple(failure) for failure in told],
+                output.exceptions() if self._kill_time_s is not None else [],
+            ]
+        )
+        announced = sum(bool(failures) for failures, _ in gathered) - bool(told)
         self._world.settle(announcements_pending=announced - announcements)
-        return min((Failure(*failure) for failures in gathered for failure in failures), default=None)
+        first = min((Failure(*failure) for failures, _ in gathered for failure in failures), default=None)
+        if first is None:
+            return None
+        exceptions = {rank: line for _, lines in gathered for rank, line in lines}
+        return replace(first, elsewhere=collapsed(exceptions, first.rank))
 
     def _failure_grace_s(self) -> float:
         return FAILURE_GRACE_S if self._spec.shutdown_timeout_s is None else self._spec.shutdown_timeout_s

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from gradsplit.launch import job_record
+from gradsplit.launch.devices import bound_to_one_device, list_gpus
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
 from gradsplit.launch.failure import Failure, report
@@ -28,7 +29,9 @@ from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank
 from gradsplit.launch.mpi_world import MpiWorld, join_world
+from gradsplit.launch.numa_binding import processors_near
 from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.preflight import machine_facts, preflight_table
 from gradsplit.launch.process_keeper import ProcessKeeper
 from gradsplit.launch.rank_environment import (
     SPEC_VARIABLE,
@@ -100,10 +103,19 @@ def run_supervisor(
                 _end(record, 0)
             world.leave()
             return 0
+        bound = len(placements) == world.size and bound_to_one_device(world, placements, environment)
+        if bound and world.rank == 0 and placements[0].local_world_size > 1:
+            print(
+                "launch: each process sees its own device alone: LOCAL_RANK is 0 for all",
+                file=sys.stderr,
+                flush=True,
+            )
+        if spec.preflight and placements[0].node_count > 1:
+            _compare_machines(spec, world, placements, environment, bound)
         with _job_folder(spec, rendezvous) as folder:
             supervision = Supervision(spec, world, keeper, signals)
             code = _run_attempts(
-                spec, world, placements, rendezvous, supervision, folder, environment, record
+                spec, world, placements, rendezvous, supervision, folder, environment, record, bound
             )
         world.leave()
         return code
@@ -136,6 +148,7 @@ def _run_attempts(
     folder: Path,
     environment: Mapping[str, str],
     record: JobRecord | None,
+    bound: bool,
 ) -> int:
     def note(failure: Failure) -> None:
         if record is not None:
@@ -146,17 +159,30 @@ def _run_attempts(
     own = placements[world.rank * processes :][:processes]
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     inherited = inherited_environment(environment, own[0].local_world_size)
+    near: dict[RankPlacement, list[int]] = {}
+
+    def bind_ranks() -> None:
+        gpus = list_gpus()
+        for place in own:
+            near[place] = processors_near(
+                str(spec.numa_binding), gpus, devices, 0 if bound else place.local_rank
+            )
+
+    if spec.numa_binding is not None:
+        _agree(world, bind_ranks)
     for attempt in range(spec.max_restarts + 1):
         if attempt:
             rendezvous = _meet(spec, world, placements, rendezvous.run_id)
         files = {placement: folder / f"attempt_{attempt}" / str(placement.rank) for placement in own}
-        _agree(world, partial(prepare_ranks, spec, files, devices))
+        _agree(world, partial(prepare_ranks, spec, files, devices, bound))
         output = RankOutput(spec)
         for placement in own:
-            variables = torchrun_variables(spec, placement, rendezvous, attempt, devices)
+            variables = torchrun_variables(spec, placement, rendezvous, attempt, devices, bound)
             variables["TORCHELASTIC_ERROR_FILE"] = str(files[placement] / "error.json")
             streams = output.open_streams(placement, files[placement])
-            supervision.start(placement.rank, spec.command(), inherited | variables, *streams)
+            supervision.start(
+                placement.rank, spec.command(), inherited | variables, *streams, near.get(placement, ())
+            )
         output.start()
         if record is not None:
             record.note_failure(world.rank, None)
@@ -171,6 +197,23 @@ def _run_attempts(
             _end(record, code, told)
         break
     return code
+
+
+def _compare_machines(
+    spec: LaunchSpec,
+    world: MpiWorld | LoneWorld,
+    placements: Sequence[RankPlacement],
+    environment: Mapping[str, str],
+    bound: bool,
+) -> None:
+    processes = len(placements) // world.size
+    own = placements[world.rank * processes]
+    facts = machine_facts(spec) if own.local_rank == 0 else None
+    gathered = world.gather_everywhere([own.hostname, facts, environment.get("CUDA_VISIBLE_DEVICES")])
+    if world.rank == 0:
+        machines = {hostname: facts for hostname, facts, _ in gathered if facts is not None}
+        visible = [devices for *_, devices in gathered for _ in range(processes)]
+        print(preflight_table(placements, machines, visible, bound=bound), file=sys.stderr, flush=True)
 
 
 def _end(record: JobRecord | None, exit_code: int, told: str = "") -> None:

@@ -26,7 +26,7 @@ from gradsplit.distributed.streams import current_stream
 
 
 class StepInBackward:
-    """Told what happens in the rounds of a module.
+    """Told by ``GradientBuckets`` what happens in its rounds.
 
     Args:
         optimizer: what is stepped.

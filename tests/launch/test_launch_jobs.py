@@ -207,6 +207,12 @@ if os.environ["RANK"] == "2":
     assert [variables["LOCAL_RANK"] for variables in seen] == list("00110011")
     assert [variables["GROUP_RANK"] for variables in seen] == list("00001111")
     assert {variables["MASTER_ADDR"] for variables in seen} == {"127.0.0.2"}
+    table = job.stderr.splitlines()[:5]
+    assert table[0].split()[1:4] == ["rank", "host", "GPU"] and table[0].endswith("gradsplit   script")
+    assert [row.split()[1:4] for row in table[1:]] == [
+        [str(rank), f"127.0.0.{2 + rank // 2}", "-"] for rank in range(4)
+    ]
+    assert len({tuple(row.split()[4:]) for row in table[1:]}) == 1 and "differ" not in job.stderr
     first, _, rest = job.stderr.partition("launch: rank 2 on 127.0.0.3 wrote last:\nTraceback")
     assert first.count("ValueError: broken") == 1
     *_, told, last = rest.splitlines()

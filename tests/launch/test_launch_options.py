@@ -103,6 +103,8 @@ def test_tasks_of_srun_without_mpi_are_refused(tmp_path):
     job = run(tmp_path, PROBE, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
     assert job.returncode == 2 and seen_by_ranks(tmp_path) == []
     assert job.stderr.startswith("launch: srun started 4 tasks without MPI")
+    job = run(tmp_path, PROBE, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3")  # One of them tells.
+    assert (job.returncode, job.stderr) == (2, "") and seen_by_ranks(tmp_path) == []
 
 
 def test_a_dry_run_starts_nothing(tmp_path):
@@ -139,6 +141,40 @@ def test_output_goes_to_files_and_to_the_screen(tmp_path, options, shown, told, 
         for rank in range(2)
         for word in ("error", "out")
     ][:files]
+
+
+def test_lines_with_some_words_go_to_a_file_of_all_ranks(tmp_path):
+    job = run(
+        tmp_path,
+        SPEAKS,
+        "--nproc-per-node=2",
+        "--log-dir=logs",
+        "-t=0:3,1:1",
+        "--duplicate-stdout-filters=x,ut 1",
+    )
+    assert job.returncode == 0 and "[0:0] out 0\n" in job.stdout
+    (file,) = (tmp_path / "logs").glob("*/attempt_0/filtered_*.log")
+    assert (file.name, file.read_text()) == ("filtered_stdout.log", "[0:1] out 1\n")
+
+
+def test_the_exceptions_of_many_ranks_are_told_once(tmp_path):
+    """As torch writes them once there is a process group, too."""
+    script = """
+import os, signal, sys, time
+def follow(*_):
+    print("[rank%s]: Traceback (most recent call last):" % os.environ["RANK"], file=sys.stderr)
+    sys.exit("[rank%s]: RuntimeError: connection closed" % os.environ["RANK"])
+signal.signal(signal.SIGTERM, follow)
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    raise ValueError("broken")
+time.sleep(60)
+"""
+    job = run(tmp_path, script, "--nproc-per-node=4")
+    told = [line for line in job.stderr.splitlines() if line.startswith("launch: ")]
+    assert told[0] == "launch: 'RuntimeError: connection closed' ended the traceback of 3 ranks: 0, 2-3"
+    assert told[1] == f"launch: rank 1 on {os.uname().nodename} wrote last:" and len(told) == 3
+    assert job.stderr.count("ValueError: broken") == 2
 
 
 def test_the_first_failure_comes_last(tmp_path):

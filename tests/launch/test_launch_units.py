@@ -8,7 +8,7 @@ import pytest
 from gradsplit.launch.cli import main, spec_of
 from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import LaunchError
-from gradsplit.launch.failure import Failure, describe
+from gradsplit.launch.failure import Failure, collapsed, describe
 from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
 from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, refuse_lonely_worlds, without_mpi_variables
@@ -43,6 +43,8 @@ def test_kinds_of_entry():
     assert parse("-m", "a.b", "x").command()[1:] == ["-u", "-m", "a.b", "x"]
     assert parse("--no_python", "echo", "x").command() == ["echo", "x"]
     assert parse("--nnodes", "1:1", "--", "-odd.py").entry == "-odd.py"
+    filters = parse("--duplicate-stdout-filters", "a,b,,c", "--duplicate-stderr-filters=d", "t.py").filters
+    assert filters == (("a", "b,c"), ("d",))
     assert parse("--standalone", "t.py").nodes == (1, 1)
     assert parse("--nproc-per-node", "cpu", "t.py").processes_per_node == os.cpu_count()
 
@@ -253,6 +255,25 @@ def test_terminal_variables():
     assert terminal_variables({}, size) == shown
     assert terminal_variables({"NO_COLOR": "1", "COLUMNS": "9"}, size) == {"LINES": "40"}
     assert terminal_variables({}, None) == {"NO_COLOR": "1", "TTY_COMPATIBLE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "told"),
+    [
+        ({}, ""),
+        ({1: "KeyError: 1"}, ""),
+        (
+            dict.fromkeys((0, 1, 2, 5), "ValueError: x"),
+            "launch: 'ValueError: x' ended the traceback of 4 ranks: 0-2, 5\n",
+        ),
+        (
+            {0: "Closed", 1: "KeyError: 1"},
+            "launch: 'Closed' ended the traceback of 1 rank: 0\n",
+        ),
+    ],
+)
+def test_equal_exceptions_are_told_once_with_their_ranks(exceptions, told):
+    assert collapsed(exceptions, 1) == told
 
 
 def test_failures():
