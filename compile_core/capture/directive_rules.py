@@ -18,7 +18,7 @@ from gradsplit.compile_core.capture.torch_rules.torch_functions import (
     tensor_function_rule,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, NotConstant, PlainCall, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -56,22 +56,19 @@ def _asked_for_break(function: Any) -> CallRule:
 directives.disallow_in_graph(directives.graph_break)
 
 
-@call_rule(directives.is_compiling)
-def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(True)
+answer_to(directives.is_compiling)(lambda state: True)
 
 
-@call_rule(torch.compiler.disable)
-def _disable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(torch.compiler.disable)
+def _disable(state: CaptureState, *args: Value, **kwargs: Value) -> Value:
     raise state.unsupported(
         "disable-call", "disable() called in compiled code", "disable the function where it is defined"
     )
 
 
-@call_rule(directives.allow_in_graph, torch.compiler.allow_in_graph)
-def _allow(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(directives.allow_in_graph, torch.compiler.allow_in_graph)
+def _allow(state: CaptureState, function: Value) -> Any:
     """``allow_in_graph(function)`` in captured code: the function as a value whose calls are single nodes."""
-    (function,) = args
     real = real_object(state, function)
     return CallableReferenceValue(real, tensor_function_rule(_graph_target(real)), function.source)
 

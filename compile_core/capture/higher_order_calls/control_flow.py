@@ -19,61 +19,55 @@ from gradsplit.compile_core.capture.higher_order_calls.bodies import (
     tensors_of,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir import control_flow as nodes
 
 
-@call_rule(cond, cond_op)
-def _cond(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(pred: Value, true_fn: Value, false_fn: Value, operands: Value | None = None) -> Value:
-        given = [] if operands is None else state.items_of(operands)
-        if isinstance(pred, ConstantValue):
-            return (true_fn if pred.truth(state) else false_fn).call(state, given, {})
-        if not isinstance(pred, TensorValue) or pred.fake.numel() != 1:
-            raise state.unsupported("cond", f"torch.cond decided by {pred.describe()}")
-        first = list(dict.fromkeys(tensor.node for value in given for tensor in tensors_of(state, value)))
-        on_true = capture_body(state, true_fn, given, first=first)
-        # The second body reads what the first one reads, in the same places, and may read more.
-        on_false = capture_body(state, false_fn, given, first=on_true.lifted)
-        if on_true.lifted != on_false.lifted:
-            on_true = capture_body(state, true_fn, given, first=on_false.lifted)
-        _check_alike(state, on_true.tensors, on_false.tensors, "the branches of torch.cond")
-        _check_pure(state, (on_true, on_false), on_true.lifted)
-        held = [state.graph.hold("on_true", on_true.module), state.graph.hold("on_false", on_false.module)]
-        return call_with_bodies(
-            state, nodes.cond, [pred.node, *held, *on_true.lifted], on_true, nodes.cond_example
-        )
+@answer_to(cond, cond_op)
+def _cond(
+    state: CaptureState, pred: Value, true_fn: Value, false_fn: Value, operands: Value | None = None
+) -> Any:
+    given = [] if operands is None else state.items_of(operands)
+    if isinstance(pred, ConstantValue):
+        return (true_fn if pred.truth(state) else false_fn).call(state, given, {})
+    if not isinstance(pred, TensorValue) or pred.fake.numel() != 1:
+        raise state.unsupported("cond", f"torch.cond decided by {pred.describe()}")
+    first = list(dict.fromkeys(tensor.node for value in given for tensor in tensors_of(state, value)))
+    on_true = capture_body(state, true_fn, given, first=first)
+    # The second body reads what the first one reads, in the same places, and may read more.
+    on_false = capture_body(state, false_fn, given, first=on_true.lifted)
+    if on_true.lifted != on_false.lifted:
+        on_true = capture_body(state, true_fn, given, first=on_false.lifted)
+    _check_alike(state, on_true.tensors, on_false.tensors, "the branches of torch.cond")
+    _check_pure(state, (on_true, on_false), on_true.lifted)
+    held = [state.graph.hold("on_true", on_true.module), state.graph.hold("on_false", on_false.module)]
+    return call_with_bodies(
+        state, nodes.cond, [pred.node, *held, *on_true.lifted], on_true, nodes.cond_example
+    )
 
-    return bind(*args, **kwargs)
 
-
-@call_rule(while_loop)
-def _while_loop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(cond_fn: Value, body_fn: Value, carried_inputs: Value) -> Value:
-        carried = [value for value in state.items_of(carried_inputs) if isinstance(value, TensorValue)]
-        if len(carried) != len(state.items_of(carried_inputs)):
-            raise state.unsupported(
-                "while-loop", "torch.while_loop with something else than tensors to carry"
-            )
-        condition, read = _capture_step(state, cond_fn, carried, [])
-        step, lifted = _capture_step(state, body_fn, carried, read)
-        if lifted != read:
-            condition, _ = _capture_step(state, cond_fn, carried, lifted)
-        _check_alike(state, step.tensors, carried, "what torch.while_loop carries")
-        if len(condition.tensors) != 1:
-            raise state.unsupported("while-loop", "torch.while_loop with a condition that is no tensor")
-        given = [*(tensor.node for tensor in carried), *lifted]
-        if torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in given):
-            raise state.unsupported("while-loop", "torch.while_loop over tensors that require gradients")
-        held = [state.graph.hold("condition", condition.module), state.graph.hold("step", step.module)]
-        return call_with_bodies(
-            state, nodes.while_loop, [*held, len(carried), *given], step, nodes.while_loop_example
-        )
-
-    return bind(*args, **kwargs)
+@answer_to(while_loop)
+def _while_loop(state: CaptureState, cond_fn: Value, body_fn: Value, carried_inputs: Value) -> Any:
+    carried = [value for value in state.items_of(carried_inputs) if isinstance(value, TensorValue)]
+    if len(carried) != len(state.items_of(carried_inputs)):
+        raise state.unsupported("while-loop", "torch.while_loop with something else than tensors to carry")
+    condition, read = _capture_step(state, cond_fn, carried, [])
+    step, lifted = _capture_step(state, body_fn, carried, read)
+    if lifted != read:
+        condition, _ = _capture_step(state, cond_fn, carried, lifted)
+    _check_alike(state, step.tensors, carried, "what torch.while_loop carries")
+    if len(condition.tensors) != 1:
+        raise state.unsupported("while-loop", "torch.while_loop with a condition that is no tensor")
+    given = [*(tensor.node for tensor in carried), *lifted]
+    if torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in given):
+        raise state.unsupported("while-loop", "torch.while_loop over tensors that require gradients")
+    held = [state.graph.hold("condition", condition.module), state.graph.hold("step", step.module)]
+    return call_with_bodies(
+        state, nodes.while_loop, [*held, len(carried), *given], step, nodes.while_loop_example
+    )
 
 
 def _capture_step(

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.nn.utils import stateless
 
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 
-@call_rule(torch.func.functional_call, stateless.functional_call)
-def _functional_call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(
-        module: Value,
-        parameter_and_buffer_dicts: Value,
-        args: Value | None = None,
-        kwargs: Value | None = None,
-        *,
-        tie_weights: Value | None = None,
-        strict: Value | None = None,
-    ) -> Value:
-        if not isinstance(module, ModuleValue) or tie_weights is not None or strict is not None:
-            raise state.unsupported("functional-call", "functional_call of no module, or with options")
-        given = _given(state, parameter_and_buffer_dicts)
-        _check_not_tied(state, module, given)
-        if args is None:
-            positional: list[Value] = []
-        else:
-            positional = args.all(state) if isinstance(args, SequenceValue) and args.cls is tuple else [args]
-        named = {} if kwargs is None or isinstance(kwargs, ConstantValue) else _entries(state, kwargs)
-        with ExitStack() as stack:
-            for path, value in given.items():
-                stack.enter_context(_replaced(state, module, path, value))
-            return module.call(state, positional, named)
-
-    return bind(*args, **kwargs)
+@answer_to(torch.func.functional_call, stateless.functional_call)
+def _functional_call(
+    state: CaptureState,
+    module: Value,
+    parameter_and_buffer_dicts: Value,
+    args: Value | None = None,
+    kwargs: Value | None = None,
+    *,
+    tie_weights: Value | None = None,
+    strict: Value | None = None,
+) -> Any:
+    if not isinstance(module, ModuleValue) or tie_weights is not None or strict is not None:
+        raise state.unsupported("functional-call", "functional_call of no module, or with options")
+    given = _given(state, parameter_and_buffer_dicts)
+    _check_not_tied(state, module, given)
+    if args is None:
+        positional: list[Value] = []
+    else:
+        positional = args.all(state) if isinstance(args, SequenceValue) and args.cls is tuple else [args]
+    named = {} if kwargs is None or isinstance(kwargs, ConstantValue) else _entries(state, kwargs)
+    with ExitStack() as stack:
+        for path, value in given.items():
+            stack.enter_context(_replaced(state, module, path, value))
+        return module.call(state, positional, named)
 
 
 def _entries(state: CaptureState, value: Value) -> dict[str, Value]:

@@ -16,8 +16,7 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import (
 )
 from gradsplit.compile_core.capture.numpy_arrays.numpy_calls import DTYPES, torch_numpy
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
@@ -74,10 +73,7 @@ for _function in (np.ndim, np.shape, np.size, np.iscomplexobj, np.isrealobj):
     CALL_RULES[_function] = _metadata_rule(_function)
 
 
-@call_rule(np.dtype)
-def _dtype(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (kind,) = args
-    return ConstantValue(np.dtype(constant_dtype(kind)))
+answer_to(np.dtype)(lambda state, kind: np.dtype(constant_dtype(kind)))
 
 
 @call_rule(np.issubdtype, np.promote_types)
@@ -97,9 +93,8 @@ def _numpy(
     return as_array(state, tensor)
 
 
-@call_rule(torch.from_numpy)
-def _from_numpy(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (array,) = args
+@answer_to(torch.from_numpy)
+def _from_numpy(state: CaptureState, array: Value) -> Any:
     if not isinstance(array, ArrayValue) or array.cls is not np.ndarray:
         raise TypeError("the argument is no array")
     # Another tensor object with the same memory, as torch makes one at every call.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, as_array
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.structures import map_parts
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -54,16 +54,16 @@ def tensors_of(structure: Any) -> Any:
     return pytree.tree_map_only((np.ndarray, np.generic), torch.as_tensor, structure)
 
 
-@call_rule(arrays_of)
-def _arrays_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(arrays_of)
+def _arrays_of(state: CaptureState, structure: Value) -> Value:
     return _map(
-        state, args[0], lambda value: as_array(state, value) if isinstance(value, TensorValue) else value
+        state, structure, lambda value: as_array(state, value) if isinstance(value, TensorValue) else value
     )
 
 
-@call_rule(tensors_of)
-def _tensors_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return _map(state, args[0], lambda value: value.tensor if isinstance(value, ArrayValue) else value)
+@answer_to(tensors_of)
+def _tensors_of(state: CaptureState, structure: Value) -> Value:
+    return _map(state, structure, lambda value: value.tensor if isinstance(value, ArrayValue) else value)
 
 
 def _map(state: CaptureState, value: Value, change: Callable[[Value], Value]) -> Value:

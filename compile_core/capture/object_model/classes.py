@@ -36,7 +36,7 @@ from gradsplit.compile_core.capture.object_model.objects import (
 )
 from gradsplit.compile_core.capture.object_model.type_forms import subscript
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule
+from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule, fold_rule
 from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
@@ -256,7 +256,7 @@ def _constructor_rule(cls: type, function: Any) -> CallRule | None:
     """The rule of ``int.from_bytes`` and its kind: class methods of immutable built-in types are pure."""
     if cls not in LITERAL_TYPES and cls not in FOLDED_TYPES:
         return None
-    return lambda state, args, kwargs: fold(state, function, args, kwargs)
+    return fold_rule(function)
 
 
 class SuperValue(Value):

@@ -15,7 +15,7 @@ from gradsplit.compile_core.capture.object_model.class_entries import find_class
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
@@ -217,13 +217,11 @@ def raised_during(state: CaptureState, value: Value, handled: Value | None) -> N
     value.context = handled
 
 
-@call_rule(sys.exception)
-def _exception(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return state.handled_exception() or ConstantValue(None)
+answer_to(sys.exception)(lambda state: state.handled_exception())
 
 
-@call_rule(sys.exc_info)
-def _exc_info(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(sys.exc_info)
+def _exc_info(state: CaptureState) -> Value:
     handled = state.handled_exception()
     if handled is None:
         return SequenceValue([ConstantValue(None)] * 3, tuple)

@@ -6,121 +6,54 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+)
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 
 
-def _rule(call: Callable[..., Value]) -> CallRule:
-    return lambda state, args, kwargs: call(state, *args, **kwargs)
+def _operator_rule(operate: Callable[..., Value], symbol: str) -> CallRule:
+    return lambda state, args, kwargs: operate(state, symbol, *args, **kwargs)
 
 
-for _symbol, (_function, _, _) in operators.BINARY.items():
-    CALL_RULES[_function] = _rule(
-        lambda state, one, other, symbol=_symbol: operators.binary(state, symbol, one, other)
-    )
-for _symbol, _function in operators.IN_PLACE.items():
-    CALL_RULES[_function] = _rule(
-        lambda state, one, other, symbol=_symbol: operators.binary(state, symbol, one, other)
-    )
-for _symbol, (_function, _) in operators.UNARY.items():
-    CALL_RULES[_function] = _rule(lambda state, value, symbol=_symbol: operators.unary(state, symbol, value))
-for _symbol, (_function, _, _) in comparisons.COMPARE.items():
-    CALL_RULES[_function] = _rule(
-        lambda state, one, other, symbol=_symbol: comparisons.compare(state, symbol, one, other)
-    )
+for _operate, _symbols in (
+    (operators.binary, {symbol: row[0] for symbol, row in operators.BINARY.items()} | operators.IN_PLACE),
+    (operators.unary, {symbol: row[0] for symbol, row in operators.UNARY.items()}),
+    (comparisons.compare, {symbol: row[0] for symbol, row in comparisons.COMPARE.items()}),
+):
+    CALL_RULES.update({_symbols[symbol]: _operator_rule(_operate, symbol) for symbol in _symbols})
+answers(
+    {
+        operator.getitem: lambda state, owner, key: owner.get_item(state, key),
+        operator.setitem: lambda state, owner, key, value: owner.set_item(state, key, value),
+        operator.delitem: lambda state, owner, key: owner.delete_item(state, key),
+        operator.contains: lambda state, owner, item: owner.contains(state, item),
+        operator.is_: lambda state, one, other: comparisons.is_same(state, one, other),
+        operator.is_not: lambda state, one, other: not comparisons.is_same(state, one, other),
+        operator.truth: lambda state, value: value.truth(state),
+        operator.not_: lambda state, value: not value.truth(state),
+        operator.concat: lambda state, one, other: operators.binary(state, "+", one, other),
+        operator.countOf: lambda state, iterable, wanted: sum(
+            state.equal(item, wanted) for item in state.items_of(iterable)
+        ),
+        operator.length_hint: lambda state, value, default=None: value.length(state),
+        operator.call: lambda state, function, *args, **kwargs: function.call(state, list(args), kwargs),
+    }
+)
 
 
-@call_rule(operator.index)
-def _index(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return call_with_numbers(state, operator.index, args, kwargs) or fold(state, operator.index, args, kwargs)
-
-
-@call_rule(operator.getitem)
-def _getitem(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, key = args
-    return owner.get_item(state, key)
-
-
-@call_rule(operator.setitem)
-def _setitem(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, key, value = args
-    owner.set_item(state, key, value)
-    return ConstantValue(None)
-
-
-@call_rule(operator.delitem)
-def _delitem(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, key = args
-    owner.delete_item(state, key)
-    return ConstantValue(None)
-
-
-@call_rule(operator.contains)
-def _contains(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, item = args
-    return ConstantValue(owner.contains(state, item))
-
-
-@call_rule(operator.is_)
-def _is(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    one, other = args
-    return ConstantValue(comparisons.is_same(state, one, other))
-
-
-@call_rule(operator.is_not)
-def _is_not(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    one, other = args
-    return ConstantValue(not comparisons.is_same(state, one, other))
-
-
-@call_rule(operator.truth)
-def _truth(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return ConstantValue(value.truth(state))
-
-
-@call_rule(operator.not_)
-def _not(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return ConstantValue(not value.truth(state))
-
-
-@call_rule(operator.concat)
-def _concat(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    one, other = args
-    return operators.binary(state, "+", one, other)
-
-
-@call_rule(operator.countOf)
-def _count_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterable, wanted = args
-    return ConstantValue(sum(state.equal(item, wanted) for item in state.items_of(iterable)))
-
-
-@call_rule(operator.indexOf)
-def _index_of(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterable, wanted = args
+@answer_to(operator.indexOf)
+def _index_of(state: CaptureState, iterable: Value, wanted: Value) -> Any:
     for index, item in enumerate(state.items_of(iterable)):
         if state.equal(item, wanted):
             return ConstantValue(index)
     raise state.raise_exception(ValueError, "sequence.index(x): x not in sequence")
-
-
-@call_rule(operator.length_hint)
-def _length_hint(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(args[0].length(state))
-
-
-if hasattr(operator, "call"):
-
-    @call_rule(operator.call)
-    def _call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        function, *rest = args
-        return function.call(state, rest, kwargs)
 
 
 class GetterValue(Value):
@@ -165,10 +98,7 @@ def existing_getter(state: CaptureState, real: Any, source: Any) -> GetterValue:
 
 
 def _getter_rule(cls: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return GetterValue(cls, list(args), dict(kwargs))
-
-    return call
+    return lambda state, args, kwargs: GetterValue(cls, list(args), dict(kwargs))
 
 
 GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import types
 import typing
+from typing import Any
 
 import torch
 
@@ -17,22 +18,17 @@ from gradsplit.compile_core.capture.object_model.objects import (
     names_another_class,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, type_name
 
-
-@call_rule(isinstance)
-def _isinstance(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    value, classes = args
-    return ConstantValue(is_instance(state, value, classes))
+answer_to(isinstance)(lambda state, value, classes: is_instance(state, value, classes))
 
 
-@call_rule(issubclass)
-def _issubclass(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    value, classes = args
+@answer_to(issubclass)
+def _issubclass(state: CaptureState, value: Value, classes: Value) -> Any:
     if not isinstance(value, ClassValue):
         raise state.raise_exception(TypeError, "issubclass() arg 1 must be a class")
     for wanted in _classes(state, classes, "issubclass"):
@@ -42,17 +38,15 @@ def _issubclass(state: CaptureState, args: list[Value], kwargs: dict[str, Value]
     return ConstantValue(False)
 
 
-@call_rule(type.__instancecheck__)
-def _plain_instance_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    cls, value = args
+@answer_to(type.__instancecheck__)
+def _plain_instance_check(state: CaptureState, cls: Value, value: Value) -> Any:
     if not isinstance(cls, ClassValue):
         raise TypeError("type.__instancecheck__ of something else than a class")
     return ConstantValue(_is_plain_instance(state, value, cls.real))
 
 
-@call_rule(type.__subclasscheck__)
-def _plain_subclass_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    cls, value = args
+@answer_to(type.__subclasscheck__)
+def _plain_subclass_check(state: CaptureState, cls: Value, value: Value) -> Any:
     if not isinstance(cls, ClassValue) or not isinstance(value, ClassValue):
         raise TypeError("type.__subclasscheck__ of something else than classes")
     return ConstantValue(type.__subclasscheck__(cls.real, value.real))

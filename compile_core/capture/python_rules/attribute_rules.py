@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 from gradsplit.compile_core.capture.object_model.classes import ClassValue, new_instance
 from gradsplit.compile_core.capture.object_model.content import CONTENT_BASES, content_base
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+    call_rule,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue, sequence_fields
 
@@ -21,35 +28,31 @@ def _name(state: CaptureState, value: Value) -> str:
     return name
 
 
-@call_rule(hasattr)
-def _hasattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name = args
-    return ConstantValue(owner.has_attribute(state, _name(state, name)))
+answers(
+    {
+        hasattr: lambda state, owner, name: owner.has_attribute(state, _name(state, name)),
+        setattr: lambda state, owner, name, value: owner.set_attribute(state, _name(state, name), value),
+        delattr: lambda state, owner, name: owner.delete_attribute(state, _name(state, name)),
+        types.MethodType: lambda state, function, owner: BoundMethodValue(function, owner),
+        vars: lambda state, owner: owner.get_attribute(state, "__dict__"),
+        object.__setattr__: lambda state, owner, name, value: _plain_instance(
+            state, owner, "__setattr__"
+        ).store(state, _name(state, name), value),
+        object.__delattr__: lambda state, owner, name: _plain_instance(state, owner, "__delattr__").remove(
+            state, _name(state, name)
+        ),
+    }
+)
 
 
-@call_rule(getattr)
-def _getattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, *default = args
+@answer_to(getattr)
+def _getattr(state: CaptureState, owner: Value, name: Value, *default: Value) -> Any:
     try:
         return owner.get_attribute(state, _name(state, name))
     except SymbolicRaise as raised:
         if default and issubclass(raised.value.python_type(), AttributeError):
             return default[0]
         raise
-
-
-@call_rule(setattr)
-def _setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, value = args
-    owner.set_attribute(state, _name(state, name), value)
-    return ConstantValue(None)
-
-
-@call_rule(delattr)
-def _delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name = args
-    owner.delete_attribute(state, _name(state, name))
-    return ConstantValue(None)
 
 
 @call_rule(type.__call__)
@@ -60,24 +63,12 @@ def _type_call(state: CaptureState, args: list[Value], kwargs: dict[str, Value])
     return cls.instantiate(state, rest, kwargs)
 
 
-@call_rule(types.MethodType)
-def _method_type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, owner = args
-    return BoundMethodValue(function, owner)
-
-
 @call_rule(types.SimpleNamespace.__init__)
 def _fill_namespace(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     (owner,) = args
     for name, value in kwargs.items():
         owner.set_attribute(state, name, value)
     return ConstantValue(None)
-
-
-@call_rule(vars)
-def _vars(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (owner,) = args
-    return owner.get_attribute(state, "__dict__")
 
 
 def _plain_instance(state: CaptureState, owner: Value, method: str) -> InstanceValue:
@@ -87,29 +78,14 @@ def _plain_instance(state: CaptureState, owner: Value, method: str) -> InstanceV
     raise state.unsupported("object-method", f"object.{method} of {owner.describe()}")
 
 
-@call_rule(object.__getattribute__)
-def _object_getattribute(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name = args
+@answer_to(object.__getattribute__)
+def _object_getattribute(state: CaptureState, owner: Value, name: Value) -> Any:
     instance = _plain_instance(state, owner, "__getattribute__")
     found = instance.plain_attribute(state, _name(state, name))
     if found is None:
         shown = f"{instance.cls.__name__!r} object has no attribute {_name(state, name)!r}"
         raise state.raise_exception(AttributeError, shown)
     return found
-
-
-@call_rule(object.__setattr__)
-def _object_setattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name, value = args
-    _plain_instance(state, owner, "__setattr__").store(state, _name(state, name), value)
-    return ConstantValue(None)
-
-
-@call_rule(object.__delattr__)
-def _object_delattr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    owner, name = args
-    _plain_instance(state, owner, "__delattr__").remove(state, _name(state, name))
-    return ConstantValue(None)
 
 
 def _new_rule(base: type) -> CallRule:

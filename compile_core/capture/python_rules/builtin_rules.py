@@ -21,7 +21,13 @@ from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
 from gradsplit.compile_core.capture.operations import operators, texts
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+    call_rule,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
@@ -53,17 +59,11 @@ for _function in _PURE:
     CALL_RULES[_function] = _fold_rule(_function)
 
 
-@call_rule(len)
-def _len(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(len)
+def _len(state: CaptureState, value: Value) -> Any:
     if isinstance(value, TensorValue) and value.fake.dim():
         return state.from_constant(value.fake.shape[0])
     return ConstantValue(value.length(state))
-
-
-@call_rule(bool)
-def _bool(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(args[0].truth(state) if args else False)
 
 
 def _number_rule(cls: type) -> CallRule:
@@ -94,28 +94,19 @@ def _str(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Va
     return fold(state, str, args, kwargs)
 
 
-@call_rule(repr)
-def _repr(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return texts.representation(state, value)
-
-
-@call_rule(ascii)
-def _ascii(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return texts.converted(state, value, ascii)
+answers(
+    {
+        repr: lambda state, value: texts.representation(state, value),
+        ascii: lambda state, value: texts.converted(state, value, ascii),
+        type: lambda state, value: state.wrap(value.python_type(), None),
+    }
+)
 
 
 @call_rule(format)
 def _format(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     value, spec = [*args, ConstantValue("")][:2]
     return texts.formatted(state, value, spec)
-
-
-@call_rule(type)
-def _type(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return state.wrap(value.python_type(), None)
 
 
 @call_rule(super)
@@ -137,9 +128,8 @@ def _super(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     return SuperValue(cls.real, owner)
 
 
-@call_rule(callable)
-def _callable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(callable)
+def _callable(state: CaptureState, value: Value) -> Any:
     always = (FunctionValue, BoundMethodValue, PartialValue, ClassValue, CallableReferenceValue)
     if isinstance(value, always):
         return ConstantValue(True)
@@ -166,20 +156,19 @@ def _tuple(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     return SequenceValue(list(state.items_of(args[0])) if args else [], tuple)
 
 
-@call_rule(list)
-def _list(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ListValue(list(state.items_of(args[0])) if args else [])
+def _new_set(state: CaptureState, cls: type, iterable: Value | None) -> Value:
+    return new_set(state, [], cls) if iterable is None else as_set(state, iterable, cls)
 
 
-def _set_rule(cls: type) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return as_set(state, args[0], cls) if args else new_set(state, [], cls)
-
-    return call
-
-
-CALL_RULES[set] = _set_rule(set)
-CALL_RULES[frozenset] = _set_rule(frozenset)
+answers(
+    {
+        bool: lambda state, value=None: value is not None and value.truth(state),
+        list: lambda state, iterable=None: ListValue([] if iterable is None else [*state.items_of(iterable)]),
+        set: lambda state, iterable=None: _new_set(state, set, iterable),
+        frozenset: lambda state, iterable=None: _new_set(state, frozenset, iterable),
+        typing.cast: lambda state, typ, val: val,
+    }
+)
 
 
 def _dict_rule(cls: type) -> CallRule:
@@ -204,27 +193,23 @@ def _defaultdict(state: CaptureState, args: list[Value], kwargs: dict[str, Value
     return made
 
 
-@call_rule(collections._count_elements)  # type: ignore[attr-defined]
-def _count_elements(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(collections._count_elements)  # type: ignore[attr-defined]
+def _count_elements(state: CaptureState, mapping: Value, iterable: Value) -> Any:
     """What ``Counter.update`` leaves to C: one more for each item."""
-    mapping, iterable = args
     for item in state.items_of(iterable):
         before = mapping.call_method(state, "get", [item, ConstantValue(0)], {})
         mapping.set_item(state, item, operators.binary(state, "+", before, ConstantValue(1)))
     return ConstantValue(None)
 
 
-@call_rule(slice)
-def _slice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(slice)
+def _slice(state: CaptureState, *parts: Value) -> Value:
     none = ConstantValue(None)
-    if len(args) == 1:
-        return SliceValue([none, args[0], none])
-    return SliceValue([*args, none][:3])
+    return SliceValue([none, *parts, none] if len(parts) == 1 else [*parts, none][:3])
 
 
-@call_rule(functools.reduce)
-def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, iterable, *start = args
+@answer_to(functools.reduce)
+def _reduce(state: CaptureState, function: Value, iterable: Value, *start: Value) -> Any:
     items = [*start, *state.items_of(iterable)]
     if not items:
         raise state.raise_exception(TypeError, "reduce() of empty iterable with no initial value")
@@ -232,8 +217,3 @@ def _reduce(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
     for item in items[1:]:
         result = function.call(state, [result, item], {})
     return result
-
-
-@call_rule(typing.cast)
-def _cast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return args[1]

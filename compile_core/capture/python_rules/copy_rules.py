@@ -13,7 +13,7 @@ from gradsplit.compile_core.capture.object_model.instance_dict import InstanceDi
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
@@ -37,15 +37,11 @@ _FILLING = ("append", "extend", "__setitem__", "__iter__", "items")
 CopyItem = Callable[[Value], Value]
 
 
-@call_rule(copy.copy)
-def _copy(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return _copied(state, value, lambda item: item, {})
+answer_to(copy.copy)(lambda state, value: _copied(state, value, lambda item: item, {}))
 
 
-@call_rule(copy.deepcopy)
-def _deepcopy(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(copy.deepcopy)
+def _deepcopy(state: CaptureState, value: Value) -> Any:
     memo: dict[int, Value] = {}
 
     def copy_item(item: Value) -> Value:

@@ -7,7 +7,7 @@ import heapq
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answers
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SortKey
 
@@ -34,29 +34,36 @@ for _function in (heapq.heapify, heapq.heappush, heapq.heappop, heapq.heapreplac
     CALL_RULES[_function] = _heap_rule(_function)
 
 
-def _bisect_rule(function: Any, inserts: bool) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        def find(
-            a: Value, x: Value, lo: Value | None = None, hi: Value | None = None, *, key: Any = None
-        ) -> Value:
-            if not isinstance(a, SequenceValue) or (inserts and not isinstance(a, ListValue)):
-                raise state.unsupported("bisect", f"{function.__name__} of {a.describe()}")
-            items = a.all(state)
-            keyed = [SortKey(state, item if key is None else key.call(state, [item], {})) for item in items]
-            wanted = x if key is None or not inserts else key.call(state, [x], {})
-            start = 0 if lo is None else state.as_index(lo, "lo")
-            stop = len(items) if hi is None else state.as_index(hi, "hi")
-            position = function(keyed, SortKey(state, wanted), start, stop)
-            if isinstance(a, ListValue) and inserts:
-                return a.insert(state, ConstantValue(position), x)
-            return ConstantValue(position)
+def _bisect_rule(function: Any, inserts: bool) -> Any:
+    def find(
+        state: CaptureState,
+        a: Value,
+        x: Value,
+        lo: Value | None = None,
+        hi: Value | None = None,
+        *,
+        key: Any = None,
+    ) -> Any:
+        if not isinstance(a, SequenceValue) or (inserts and not isinstance(a, ListValue)):
+            raise state.unsupported("bisect", f"{function.__name__} of {a.describe()}")
+        items = a.all(state)
+        keyed = [SortKey(state, item if key is None else key.call(state, [item], {})) for item in items]
+        wanted = x if key is None or not inserts else key.call(state, [x], {})
+        start = 0 if lo is None else state.as_index(lo, "lo")
+        stop = len(items) if hi is None else state.as_index(hi, "hi")
+        position = function(keyed, SortKey(state, wanted), start, stop)
+        return (
+            a.insert(state, ConstantValue(position), x) if isinstance(a, ListValue) and inserts else position
+        )
 
-        return find(*args, **kwargs)
-
-    return call
+    return find
 
 
-CALL_RULES[bisect.bisect_left] = _bisect_rule(bisect.bisect_left, inserts=False)
-CALL_RULES[bisect.bisect_right] = _bisect_rule(bisect.bisect_right, inserts=False)
-CALL_RULES[bisect.insort_left] = _bisect_rule(bisect.bisect_left, inserts=True)
-CALL_RULES[bisect.insort_right] = _bisect_rule(bisect.bisect_right, inserts=True)
+answers(
+    {
+        bisect.bisect_left: _bisect_rule(bisect.bisect_left, inserts=False),
+        bisect.bisect_right: _bisect_rule(bisect.bisect_right, inserts=False),
+        bisect.insort_left: _bisect_rule(bisect.bisect_left, inserts=True),
+        bisect.insort_right: _bisect_rule(bisect.bisect_right, inserts=True),
+    }
+)

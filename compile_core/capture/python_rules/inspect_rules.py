@@ -11,14 +11,13 @@ from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 
 
-@call_rule(types.MappingProxyType)
-def _read_only(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (mapping,) = args
+@answer_to(types.MappingProxyType)
+def _read_only(state: CaptureState, mapping: Value) -> Any:
     if not isinstance(mapping, DictValue):
         raise state.unsupported("call-of-builtin", f"MappingProxyType of {mapping.describe()}")
     return ReadOnlyView(mapping)
@@ -59,9 +58,8 @@ def _stand_in(state: CaptureState, value: FunctionValue) -> types.FunctionType:
     return made
 
 
-@call_rule(typing.get_type_hints)
-def _type_hints(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(typing.get_type_hints)
+def _type_hints(state: CaptureState, value: Value) -> Any:
     if not isinstance(value, (ClassValue, FunctionValue)) or value.real is None:
         raise state.unsupported("type-hints", f"the type hints of {value.describe()}")
     return state.from_constant(typing.get_type_hints(value.real))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from gradsplit.compile_core.capture.frames.generators import stop_iteration
@@ -11,7 +12,12 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, sorted_values
 from gradsplit.compile_core.capture.values.iterators import IteratorValue
@@ -39,17 +45,13 @@ class SentinelIterator(IteratorValue):
         return item
 
 
-@call_rule(iter)
-def _iter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    if len(args) == 2:
-        return SentinelIterator(*args)
-    (iterable,) = args
-    return iterable.iterate(state)
+@answer_to(iter)
+def _iter(state: CaptureState, iterable: Value, *sentinel: Value) -> Any:
+    return SentinelIterator(iterable, *sentinel) if sentinel else iterable.iterate(state)
 
 
-@call_rule(reversed)
-def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (sequence,) = args
+@answer_to(reversed)
+def _reversed(state: CaptureState, sequence: Value) -> Any:
     own = special_call(state, sequence, "__reversed__", [])
     if own is not None:
         return own
@@ -71,9 +73,8 @@ def _reversed(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) 
     raise state.raise_exception(TypeError, message)
 
 
-@call_rule(next)
-def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterator, *default = args
+@answer_to(next)
+def _next(state: CaptureState, iterator: Value, *default: Value) -> Any:
     if not hasattr(iterator.python_type(), "__next__"):
         name = iterator.python_type().__name__
         raise state.raise_exception(TypeError, f"{name!r} object is not an iterator")
@@ -86,14 +87,15 @@ def _next(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
     raise stop_iteration(state, iterator)
 
 
-@call_rule(sorted)
-def _sorted(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    if isinstance(iterable, SetValue) and "key" not in kwargs:
+@answer_to(sorted)
+def _sorted(
+    state: CaptureState, iterable: Value, *, key: Value | None = None, reverse: Value | None = None
+) -> Any:
+    if isinstance(iterable, SetValue) and key is None:
         items = iterable.arranged()  # the order of the set does not matter
     else:
         items = state.items_of(iterable)
-    return ListValue(list(sorted_values(state, items, kwargs.get("key"), kwargs.get("reverse"))))
+    return ListValue(list(sorted_values(state, items, key, reverse)))
 
 
 def _has_open_int(items: list[Value]) -> bool:
@@ -103,51 +105,30 @@ def _has_open_int(items: list[Value]) -> bool:
     )
 
 
-@call_rule(math.prod)
-def _prod(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    items = state.items_of(args[0])
-    if kwargs or not _has_open_int(items):
-        return fold(state, math.prod, [SequenceValue(list(items), tuple)], kwargs)
-    result: Value = ConstantValue(1)
+@answer_to(sum)
+def _sum(state: CaptureState, iterable: Value, start: Value | None = None) -> Any:
+    items = state.items_of(iterable)
+    if start is None and not _has_open_int(items):
+        with suppress(NotConstant):
+            # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
+            constants = [item.as_constant() for item in items]
+            return fold(state, lambda: sum(constants), [], {})
+    result = ConstantValue(0) if start is None else start
     for item in items:
-        result = operators.binary(state, "*", result, item)
+        result = operators.binary(state, "+", result, item)
     return result
 
 
-@call_rule(sum)
-def _sum(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def total(iterable: Value, start: Value | None = None) -> Value:
-        result = ConstantValue(0) if start is None else start
-        for item in state.items_of(iterable):
-            result = operators.binary(state, "+", result, item)
-        return result
-
-    items = state.items_of(args[0])
-    try:
-        # Since 3.12 the sum of floats is compensated, which adding one by one would not be.
-        if _has_open_int(items):
-            raise NotConstant(items)
-        constants = [item.as_constant() for item in items]
-        if len(args) == 1 and not kwargs:
-            return fold(state, lambda: sum(constants), [], {})
-    except NotConstant:
-        pass
-    return total(ListValue(list(items)), *args[1:], **kwargs)
-
-
-@call_rule(math.prod)
-def _product_of_all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def total(iterable: Value, *, start: Value | None = None) -> Value:
-        first = ConstantValue(1) if start is None else start
-        items = state.items_of(iterable)
-        values = [first, *items]
-        if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
-            return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
-        for item in items:
-            first = operators.binary(state, "*", first, item)
-        return first
-
-    return total(*args, **kwargs)
+@answer_to(math.prod)
+def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None = None) -> Any:
+    first = ConstantValue(1) if start is None else start
+    items = state.items_of(iterable)
+    values = [first, *items]
+    if not _has_open_int(values) and all(isinstance(item, ConstantValue) for item in values):
+        return fold(state, lambda begin, *reals: math.prod(reals, start=begin), values, {})
+    for item in items:
+        first = operators.binary(state, "*", first, item)
+    return first
 
 
 def _extremum_rule(function: Any, symbol: str) -> CallRule:
@@ -174,21 +155,18 @@ CALL_RULES[min] = _extremum_rule(min, "<")
 CALL_RULES[max] = _extremum_rule(max, ">")
 
 
-@call_rule(any)
-def _any(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
+def _has_item(state: CaptureState, iterable: Value, truth: bool) -> bool:
+    """Whether an item has this truth value; those after the first that has are not taken."""
     iterator = iterable.iterate(state)
     while (item := iterator.advance(state)) is not None:
-        if item.truth(state):
-            return ConstantValue(True)
-    return ConstantValue(False)
+        if item.truth(state) == truth:
+            return True
+    return False
 
 
-@call_rule(all)
-def _all(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    iterator = iterable.iterate(state)
-    while (item := iterator.advance(state)) is not None:
-        if not item.truth(state):
-            return ConstantValue(False)
-    return ConstantValue(True)
+answers(
+    {
+        any: lambda state, iterable: _has_item(state, iterable, True),
+        all: lambda state, iterable: not _has_item(state, iterable, False),
+    }
+)

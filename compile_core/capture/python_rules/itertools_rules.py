@@ -12,7 +12,12 @@ from typing import Any
 
 from gradsplit.compile_core.capture.operations import operators
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    answers,
+)
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.iterators import IteratorValue, SliceIterator
@@ -24,9 +29,9 @@ class RealIterator(IteratorValue):
     ``is_closed`` says that nothing outside can change or see what it has left.
     """
 
-    def __init__(self, iterator: Iterator[Any], cls: type, is_closed: bool = False) -> None:
+    def __init__(self, iterator: Iterator[Any], is_closed: bool = False) -> None:
         self.iterator = iterator
-        self.cls = cls
+        self.cls = type(iterator)
         self.is_closed = is_closed
 
     def rest(self) -> list[Value]:
@@ -49,7 +54,7 @@ def _symbolic(item: Any) -> Value:
         return SequenceValue([_symbolic(part) for part in item], tuple)
     if isinstance(item, _ByValue):
         return item.value
-    return RealIterator(item, type(item))
+    return RealIterator(item)
 
 
 class _Items:
@@ -96,7 +101,7 @@ def _test(state: CaptureState, function: Value) -> Callable[[Value], bool]:
 def _predicate_rule(make: Any) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         function, iterable = args
-        return RealIterator(make(_test(state, function), _Items(state, iterable)), make)
+        return RealIterator(make(_test(state, function), _Items(state, iterable)))
 
     return call
 
@@ -109,7 +114,7 @@ def _combination_rule(make: Any) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         iterable, *rest = [*args, *kwargs.values()]
         length = [value.as_constant() for value in rest]
-        return RealIterator(make(state.items_of(iterable), *length), make, is_closed=True)
+        return RealIterator(make(state.items_of(iterable), *length), is_closed=True)
 
     return call
 
@@ -118,18 +123,15 @@ for _make in (itertools.permutations, itertools.combinations, itertools.combinat
     CALL_RULES[_make] = _combination_rule(_make)
 
 
-@call_rule(itertools.product)
-def _product(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    repeat = kwargs.pop("repeat", ConstantValue(1)).as_constant()
-    if kwargs:
-        raise TypeError("product() takes only repeat by name")
-    pools = [state.items_of(argument) for argument in args]
-    return RealIterator(itertools.product(*pools, repeat=repeat), itertools.product, is_closed=True)
+@answer_to(itertools.product)
+def _product(state: CaptureState, *iterables: Value, repeat: Value | None = None) -> Any:
+    pools = [state.items_of(iterable) for iterable in iterables]
+    times = 1 if repeat is None else repeat.as_constant()
+    return RealIterator(itertools.product(*pools, repeat=times), is_closed=True)
 
 
-@call_rule(itertools.islice)
-def _islice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterable, *bounds = args
+@answer_to(itertools.islice)
+def _islice(state: CaptureState, iterable: Value, *bounds: Value) -> Any:
     limits = slice(*(None if _is_none(bound) else state.as_index(bound, "islice limits") for bound in bounds))
     try:
         itertools.islice((), limits.start, limits.stop, limits.step)
@@ -138,87 +140,66 @@ def _islice(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) ->
     return SliceIterator(iterable.iterate(state), limits.start or 0, limits.stop, limits.step or 1)
 
 
-@call_rule(itertools.repeat)
-def _repeat(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def make(item: Value, times: Value | None = None) -> Value:
-        count = [] if times is None else [times.as_constant()]
-        return RealIterator(itertools.repeat(item, *count), itertools.repeat, is_closed=bool(count))
-
-    return make(*args, **{{"object": "item"}.get(name, name): value for name, value in kwargs.items()})
+@answer_to(itertools.repeat)
+def _repeat(state: CaptureState, object: Value, times: Value | None = None) -> Any:
+    count = [] if times is None else [times.as_constant()]
+    return RealIterator(itertools.repeat(object, *count), is_closed=bool(count))
 
 
-@call_rule(itertools.cycle)
-def _cycle(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    return RealIterator(itertools.cycle(_Items(state, iterable)), itertools.cycle)
+answers(
+    {
+        itertools.cycle: lambda state, iterable: RealIterator(itertools.cycle(_Items(state, iterable))),
+        itertools.pairwise: lambda state, iterable: RealIterator(itertools.pairwise(_Items(state, iterable))),
+    }
+)
 
 
-@call_rule(itertools.chain.from_iterable)
-def _chain_from_iterable(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(itertools.chain.from_iterable)
+def _chain_from_iterable(state: CaptureState, *args: Value) -> Any:
     iterables = (_Items(state, iterable) for iterable in _Items(state, args[-1]))
-    return RealIterator(itertools.chain.from_iterable(iterables), itertools.chain)
+    return RealIterator(itertools.chain.from_iterable(iterables))
 
 
-@call_rule(itertools.compress)
-def _compress(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def make(data: Value, selectors: Value) -> Value:
-        truths = (item.truth(state) for item in _Items(state, selectors))
-        return RealIterator(itertools.compress(_Items(state, data), truths), itertools.compress)
-
-    return make(*args, **kwargs)
+@answer_to(itertools.compress)
+def _compress(state: CaptureState, data: Value, selectors: Value) -> Any:
+    truths = (item.truth(state) for item in _Items(state, selectors))
+    return RealIterator(itertools.compress(_Items(state, data), truths))
 
 
-@call_rule(itertools.accumulate)
-def _accumulate(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def make(iterable: Value, func: Value | None = None, *, initial: Value | None = None) -> Value:
-        def combine(total: Value, item: Value) -> Value:
-            if func is None or _is_none(func):
-                return operators.binary(state, "+", total, item)
-            return func.call(state, [total, item], {})
+@answer_to(itertools.accumulate)
+def _accumulate(
+    state: CaptureState, iterable: Value, func: Value | None = None, *, initial: Value | None = None
+) -> Any:
+    def combine(total: Value, item: Value) -> Value:
+        if func is None or _is_none(func):
+            return operators.binary(state, "+", total, item)
+        return func.call(state, [total, item], {})
 
-        start = None if _is_none(initial) else initial
-        real = itertools.accumulate(_Items(state, iterable), combine, initial=start)
-        return RealIterator(real, itertools.accumulate)
-
-    return make(*args, **kwargs)
+    start = None if _is_none(initial) else initial
+    return RealIterator(itertools.accumulate(_Items(state, iterable), combine, initial=start))
 
 
-@call_rule(itertools.pairwise)
-def _pairwise(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (iterable,) = args
-    return RealIterator(itertools.pairwise(_Items(state, iterable)), itertools.pairwise)
-
-
-@call_rule(itertools.starmap)
-def _starmap(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, iterable = args
+@answer_to(itertools.starmap)
+def _starmap(state: CaptureState, function: Value, iterable: Value) -> Any:
     tuples = ((state.items_of(item),) for item in _Items(state, iterable))
-    real = itertools.starmap(lambda items: function.call(state, items, {}), tuples)
-    return RealIterator(real, itertools.starmap)
+    return RealIterator(itertools.starmap(lambda items: function.call(state, items, {}), tuples))
 
 
-@call_rule(itertools.zip_longest)
-def _zip_longest(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    fill = kwargs.pop("fillvalue", ConstantValue(None))
-    if kwargs:
-        raise TypeError("zip_longest() takes only fillvalue by name")
+@answer_to(itertools.zip_longest)
+def _zip_longest(state: CaptureState, *args: Value, fillvalue: Value | None = None) -> Any:
     iterables = [_Items(state, argument) for argument in args]
-    return RealIterator(itertools.zip_longest(*iterables, fillvalue=fill), itertools.zip_longest)
+    return RealIterator(itertools.zip_longest(*iterables, fillvalue=fillvalue or ConstantValue(None)))
 
 
-@call_rule(itertools.groupby)
-def _groupby(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def make(iterable: Value, key: Value | None = None) -> Value:
-        def key_of(item: Value) -> _ByValue:
-            return _ByValue(state, item if key is None or _is_none(key) else key.call(state, [item], {}))
+@answer_to(itertools.groupby)
+def _groupby(state: CaptureState, iterable: Value, key: Value | None = None) -> Any:
+    def key_of(item: Value) -> _ByValue:
+        return _ByValue(state, item if key is None or _is_none(key) else key.call(state, [item], {}))
 
-        return RealIterator(itertools.groupby(_Items(state, iterable), key_of), itertools.groupby)
-
-    return make(*args, **kwargs)
+    return RealIterator(itertools.groupby(_Items(state, iterable), key_of))
 
 
-@call_rule(itertools.tee)
-def _tee(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    iterable, *count = args
+@answer_to(itertools.tee)
+def _tee(state: CaptureState, iterable: Value, *count: Value) -> Any:
     copies = itertools.tee(_Items(state, iterable), *(number.as_constant() for number in count))
-    return SequenceValue([RealIterator(copy, type(copy)) for copy in copies], tuple)
+    return SequenceValue([RealIterator(copy) for copy in copies], tuple)

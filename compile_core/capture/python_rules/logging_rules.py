@@ -8,7 +8,7 @@ from typing import Any
 
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
@@ -24,10 +24,9 @@ def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:
     return enabled
 
 
-@call_rule(logging.Logger.isEnabledFor)
-def _is_enabled_for(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    logger, level = args
-    return ConstantValue(_is_enabled(state, logger, level.as_constant()))
+answer_to(logging.Logger.isEnabledFor)(
+    lambda state, logger, level: _is_enabled(state, logger, level.as_constant())
+)
 
 
 def _level_rule(function: Callable[..., Any], level: int | None) -> CallRule:

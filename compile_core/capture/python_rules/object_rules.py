@@ -14,7 +14,7 @@ from gradsplit.compile_core.capture.operations import operator_rules
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.python_rules import builtin_rules
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey, IdentityValue
@@ -24,15 +24,11 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 assert builtin_rules and operator_rules
 
 
-@call_rule(id)
-def _id(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return IdentityValue(value)
+answer_to(id)(lambda state, value: IdentityValue(value))
 
 
-@call_rule(hash)
-def _hash(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(hash)
+def _hash(state: CaptureState, value: Value) -> Any:
     key = value.hash_key(state)
     if isinstance(key, ComputedKey):
         return ConstantValue(key.hashed)
@@ -44,9 +40,8 @@ def _hash(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> V
         ) from None
 
 
-@call_rule(dir)
-def _dir(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
+@answer_to(dir)
+def _dir(state: CaptureState, value: Value) -> Any:
     if isinstance(value, ClassValue):
         names = dir(value.real)
         place = state.reference_source(value.real.__qualname__, value.real)

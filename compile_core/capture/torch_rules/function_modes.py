@@ -6,10 +6,12 @@ other mode ends the graph: what it is shown are the calls of plain Python.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
@@ -17,9 +19,8 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 _BY_TENSORS = ("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex")
 
 
-@call_rule(torch._C._push_on_torch_function_stack)
-def _push(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (mode,) = args
+@answer_to(torch._C._push_on_torch_function_stack)
+def _push(state: CaptureState, mode: Value) -> Any:
     cls = mode.python_type()
     if (cls.__module__, cls.__qualname__) != _BY_TENSORS:
         raise state.unsupported(

@@ -14,7 +14,6 @@ from gradsplit.compile_core.capture.values.tensors import (
     ATTRIBUTE_STORES,
     TensorValue,
     attribute_read,
-    method_rule,
 )
 from gradsplit.compile_core.ir.sources import AttributeSource
 
@@ -82,15 +81,3 @@ def _data(state: CaptureState, tensor: TensorValue) -> Value:
     if isinstance(made, TensorValue):
         state.graph.alias_made(tensor.node, made.fake)
     return made
-
-
-@method_rule("requires_grad_")
-def _requires_grad(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
-    """Only where it changes nothing."""
-
-    def bind(requires_grad: Value | None = None) -> bool:
-        return True if requires_grad is None else requires_grad.truth(state)
-
-    return tensor if tensor.fake.requires_grad == bind(*args, **kwargs) else None

@@ -14,7 +14,7 @@ from gradsplit.compile_core.capture.object_model.existing_objects import Callabl
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
 from gradsplit.compile_core.capture.torch_rules.global_state import autocast_state
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
@@ -148,17 +148,15 @@ CALL_RULES[torch.no_grad] = _grad_mode_rule(torch.no_grad, False)
 CALL_RULES[torch.enable_grad] = _grad_mode_rule(torch.enable_grad, True)
 
 
-@call_rule(torch.set_grad_enabled)
-def _set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (mode,) = args
+@answer_to(torch.set_grad_enabled)
+def _set_grad_enabled(state: CaptureState, mode: Value) -> Any:
     made = GradMode(torch.set_grad_enabled, _flag(state, mode), torch.is_grad_enabled())
     set_grad_mode(state, made.enabled)
     return made
 
 
-@call_rule(torch._C._set_grad_enabled)
-def _raw_set_grad_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (mode,) = args
+@answer_to(torch._C._set_grad_enabled)
+def _raw_set_grad_enabled(state: CaptureState, mode: Value) -> Any:
     set_grad_mode(state, _flag(state, mode))
     return ConstantValue(None)
 
@@ -259,24 +257,22 @@ def _autocast_of(state: CaptureState, made_before: Value) -> AutocastMode:
     return AutocastMode(arguments, made_before)
 
 
-@call_rule(torch.autocast, torch.amp.autocast)
-def _autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(
-        device_type: Value,
-        dtype: Value | None = None,
-        enabled: Value | None = None,
-        cache_enabled: Value | None = None,
-    ) -> Value:
-        parts = (device_type, dtype, enabled, cache_enabled)
-        real = [None if part is None else part.as_constant() for part in parts]
-        return AutocastMode((real[0], real[1], True if real[2] is None else real[2], real[3]))
-
-    return bind(*args, **kwargs)
+@answer_to(torch.autocast, torch.amp.autocast)
+def _autocast(
+    state: CaptureState,
+    device_type: Value,
+    dtype: Value | None = None,
+    enabled: Value | None = None,
+    cache_enabled: Value | None = None,
+) -> Any:
+    parts = (device_type, dtype, enabled, cache_enabled)
+    real = [None if part is None else part.as_constant() for part in parts]
+    return AutocastMode((real[0], real[1], True if real[2] is None else real[2], real[3]))
 
 
-@call_rule(torch.cuda.amp.autocast)
-def _cuda_autocast(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return _autocast(state, [ConstantValue("cuda"), *args], kwargs)
+@answer_to(torch.cuda.amp.autocast)
+def _cuda_autocast(state: CaptureState, *args: Value, **kwargs: Value) -> Any:
+    return _autocast(state, ConstantValue("cuda"), *args, **kwargs)
 
 
 class ProfilerRange(ModeValue):

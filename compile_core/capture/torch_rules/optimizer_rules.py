@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule, decorator_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, decorator_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
@@ -36,9 +36,9 @@ def _wrapped(decorated: types.FunctionType, variable: str) -> types.FunctionType
     return dict(cells)[variable].cell_contents
 
 
-@call_rule(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)
-def _is_compiling(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(not state.calling_module().startswith(_SCOPE))
+answer_to(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)(
+    lambda state: not state.calling_module().startswith(_SCOPE)
+)
 
 
 @decorator_rule(_disable_dynamo(lambda: None))
@@ -104,32 +104,24 @@ def _step_hooks(state: CaptureState, owner: Value, name: str, *, global_first: b
     return found
 
 
-def _no_check(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(None)
-
-
 # Warns and raises about the recording of graphs of an accelerator, which a captured step has no part in.
 for _name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
     if hasattr(library.Optimizer, _name):
-        call_rule(getattr(library.Optimizer, _name))(_no_check)
+        answer_to(getattr(library.Optimizer, _name))(lambda state, *args, **kwargs: None)
 
 
-@call_rule(library.Optimizer._group_tensors_by_device_and_dtype, torch._C._group_tensors_by_device_and_dtype)
-def _group_tensors(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+@answer_to(library.Optimizer._group_tensors_by_device_and_dtype, torch._C._group_tensors_by_device_and_dtype)
+def _group_tensors(state: CaptureState, lists: Value, with_indices: Value | None = None) -> Any:
     """Lists of tensors side by side, cut into groups by the device and dtype of the first list."""
-
-    def bind(lists: Value, with_indices: Value | None = None) -> Value:
-        columns = [state.items_of(column) for column in state.items_of(lists)]
-        groups: dict[Any, list[int]] = {}
-        for index, tensor in enumerate(columns[0]):
-            key = tuple(tensor.get_attribute(state, name).as_constant() for name in ("device", "dtype"))
-            groups.setdefault(key, []).append(index)
-        pairs: list[tuple[Value, Value]] = []
-        for key, indices in groups.items():
-            picked: list[Any] = [ListValue([column[k] for k in indices if column]) for column in columns]
-            wanted = with_indices is not None and with_indices.truth(state)
-            places = ListValue([ConstantValue(k) for k in indices if wanted])
-            pairs.append((state.from_constant(key), SequenceValue([ListValue(picked), places], tuple)))
-        return new_dict(pairs, state)
-
-    return bind(*args, **kwargs)
+    columns = [state.items_of(column) for column in state.items_of(lists)]
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(columns[0]):
+        key = tuple(tensor.get_attribute(state, name).as_constant() for name in ("device", "dtype"))
+        groups.setdefault(key, []).append(index)
+    pairs: list[tuple[Value, Value]] = []
+    for key, indices in groups.items():
+        picked: list[Any] = [ListValue([column[k] for k in indices if column]) for column in columns]
+        wanted = with_indices is not None and with_indices.truth(state)
+        places = ListValue([ConstantValue(k) for k in indices if wanted])
+        pairs.append((state.from_constant(key), SequenceValue([ListValue(picked), places], tuple)))
+    return new_dict(pairs, state)

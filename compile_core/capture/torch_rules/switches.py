@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answers, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
 
@@ -66,18 +66,18 @@ for _switch in SWITCHES:
     CALL_RULES[_switch.get] = _get_rule(_switch.get)
 
 
-def _anomaly_rule(position: int) -> CallRule:
+def _read_anomaly(state: CaptureState, position: int) -> bool:
     (switch,) = (switch for switch in SWITCHES if switch.set is torch.set_anomaly_enabled)
-
-    def read(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        _guard(state, switch)
-        return ConstantValue(switch.read()[position])
-
-    return read
+    _guard(state, switch)
+    return switch.read()[position]
 
 
-CALL_RULES[torch.is_anomaly_enabled] = _anomaly_rule(0)
-CALL_RULES[torch.is_anomaly_check_nan_enabled] = _anomaly_rule(1)
+answers(
+    {
+        torch.is_anomaly_enabled: lambda state: _read_anomaly(state, 0),
+        torch.is_anomaly_check_nan_enabled: lambda state: _read_anomaly(state, 1),
+    }
+)
 
 _ATTENTION_KERNELS = {
     "_set_sdp_use_flash": SDPBackend.FLASH_ATTENTION,

@@ -14,9 +14,13 @@ from torch.nn import functional
 
 from gradsplit.compile_core.capture.torch_rules.global_state import attention_kernels
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, call_rule
-from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
-from gradsplit.compile_core.capture.values.references import ReferenceValue
+from gradsplit.compile_core.capture.values.call_rules import (
+    CALL_RULES,
+    CallRule,
+    answer_to,
+    fold_rule,
+)
+from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.
@@ -157,22 +161,6 @@ def find_torch_rule(function: Any) -> CallRule | None:
     return None
 
 
-# Pure functions of metadata: with tensors they read the fake.
-_METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj)
-
-
-def _metadata_rule(function: Any) -> CallRule:
-    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        (tensor,) = args
-        if not isinstance(tensor, TensorValue):
-            raise TypeError("the argument is not a tensor")
-        return state.from_constant(function(tensor.fake))
-
-    return answer
-
-
-CALL_RULES.update({function: _metadata_rule(function) for function in _METADATA_FUNCTIONS})
-
 _PURE = (
     torch.promote_types,
     torch.can_cast,
@@ -183,14 +171,7 @@ _PURE = (
 )
 
 
-def _fold_rule(function: Any) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return fold(state, function, args, kwargs)
-
-    return call
-
-
-CALL_RULES.update({function: _fold_rule(function) for function in _PURE})
+CALL_RULES.update({function: fold_rule(function) for function in _PURE})
 
 # Global state that every check guards, so its value at capture (with the captured changes) is the answer.
 _STATE_QUERIES = (
@@ -202,69 +183,25 @@ _STATE_QUERIES = (
     torch._C._get_tracing_state,
     torch._C._get_privateuse1_backend_name,
 )
-CALL_RULES.update({function: _fold_rule(function) for function in _STATE_QUERIES})
+CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES})
 
 
-_SCRIPTING_QUERIES = ("is_scripting", "is_tracing")
-
-
-def _answer(value: Any) -> CallRule:
-    def answer(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return ConstantValue(value)
-
-    return answer
-
-
-for _function in (_jit_internal.is_scripting, *(getattr(torch.jit, name) for name in _SCRIPTING_QUERIES)):
-    CALL_RULES[_function] = _answer(False)
 for _function in (
+    _jit_internal.is_scripting,
+    torch.jit.is_scripting,
+    torch.jit.is_tracing,
     torch.overrides.has_torch_function,
     torch.overrides.has_torch_function_unary,
     torch.overrides.has_torch_function_variadic,
 ):
-    CALL_RULES[_function] = _answer(False)
+    answer_to(_function)(lambda state, *args, **kwargs: False)
+
+answer_to(torch.is_inference_mode_enabled)(lambda state: state.inference_mode)
+answer_to(torch.is_tensor)(lambda state, value: isinstance(value, TensorValue))
 
 
-@call_rule(torch.is_inference_mode_enabled)
-def _is_inference_mode_enabled(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ConstantValue(state.inference_mode)
-
-
-@call_rule(torch.is_tensor)
-def _is_tensor(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    (value,) = args
-    return ConstantValue(isinstance(value, TensorValue))
-
-
-@call_rule(torch._assert)
-def _assert(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    condition, message = args
+@answer_to(torch._assert)
+def _assert(state: CaptureState, condition: Value, message: Value) -> Any:
     if condition.truth(state):
         return ConstantValue(None)
     raise state.raise_exception(AssertionError, message.as_constant())
-
-
-class NumberLimits(ReferenceValue):
-    """``torch.finfo`` or ``torch.iinfo`` of a dtype."""
-
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        try:
-            return ConstantValue(getattr(self.real, name))
-        except AttributeError as error:
-            raise state.raise_exception(AttributeError, str(error)) from None
-
-
-def _limits_rule(cls: type) -> CallRule:
-    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        real = [argument.as_constant() for argument in args]
-        named = {name: argument.as_constant() for name, argument in kwargs.items()}
-        try:
-            return NumberLimits(cls(*real, **named))
-        except TypeError as error:
-            raise state.raise_exception(TypeError, str(error)) from None
-
-    return call
-
-
-for _limits in (torch.finfo, torch.iinfo):
-    CALL_RULES[_limits] = _limits_rule(_limits)

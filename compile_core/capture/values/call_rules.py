@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 
 CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 
@@ -22,6 +23,34 @@ def call_rule(*targets: Any) -> Callable[[CallRule], CallRule]:
         return function
 
     return register
+
+
+def answer_to(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule written as a function of the state and the arguments by their names.
+
+    What it gives is a constant if it is no value; arguments that it does not take end the graph.
+    """
+
+    def register(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def rule(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+            given = answer(state, *args, **kwargs)
+            return given if isinstance(given, Value) else ConstantValue(given)
+
+        CALL_RULES.update(dict.fromkeys(targets, rule))
+        return answer
+
+    return register
+
+
+def fold_rule(function: Any) -> CallRule:
+    """The rule of a pure function of known arguments."""
+    return lambda state, args, kwargs: fold(state, function, args, kwargs)
+
+
+def answers(table: Mapping[Any, Callable[..., Any]]) -> None:
+    """The same for a table of functions, each with its answer."""
+    for target, answer in table.items():
+        answer_to(target)(answer)
 
 
 # Rules for the functions that a decorator of a library makes: by their common code, given the function.

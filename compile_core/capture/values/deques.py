@@ -6,7 +6,7 @@ import collections
 from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator, fold
 from gradsplit.compile_core.capture.values.containers import Item, ListValue
 from gradsplit.compile_core.errors import InternalError
@@ -135,13 +135,10 @@ class DequeIterator(SequenceIterator):
         return super().advance(state)
 
 
-@call_rule(collections.deque)
-def _deque(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def make(iterable: Value | None = None, maxlen: Value | None = None) -> Value:
-        limit = None if maxlen is None else maxlen.as_constant()
-        made = DequeValue([], limit)
-        if iterable is not None:
-            made.extend(state, iterable)
-        return made
-
-    return make(*args, **kwargs)
+@answer_to(collections.deque)
+def _deque(state: CaptureState, iterable: Value | None = None, maxlen: Value | None = None) -> Any:
+    limit = None if maxlen is None else maxlen.as_constant()
+    made = DequeValue([], limit)
+    if iterable is not None:
+        made.extend(state, iterable)
+    return made

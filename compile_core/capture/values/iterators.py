@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import call_rule
+from gradsplit.compile_core.capture.values.call_rules import answer_to, answers, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 
@@ -164,32 +164,25 @@ class SliceIterator(IteratorValue):
         return item
 
 
-@call_rule(zip)
-def _zip(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    strict = kwargs.pop("strict", ConstantValue(False)).truth(state)
-    if kwargs:
-        raise TypeError("zip() takes only strict by name")
-    return ZipIterator([argument.iterate(state) for argument in args], strict)
+@answer_to(zip)
+def _zip(state: CaptureState, *iterables: Value, strict: Value | None = None) -> Any:
+    iterators = [iterable.iterate(state) for iterable in iterables]
+    return ZipIterator(iterators, strict is not None and strict.truth(state))
 
 
-@call_rule(enumerate)
-def _enumerate(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    def bind(iterable: Value, start: Value | None = None) -> Value:
-        return EnumerateIterator(iterable.iterate(state), 0 if start is None else start.as_constant())
-
-    return bind(*args, **kwargs)
+@answer_to(enumerate)
+def _enumerate(state: CaptureState, iterable: Value, start: Value | None = None) -> Any:
+    return EnumerateIterator(iterable.iterate(state), 0 if start is None else start.as_constant())
 
 
-@call_rule(map)
-def _map(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, *iterables = args
-    return MapIterator(function, [iterable.iterate(state) for iterable in iterables])
-
-
-@call_rule(filter)
-def _filter(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    function, iterable = args
-    return FilterIterator(function, iterable.iterate(state))
+answers(
+    {
+        map: lambda state, function, *iterables: MapIterator(
+            function, [iterable.iterate(state) for iterable in iterables]
+        ),
+        filter: lambda state, function, iterable: FilterIterator(function, iterable.iterate(state)),
+    }
+)
 
 
 @call_rule(itertools.count)
@@ -198,6 +191,4 @@ def _count(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> 
     return CountIterator(start, step)
 
 
-@call_rule(itertools.chain)
-def _chain(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ChainIterator(list(args))
+answer_to(itertools.chain)(lambda state, *iterables: ChainIterator(list(iterables)))
