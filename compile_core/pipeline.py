@@ -17,7 +17,7 @@ import torch
 from gradsplit.compile_core import config
 from gradsplit.compile_core.autograd.bound_graphs.bind import BoundGraph, bind_autograd
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import differentiable_backward
-from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_inputs, updating
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
@@ -53,8 +53,8 @@ class SchedulePlanner(Protocol):
     def plan_backward(
         self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]
     ) -> tuple[Schedule, Communicator | None]:
-        """The backward of ``graph``, traced for the real ``inputs``, in segments, and who takes the gradients that it
-        stores. Gradients that it returns are autograd's to deliver."""
+        """The backward of ``graph``, traced for the real ``inputs``, in segments, and whose destinations it stores
+        gradients in. Gradients that it returns are autograd's to deliver."""
         ...
 
 
@@ -195,19 +195,19 @@ def compile_stages(
         updated = updated_inputs(graph) if again is None else {}
         schedule = whole_schedule("forward", graph.forward, updated, graph.num_outputs)
         finish_forward = _start_regions(schedule, backend, options, dump)
-        finish_backward = None
+        finish_backward = stored = None
         if graph.backward is not None:
             # Gradients with a history are autograd's.
             schedule, communicator = _plan_backward(graph, inputs, planner if again is None else None)
-            finish_backward = _start_regions(schedule, backend, options, dump, communicator)
+            finish_backward = _start_regions(schedule, backend, options, dump)
+            stored = StoredGradients.of(graph, schedule, communicator)
         forward = finish_forward()
         backward = None if finish_backward is None else finish_backward()
         run_forward, run_backward = updating(forward, graph, updated), backward
         if options.cuda_graphs:
             changed = tuple(updated.values())
             run_forward, run_backward = with_cuda_graphs(graph, run_forward, backward, changed)
-        taken = backward and TakenGradients.of(graph, backward.schedule, backward.communicator)
-        bound = bind_autograd(graph, run_forward, run_backward, again, updated, taken)
+        bound = bind_autograd(graph, run_forward, run_backward, again, updated, stored)
         return CompiledGraph(bound, forward, backward, graph)
 
     # What a CUDA graph recorded has its sizes for good.
@@ -237,18 +237,14 @@ def _plan_backward(
 
 
 def _start_regions(
-    schedule: Schedule,
-    backend: RegionBackend,
-    options: CompileOptions,
-    dump: StageDump,
-    communicator: Communicator | None = None,
+    schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
 ) -> Callable[[], Executable]:
     """Starts to compile all regions of a schedule; what it returns waits for them and links them."""
     dump(schedule.name, print_schedule, schedule)
     if options.verify:
         verify_schedule(schedule)
     started = {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}
-    return lambda: link(schedule, {name: finish() for name, finish in started.items()}, communicator)
+    return lambda: link(schedule, {name: finish() for name, finish in started.items()})
 
 
 def _device_type(examples: Sequence[Any]) -> str:

@@ -35,7 +35,7 @@ from gradsplit.distributed.eligibility import (
     reason_of_call,
     shares_parameters,
 )
-from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.in_graph_way import InGraphWay, is_synchronised, what_is_reduced
 from gradsplit.distributed.reducer_way import ReducerWay
 
@@ -90,7 +90,7 @@ class CompiledDDP:
         return [] if self._in_graph is None else self._in_graph.graphs
 
     @property
-    def buckets(self) -> GradientBuckets | None:
+    def buckets(self) -> Buckets | None:
         """The gradients of the in-graph way; ``None`` before the first call and in the other way."""
         return None if self._in_graph is None or self.reason_for_reducer else self._in_graph.buckets
 
@@ -133,7 +133,7 @@ class CompiledDDP:
         before, way = self._in_graph, self._way()
         if before is not None and before is not way:
             # The backward to come is the other's, though a forward before may have had none.
-            before.buckets.expecting = False
+            before.communicator.expecting = False
         return way(*args, **kwargs)
 
     def _way(self) -> InGraphWay | ReducerWay:

@@ -97,7 +97,7 @@ class GraphForms:
         return program
 
     def _compile(self, inputs: Sequence[Any]) -> Any:
-        self._planner.buckets.refuse_changed()
+        self._planner.communicator.refuse_changed()
         with normal_tensors():
             return compile_graph(
                 self._captured,

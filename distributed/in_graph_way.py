@@ -28,7 +28,8 @@ from gradsplit.distributed.collectives.broadcast_buffers import BufferBroadcast
 from gradsplit.distributed.ddp_module import Names, process_group
 from gradsplit.distributed.ddp_options import DDPOptions
 from gradsplit.distributed.gradients.bucket_buffers import described
-from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.buckets import Buckets
+from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
 from gradsplit.distributed.gradients.static_graph import StaticGraph, changed, shown
 from gradsplit.distributed.graph_forms import GraphForms
 from gradsplit.distributed.optimizer_steps.partial_optimizer import PartialOptimizer
@@ -66,6 +67,7 @@ class InGraphWay:
 
     Attributes:
         buckets: the module's gradients.
+        communicator: has them reduced.
         settler: chooses which of them are reduced together.
         graphs: what was compiled.
     """
@@ -86,10 +88,11 @@ class InGraphWay:
             stepper = StepInBackward(self._optimizer, parameters, averaging.on_streams)
         watch, park = self._agreement.watch, functools.partial(park_again, weakref.ref(ddp))
         watch.watch_over(averaging)
-        self.buckets = GradientBuckets(parameters, group, averaging, watch, stepper, park)
-        self.settler = PlanSettler(self.buckets)
-        self._broadcast_buffers = BufferBroadcast(ddp, self.buckets.group, self.buckets.wait, watch.begins)
-        self._planner = DDPPlanner(ddp, self.buckets)
+        self.buckets = Buckets(parameters, group, averaging, watch, stepper)
+        self.communicator = DDPCommunicator(self.buckets, park)
+        self.settler = PlanSettler(self.communicator)
+        self._broadcast_buffers = BufferBroadcast(ddp, group, self.buckets.wait, watch.begins)
+        self._planner = DDPPlanner(ddp, self.communicator)
         self._forms: list[GraphForms] = []
         self._make_functions()
 
@@ -116,18 +119,18 @@ class InGraphWay:
             self._optimizer.give_back()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ddp, buckets = self._ddp, self.buckets
+        ddp, buckets, communicator = self._ddp, self.buckets, self.communicator
         self._agreement.watch.at_point(is_synchronised(ddp))
-        buckets.begin_forward()
+        communicator.begin_forward()
         if ddp.module is not self._module:
             self._make_functions()
         if not is_synchronised(ddp):
             args, kwargs = self._prepare(args, kwargs)
             ddp.require_forward_param_sync = False
             return self._local(*args, **kwargs)
-        if buckets.missing and buckets.static_graph is not None:
-            missing = f"{len(buckets.missing)} parameters that got one in the first: {shown(buckets.missing)}"
-            raise RuntimeError(changed(f"the last backward gave no gradient to {missing}"))
+        if (missing := communicator.missing) and buckets.static_graph is not None:
+            named = f"{len(missing)} parameters that got one in the first: {shown(missing)}"
+            raise RuntimeError(changed(f"the last backward gave no gradient to {named}"))
         if buckets.plan is not None and ddp.static_graph and buckets.static_graph is None:
             raise RuntimeError(
                 "_set_static_graph() was called after a step; call it before the first, on all ranks"
@@ -136,7 +139,7 @@ class InGraphWay:
         try:
             args, kwargs = self._prepare(args, kwargs)
             ddp.require_forward_param_sync = True
-            self._planner.hooked = buckets.hooked()
+            self._planner.hooked = communicator.hooked()
             result = self._synchronised(*args, **kwargs)
         except BaseException as error:
             self._tell_others(error)
@@ -146,8 +149,8 @@ class InGraphWay:
             buckets.static_graph = StaticGraph() if ddp.static_graph else None
             # The first rank's: another's branches, hooks or graph breaks may have gradients come in another order.
             verdict = self._agreement.settle(_FIRST_CALL, None, offer=self._planner.first_order())
-            buckets.adopt(self._planner.first_plan(verdict.offer))
-        buckets.expect_backward(result)
+            communicator.adopt(self._planner.first_plan(verdict.offer))
+        communicator.expect_backward(result)
         return result
 
     def _tell_others(self, error: BaseException) -> None:

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+
+# By destination, who gets the value of its gradient.
+WantedValues = Mapping[str, Callable[[torch.Tensor], None]]
 
 
 class Communicator(Protocol):
     """Owns the places that destinations name, and the collectives over them.
 
-    When a program that has destinations runs, it asks for each of them and tells which have been written. What is
-    started when is not the program's concern: gradients of one collective may come from several programs.
+    What is started when is not the program's concern: gradients of one collective may come from several programs.
     """
 
     def anchor(self, names: Sequence[str]) -> torch.Tensor:
         """A tensor that requires a gradient and never gets one. It stands for the inputs of a program whose gradients
-        are taken, those of these destinations: the engine reaches it exactly where it is to accumulate them."""
+        are stored in these destinations: the engine reaches it exactly where it is to accumulate them."""
         ...
 
     def expect(self, node: Any, names: Sequence[str]) -> None:
         """Called in a forward: when the engine runs ``node`` of autograd's graph, these destinations are written."""
         ...
 
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        """Called first in a backward: those of these destinations whose gradients are asked for as values. If there are
-        any, nothing is stored, and ``take_values`` is called behind it."""
+    def wanted_values(self, names: Sequence[str]) -> WantedValues:
+        """Called first in a backward: those of these destinations whose gradients are asked for as values, which are
+        given unless they are undefined. If there are any, the program stores nothing: it does not ``begin``."""
         ...
 
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """The values that were wanted of a program, but those that are undefined."""
+    def begin(self, node: Any, undefined: Mapping[str, Collection[int]]) -> Destinations:
+        """The engine runs the backward of ``node``.
+
+        Args:
+            undefined: destinations that are undefined, with the results of the node that each depends on: no gradient
+                came to any of these.
+        """
         ...
 
-    def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None:
-        """Called in a backward, before ``begin``: what the program of ``node`` stores there is undefined, as to none of
-        these results of the node, which it depends on, a gradient came."""
-        ...
 
-    def begin(self) -> None:
-        """Called in a backward, before the first region of a program runs."""
-        ...
+class Destinations(Protocol):
+    """Where one run of a backward stores. It asks before each region, and says after it what is written."""
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
-        """What ``destinations`` will give for these in the backward that has begun, where these are the tensors that
-        a backward stores to as a rule: only another plan moves them. ``None`` in an exceptional backward, whose results
-        are not stored or come on top of others."""
+        """What ``destinations`` will give for these, where these are the tensors that a backward stores to as a rule:
+        only another plan moves them. ``None`` in an exceptional run, whose results are not stored or come on top of
+        others."""
         ...
 
     def destinations(self, names: Sequence[str]) -> Sequence[torch.Tensor]:
@@ -53,7 +55,7 @@ class Communicator(Protocol):
         ...
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
-        """Called behind each region: these destinations, which may be none, are written. Returns at once.
+        """Called after each region: these destinations, which may be none, are written. Returns at once.
 
         Args:
             names: of the destinations.

@@ -144,17 +144,18 @@ def graph_programs(
     primals = {node.name for node in graph_inputs(graph.forward)}
     computed = [position for position, name in enumerate(graph.saved) if name not in primals]
     num_inputs, num_stored = len(backward.schedule.inputs), len(backward.schedule.destinations)
+    storing = StoringProgram(backward) if num_stored else None
     graphed_backward = GraphedProgram(
         "CUDA graph of a backward",
-        StoringProgram(backward) if num_stored else backward,
-        SegmentRecorder(recorder) if num_stored else recorder,
+        storing or backward,
+        SegmentRecorder(recorder) if storing else recorder,
         len(graph_results(graph.backward)),
         changed=range(num_inputs, num_inputs + num_stored),
         copied_in=range(len(graph.saved), num_inputs),
         forward=graphed,
         kept={position: graph.num_outputs + k for k, position in enumerate(computed)},
     )
-    return graphed, GraphedBackward(backward, graphed_backward) if num_stored else graphed_backward
+    return graphed, GraphedBackward(storing, graphed_backward) if storing else graphed_backward
 
 
 def reason_against(module: torch.fx.GraphModule) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.errors import InternalError
-from gradsplit.compile_core.ir.communicator import Communicator, RegionObserver
+from gradsplit.compile_core.ir.communicator import Destinations, RegionObserver
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.schedule import Schedule
 
@@ -27,38 +27,35 @@ Region = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 class Executable:
     """A linked schedule: called with what ``schedule.inputs`` names, it returns ``schedule.outputs``.
 
+    Where it stores for a communicator, it is given the destinations of the run, too.
+
     The list of inputs is emptied, so that memory that nobody else holds is free after its last use.
     """
 
     schedule: Schedule
     regions: Mapping[str, Region]
-    communicator: Communicator | None
     observer: RegionObserver | None = None
     _last_reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _unread: Mapping[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
-    # Of each region.
-    _destinations: Sequence[tuple[str, ...]] = field(default=(), repr=False)
+    # By region, the names of its destinations.
+    _stored: Sequence[tuple[str, ...]] = field(default=(), repr=False)
     _only: Region | None = field(default=None, repr=False)
 
-    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def __call__(
+        self, inputs: list[torch.Tensor], destinations: Destinations | None = None
+    ) -> Sequence[torch.Tensor | None]:
         if self._only is not None and self.observer is None:
             return self._only(inputs)
-        if self.communicator is not None:
-            self.communicator.begin()
-        return self.run(inputs)
-
-    def run(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """A call whose communicator knows already that it begins."""
         values = dict(zip(self.schedule.inputs, inputs, strict=True))
         inputs.clear()
-        communicator, observer = self.communicator, self.observer
+        observer = self.observer
         for position, compute in enumerate(self.schedule.computes):
             arguments = [values[name] for name in compute.inputs]
             for name in self._last_reads[position]:
                 del values[name]
-            stored = self._destinations[position]
-            if communicator is not None:
-                arguments += communicator.destinations(stored)
+            stored = self._stored[position]
+            if destinations is not None:
+                arguments += destinations.destinations(stored)
             if observer is not None:
                 observer.region_started(compute.name)
             results = self.regions[compute.name](arguments)
@@ -68,32 +65,28 @@ class Executable:
             del arguments, results
             for name in self._unread[position]:
                 del values[name]
-            if communicator is not None:
-                communicator.arrived(stored, values)
+            if destinations is not None:
+                destinations.arrived(stored, values)
         return [None if name is None else values[name] for name in self.schedule.outputs]
 
 
-def link(schedule: Schedule, regions: Mapping[str, Region], communicator: Communicator | None) -> Executable:
-    """Joins a schedule with its compiled regions and, where it has destinations, with the communicator.
+def link(schedule: Schedule, regions: Mapping[str, Region]) -> Executable:
+    """Joins a schedule with its compiled regions.
 
     Raises:
-        InternalError: a region is missing, or the schedule needs a communicator and there is none.
+        InternalError: a region is missing.
     """
     missing = [compute.name for compute in schedule.computes if compute.name not in regions]
     if missing:
         raise InternalError(f"schedule {schedule.name} has no compiled region for {missing}")
-    reduces = bool(schedule.destinations)
-    if reduces and communicator is None:
-        raise InternalError(f"schedule {schedule.name} has destinations, but no communicator was given")
     last_reads, unread = _lifetimes(schedule)
     return Executable(
         schedule,
         regions,
-        communicator if reduces else None,
         _last_reads=last_reads,
         _unread=unread,
-        _destinations=[tuple(compute.destinations.values()) for compute in schedule.computes],
-        _only=None if reduces else _only_region(schedule, regions),
+        _stored=[tuple(compute.destinations.values()) for compute in schedule.computes],
+        _only=None if schedule.destinations else _only_region(schedule, regions),
     )
 
 

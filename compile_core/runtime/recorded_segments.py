@@ -1,6 +1,6 @@
 """Recordings of a backward that stores gradients for a communicator: one for each region, and the news between them.
 
-The collectives are not part of a recording. Whoever owns them is told behind the replay of each region what has been
+The collectives are not part of a recording. Whoever owns them is told after the replay of each region what has been
 written, as in a plain run, and starts them by rules of its own. NCCL could be recorded with the kernels, but asks then
 that all ranks record together and replay alike, always. A rank whose gradients add up to others', whose result is still
 held, or whose parameter moved, must run plainly while the others replay; the process group's watchdog sees recorded
@@ -13,26 +13,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.ir.communicator import Destinations
 from gradsplit.compile_core.runtime.executable import Executable, Region
 from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
 
 
-@dataclass(frozen=True)
 class StoringProgram:
-    """An executable that is called with its destinations behind its inputs, so that it is known where they lie. Its
-    communicator has been told that it begins."""
+    """A backward that is called with its destinations after its inputs, so that it is known where they lie.
 
-    executable: Executable
+    Attributes:
+        destinations: of the run that is under way.
+    """
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self.destinations: Destinations | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         del inputs[len(self.executable.schedule.inputs) :]
-        return self.executable.run(inputs)
+        return self.executable(inputs, self.destinations)
+
+    def arrived(self, names: Sequence[str]) -> None:
+        """A region was replayed. Its values are not known: they are memory that the next segments use again."""
+        assert self.destinations is not None
+        self.destinations.arrived(names, None)
 
 
 class SegmentRecorder:
@@ -51,9 +60,8 @@ class SegmentRecorder:
         return self
 
     def record(self, program: Program, inputs: list[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-        assert isinstance(program, StoringProgram)
+        assert isinstance(program, StoringProgram) and program.destinations is not None
         executable = program.executable
-        assert executable.communicator is not None
         steps: list[Callable[[], None]] = []
         parts = self._recorder.in_parts()
 
@@ -68,10 +76,10 @@ class SegmentRecorder:
         recorded = replace(
             executable,
             regions={name: recording(name, region) for name, region in executable.regions.items()},
-            communicator=_NotedNews(executable.communicator, steps),
             observer=None,
         )
-        results = StoringProgram(recorded)(inputs)
+        del inputs[len(executable.schedule.inputs) :]
+        results = recorded(inputs, _NotedArrivals(program, program.destinations, steps))
 
         def replay() -> None:
             for step in steps:
@@ -80,24 +88,17 @@ class SegmentRecorder:
         return replay, results
 
 
-class _NotedNews:
-    """The communicator of a run that computes nothing yet: what it would be told is told in each replay."""
+class _NotedArrivals:
+    """The destinations of a run that computes nothing yet: what has arrived is told in each replay."""
 
-    def __init__(self, communicator: Communicator, steps: list[Callable[[], None]]) -> None:
-        self.anchor = communicator.anchor
-        self.expect = communicator.expect
-        self.wanted_values = communicator.wanted_values
-        self.take_values = communicator.take_values
-        self.leave_out = communicator.leave_out
-        self.begin = communicator.begin
-        self.destinations = communicator.destinations
-        self.usual_places = communicator.usual_places
-        self._arrived = communicator.arrived
-        self._steps = steps
+    def __init__(
+        self, program: StoringProgram, destinations: Destinations, steps: list[Callable[[], None]]
+    ) -> None:
+        self.destinations, self.usual_places = destinations.destinations, destinations.usual_places
+        self._program, self._steps = program, steps
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
-        # The values are not kept: they are memory that the next segments use again.
-        self._steps.append(functools.partial(self._arrived, names, None))
+        self._steps.append(functools.partial(self._program.arrived, names))
 
 
 def _replay(executable: Executable, name: str, replay: Callable[[], None]) -> None:
@@ -114,25 +115,26 @@ class GraphedBackward:
     """A backward with destinations that replays recordings where its gradients go to their places at once.
 
     Args:
-        executable: the backward.
-        graphed: replays it as a ``StoringProgram``, whose destinations it changes.
+        program: the backward.
+        graphed: replays it; it changes the destinations.
     """
 
-    def __init__(self, executable: Executable, graphed: GraphedProgram) -> None:
-        assert executable.communicator is not None
-        self._executable = executable
-        self._communicator = executable.communicator
+    def __init__(self, program: StoringProgram, graphed: GraphedProgram) -> None:
+        self._program = program
         self._graphed = graphed
-        self._names = executable.schedule.destinations
 
-    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        self._communicator.begin()
-        places = self._communicator.usual_places(self._names)
-        if places is not None:
+    def __call__(self, inputs: list[Any], destinations: Destinations) -> Sequence[Any]:
+        executable = self._program.executable
+        places = destinations.usual_places(executable.schedule.destinations)
+        if places is None:
+            values = self._graphed.restored(inputs)
+            inputs.clear()
+            return executable(values, destinations)
+        self._program.destinations = destinations
+        try:
             return self._graphed([*inputs, *places])
-        values = self._graphed.restored(inputs)
-        inputs.clear()
-        return self._executable.run(values)
+        finally:
+            self._program.destinations = None
 
     def restored(self, saved: Sequence[Any]) -> list[Any]:
         """See ``GraphedProgram``."""

@@ -38,7 +38,7 @@ class _Times:
 
 
 class ReadyTimes:
-    """Notes when gradients become ready, and the host's share; one observer of ``GradientBuckets`` for a few rounds."""
+    """Notes when gradients become ready, and the host's share; for a few rounds."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
@@ -74,7 +74,7 @@ class ReadyTimes:
         self._noted_s = perf_counter()
 
     def all_started(self, count: int) -> None:
-        """Right behind ``all_computed``, so many all-reduces were started."""
+        """Right after ``all_computed``, so many all-reduces were started."""
         self._starts_s.append((perf_counter() - self._noted_s) / count)
 
     def computed(self, names: Sequence[str]) -> tuple[list[float], float]:

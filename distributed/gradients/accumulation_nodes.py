@@ -1,12 +1,9 @@
 """Where autograd's engine accumulates the gradients of parameters, and who else has hooks there.
 
-A gradient that a compiled program stores never comes there, so hooks of the program's would silently not be called. The
-gradients of parameters that have some come through the engine, hence. Hooks may be the parameter's own, as
-``register_hook``, ``register_multi_grad_hook`` and ``register_post_accumulate_grad_hook`` make them, or those of the
-node: code that steps an optimizer in the backward, or that shards parameters, asks for the node and hangs hooks on it.
-
-Torch does not tell which hooks a node has. But all that Python has registered on a node are in one dictionary, which
-whoever registers one is given.
+A gradient that a compiled program stores never comes there, so hooks of the program's would silently not be called: the
+gradients of parameters with hooks come through the engine. Hooks may be the parameter's own (``register_hook``,
+``register_post_accumulate_grad_hook``) or the node's, as code that shards parameters has them. Torch does not list a
+node's hooks, but all that Python has registered are in one dictionary, which whoever registers one is given.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 # The parameter's own.
 _hooks = operator.attrgetter("_backward_hooks")
-_hooks_behind = operator.attrgetter("_post_accumulate_grad_hooks")
+_hooks_after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class _Notice(functools.partial[None]):
@@ -34,11 +31,9 @@ class AccumulationNodes:
 
     Args:
         reached: a method, called before a gradient is accumulated.
-        accumulated: one that is called behind it with the name, before all hooks of the program that are on the node:
-            as those of stock DDP's reducer, which are there from when the module was wrapped.
+        accumulated: one called afterwards with the name, before all other hooks on the node, as stock DDP's are.
 
-    Nodes are shared by all compiled forms of a module: their hooks do not keep the methods' objects alive, and go with
-    this object.
+    All compiled forms of a module share the nodes: hooks do not keep the methods' objects alive, and go with this one.
 
     Attributes:
         by_name: the nodes.
@@ -57,9 +52,9 @@ class AccumulationNodes:
         of_accumulated = weakref.WeakMethod(accumulated)
         for name, node in self.by_name.items():
             before = tell_before(node, reached)
-            behind = node.register_hook(_Notice(_tell, of_accumulated, name))
-            put_first(behind)
-            handles += [before, behind]
+            after = node.register_hook(_Notice(_tell, of_accumulated, name))
+            put_first(after)
+            handles += [before, after]
         self._hooks: list[Mapping[int, Any]] = [handle.hooks_dict_ref() for handle in handles]
         remove_with(self, handles)
 
@@ -68,14 +63,14 @@ class AccumulationNodes:
         # Looked at in every step: as a rule there are none, and one of ours in each.
         tensors = self._parameters.values()
         is_plain = sum(map(len, self._hooks)) == len(self._hooks)
-        if is_plain and not any(map(_hooks, tensors)) and not any(map(_hooks_behind, tensors)):
+        if is_plain and not any(map(_hooks, tensors)) and not any(map(_hooks_after, tensors)):
             return frozenset()
         of_nodes = zip(self._hooks[::2], self._hooks[1::2], strict=True)
         return frozenset(
             name
             for (name, tensor), both in zip(self._parameters.items(), of_nodes, strict=True)
             if _hooks(tensor)
-            or _hooks_behind(tensor)
+            or _hooks_after(tensor)
             or not all(isinstance(hook, _Notice) for hooks in both for hook in hooks.values())
         )
 

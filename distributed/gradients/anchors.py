@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
-from gradsplit.distributed.gradients.asked_gradients import asked_now, notice_for, returns_values
 from gradsplit.distributed.gradients.running_backward import will_run
 
 
@@ -32,7 +31,6 @@ class Anchors:
         self._device = next(iter(parameters.values())).device
         # By what a program stores, with the node.
         self._anchors: dict[frozenset[str], tuple[torch.Tensor, Any]] = {}
-        notice_for(self)
 
     def of_program(self, names: Sequence[str]) -> torch.Tensor:
         """That of programs that store the gradients of just these parameters."""
@@ -56,27 +54,6 @@ class Anchors:
                 return parameter
         return None
 
-    def programs_store(self) -> bool:
-        """Whether programs store gradients in the backward that runs: not where it is for gradients of inputs only."""
-        return not returns_values() and any(will_run(node) for _, node in self._anchors.values())
-
-    def unasked(self) -> frozenset[str]:
-        """The parameters for which the backward that runs is not."""
-        asked = asked_now()
-        if asked is None:
-            return frozenset()
-        return frozenset(name for name, parameter in self._parameters.items() if not asked.include(parameter))
-
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        """Those of these parameters whose gradients the backward that runs is to return."""
-        asked = asked_now()
-        if asked is None or not asked.as_values:
-            return frozenset()
-        return frozenset(name for name in names if asked.include(self._parameters[name]))
-
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """A program that contributes to gradients which are to be returned has computed these."""
-        asked = asked_now()
-        assert asked is not None
-        for name, value in values.items():
-            asked.add(self._parameters[name], value)
+    def are_reached(self) -> bool:
+        """Whether the backward that runs comes to any of the programs' anchors."""
+        return any(will_run(node) for _, node in self._anchors.values())

@@ -12,10 +12,11 @@ business of the buckets: the programs give it as values, and it is added to what
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessIssue]
@@ -23,24 +24,14 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.ir.communicator import WantedValues
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
 from gradsplit.distributed.gradients.accumulation_nodes import hooks_came_late, put_first
+from gradsplit.distributed.gradients.anchors import Anchors
 from gradsplit.distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
 from gradsplit.distributed.gradients.rounds_of_backward import rounds_end_here
 from gradsplit.distributed.gradients.running_backward import backward_number
 from gradsplit.distributed.streams import current_stream
-
-
-class Asked(Protocol):
-    """Has parameters whose gradients programs store."""
-
-    def parameter_of(self, target: torch.Tensor | GradientEdge) -> torch.nn.Parameter | None:
-        """The parameter of its own that the engine is asked for."""
-        ...
-
-    def of_parameters(self, wanted: Collection[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those of the programs that store gradients of these."""
-        ...
 
 
 class AskedGradients:
@@ -99,7 +90,7 @@ class AskedGradients:
                     value.record_stream(here)
 
     @contextmanager
-    def noticed_behind(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
+    def noticed_from(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
         """While this lasts, ``asked_now`` tells of it in the backward that begins at ``roots``."""
         nodes = {root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots}
         numbers: list[int] = []
@@ -122,7 +113,7 @@ class AskedGradients:
 
 # By the engine's number of the backward.
 _under_way: dict[int, AskedGradients] = {}
-_listening: weakref.WeakSet[Any] = weakref.WeakSet()
+_living: weakref.WeakSet[Anchors] = weakref.WeakSet()
 
 
 def asked_now() -> AskedGradients | None:
@@ -141,9 +132,26 @@ def reduces_what_it_reaches() -> bool:
     return backward_is_whole() or asked_now() is not None
 
 
-def notice_for(listener: Asked) -> None:
-    """From now on backwards are looked at that ask for parameters of this one, as long as it lives."""
-    _listening.add(listener)
+def unasked(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those of these parameters of buckets that the backward which runs is not for."""
+    asked = asked_now()
+    if asked is None:
+        return frozenset()
+    return frozenset(name for name, parameter in parameters.items() if not asked.include(parameter))
+
+
+def wanted_values(parameters: Mapping[str, torch.nn.Parameter], names: Sequence[str]) -> WantedValues:
+    """Those of these names whose gradients the backward that runs is to return, and what adds a value to one."""
+    asked = asked_now()
+    if asked is None or not asked.as_values:
+        return {}
+    found = {name: parameters[name] for name in names if asked.include(parameters[name])}
+    return {name: functools.partial(asked.add, parameter) for name, parameter in found.items()}
+
+
+def notice_for(anchors: Anchors) -> None:
+    """From now on backwards are looked at that ask for parameters of these, as long as they live."""
+    _living.add(anchors)
     notice_backwards()
 
 
@@ -178,7 +186,7 @@ class _NoticingEngine(_ImperativeEngine):
             return run(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
-        with asked.noticed_behind(tensors):
+        with asked.noticed_from(tensors):
             found = run(
                 tensors,
                 grad_tensors,
@@ -203,9 +211,9 @@ def _asked(inputs: Sequence[torch.Tensor | GradientEdge], as_values: bool) -> As
     """``None`` if no parameters of buckets are among the inputs."""
     parameters: dict[int, torch.nn.Parameter] = {}
     anchors: list[torch.Tensor] = []
-    for listener in list(_listening):
-        mine = {k: listener.parameter_of(target) for k, target in enumerate(inputs)}
+    for living in list(_living):
+        mine = {k: living.parameter_of(target) for k, target in enumerate(inputs)}
         found = {k: parameter for k, parameter in mine.items() if parameter is not None}
         parameters |= found
-        anchors += listener.of_parameters(set(found.values()))
+        anchors += living.of_parameters(set(found.values()))
     return AskedGradients(parameters, as_values, anchors) if parameters else None

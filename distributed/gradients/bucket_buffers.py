@@ -20,7 +20,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[a
 
 
 class BucketBuffers:
-    """Buffers filled with zeros, so that the padding between gradients reduces to zero, and behind all gradients a mark
+    """Buffers filled with zeros, so that the padding between gradients reduces to zero, and after all gradients a mark
     for each (``MarksOfUse``).
 
     Attributes:

@@ -14,26 +14,27 @@ from gradsplit.distributed.gradients.bucket_buffers import BucketBuffers
 
 
 class EarlierGradients:
-    """Of one module's parameters; none between rounds.
+    """Of one round.
 
     Args:
         parameters: by name.
+        buffers: of the buckets.
 
     Attributes:
         before: what ``param.grad`` was.
         aside: of those that are no gradients in the meantime, the values.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], buffers: BucketBuffers) -> None:
+        self._parameters, self._buffers = parameters, buffers
         self._users: set[str] = set()
         self.before: dict[str, torch.Tensor] = {}
         self.aside: dict[str, torch.Tensor] = {}
 
-    def note(self, name: str, gradient: torch.Tensor, buffers: BucketBuffers, is_left: bool) -> None:
-        """A round begins, in which the engine adds to the gradient where it is, or else it ``is_left`` alone."""
+    def note(self, name: str, gradient: torch.Tensor, is_left: bool) -> None:
+        """The engine adds to the gradient where it is, or else it ``is_left`` alone."""
         self.before[name] = gradient
-        is_mine = buffers.hold(name, gradient)
+        is_mine = self._buffers.hold(name, gradient)
         if not is_mine:
             self._users.add(name)
         if is_left:
@@ -44,15 +45,19 @@ class EarlierGradients:
         """Whether it was a tensor of the user's, which then stays the gradient."""
         return name in self._users
 
-    def give(self, name: str, buffers: BucketBuffers, used_by_none: Collection[str]) -> None:
+    def of_users(self) -> list[torch.Tensor]:
+        """Those tensors."""
+        return [gradient for name, gradient in self.before.items() if name in self._users]
+
+    def give(self, name: str, used_by_none: Collection[str]) -> None:
         """Sets the gradient: the mean, but where no rank has one."""
         if name in used_by_none:
             if name in self.aside:
                 self._parameters[name].grad = self.aside[name]
         elif name in self._users:
-            self._parameters[name].grad = self.before[name].copy_(buffers.places[name])
+            self._parameters[name].grad = self.before[name].copy_(self._buffers.places[name])
         else:
-            self._parameters[name].grad = buffers.places[name]
+            self._parameters[name].grad = self._buffers.places[name]
 
     def put_back(self) -> None:
         """The round has reduced nothing."""
@@ -64,8 +69,3 @@ class EarlierGradients:
         for name, before in self.before.items():
             if name in self.aside or (self._parameters[name].grad is None and name in self._users):
                 self._parameters[name].grad = self.aside.get(name, before)
-
-    def clear(self) -> None:
-        self._users.clear()
-        self.before.clear()
-        self.aside.clear()

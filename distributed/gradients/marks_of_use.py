@@ -1,10 +1,9 @@
 """Whether any rank has a gradient for a parameter that this rank has none for: then it gets the mean, else it stays.
 
-Ranks may run other branches of a module, so one that lacks a gradient must learn whether the others have it, and who
-has all must not pay for that. Behind its gradients each bucket holds a mark for each of its parameters, which is
-averaged with them: infinity where a rank has a gradient, and zero where it has none. A sum or mean of these is zero
-only if all are, in every dtype; and infinity stays in place from round to round. So where all gradients come, as a
-rule, no mark is written or read.
+Ranks may run other branches of a module. After its gradients each bucket holds a mark for each of its parameters, which
+is averaged with them: infinity where a rank has a gradient, and zero where it has none. A sum or mean of these is zero
+only if all are, in every dtype, and infinity stays in place. So where all gradients come, as a rule,
+no mark is written or read.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class MarksOfUse:
         self._without.update(without)
 
     def used_by_none(self, without: Iterable[str]) -> frozenset[str]:
-        """Behind the averages of all buckets: which of those that this rank has no gradient for no other has either. On
+        """When all buckets are averaged: which of those that this rank has no gradient for no other has either. On
         a GPU the host waits for it."""
         buckets = {self._buffers.bucket_of[name] for name in without}
         return frozenset(

@@ -7,7 +7,7 @@ walk through autograd's graph, which is taken where a gradient is undefined, hen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,12 @@ def reached_results(node: Any) -> set[int]:
     if number not in _reached:
         _reached[number] = _find_reached()
     return _reached[number].get(node, set())
+
+
+def reached_by_some(node: Any, results_of: Mapping[str, Collection[int]]) -> frozenset[str]:
+    """Those of some names for which the backward that runs has a path to one of the results of the node."""
+    reached = reached_results(node)
+    return frozenset(name for name, results in results_of.items() if not reached.isdisjoint(results))
 
 
 def _find_reached() -> dict[Any, set[int]]:

@@ -25,26 +25,29 @@ from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.gradients.running_backward import backward_number
 
 
-class RoundOwner(Protocol):
-    """Reduces gradients in rounds."""
-
-    group: dist.ProcessGroup
-
-    @property
-    def has_to_start(self) -> bool:
-        """Whether there is a round with buckets that are not started yet."""
-        ...
+class Owner(Protocol):
+    """Makes rounds."""
 
     def break_off(self) -> None:
         """Its round, if there is one, does not come to its end."""
         ...
 
 
-# By whoever reduces: its parameters, and the number of the backward in which its last round began, which no other has.
-# Those of rounds that began later come later.
-_latest: weakref.WeakKeyDictionary[RoundOwner, tuple[Mapping[str, torch.nn.Parameter], int]] = (
-    weakref.WeakKeyDictionary()
-)
+class RunningRound(Protocol):
+    """Reduces the gradients of some parameters over a group; ``backward`` is the engine's number of its backward."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    group: dist.ProcessGroup
+    backward: int
+
+    @property
+    def has_to_start(self) -> bool:
+        """Whether there are buckets that are not started yet."""
+        ...
+
+
+# Those that run, in the order in which they began.
+_running: weakref.WeakKeyDictionary[Owner, RunningRound] = weakref.WeakKeyDictionary()
 # By thread, as far as they run: not those that reentrant checkpoints run inside of another.
 _backwards: set[int] = set()
 
@@ -64,46 +67,43 @@ def rounds_end_here() -> Iterator[None]:
         yield
     except BaseException:
         if len(_backwards) == 1:
-            for owner in [*_latest]:
+            for owner in [*_running]:
                 owner.break_off()
         raise
     finally:
         _backwards.discard(thread)
 
 
-def note_round(owner: RoundOwner, parameters: Mapping[str, torch.nn.Parameter], backward: int) -> None:
-    """A round begins.
-
-    Args:
-        owner: whose round it is.
-        parameters: whose gradients it reduces, by name.
-        backward: the number of the backward.
-
-    Raises:
-        CompileError: a round of another owner with some of the parameters has begun in this backward.
+def round_begins(owner: Owner, begun: RunningRound) -> None:
     """
-    for other, (theirs, number) in [*_latest.items()]:
-        if number == backward and other is not owner:
-            shared = {*theirs.values()}
-            for name, parameter in parameters.items():
+    Raises:
+        CompileError: a round of another owner with some of the parameters runs in this backward.
+    """
+    for other in [*_running.values()]:
+        if other.backward == begun.backward:
+            shared = {*other.parameters.values()}
+            for name, parameter in begun.parameters.items():
                 if parameter in shared:
                     raise CompileError(
                         f"{name!r} is in two compiled forms of DistributedDataParallel modules that one backward "
                         f"reaches, and each would reduce a part of its gradient: compile the module once, or call "
                         f"backward() for each form, or pass DDPOptions(overlap='reducer')"
                     )
-    _latest.pop(owner, None)
-    _latest[owner] = parameters, backward
+    _running[owner] = begun
 
 
-def is_next(owner: RoundOwner) -> bool:
+def round_ended(owner: Owner) -> None:
+    """Its round has come to its end, or broke off."""
+    _running.pop(owner, None)
+
+
+def is_next(mine: RunningRound) -> bool:
     """Whether the buckets of this round may be started."""
-    if len(_latest) < 2:
+    if len(_running) < 2:
         return True
-    backward = _latest[owner][1]
-    for other, (_, number) in _latest.items():
-        if other is owner:
+    for other in [*_running.values()]:
+        if other is mine:
             return True
-        if number == backward and other.group is owner.group and other.has_to_start:
+        if other.backward == mine.backward and other.group is mine.group and other.has_to_start:
             return False
     return True

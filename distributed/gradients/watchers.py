@@ -1,4 +1,4 @@
-"""Who is told of rounds, and who knows of failures: what ``GradientBuckets`` asks of them."""
+"""Who is told of rounds, and who knows of failures: what a ``Round`` asks of them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from gradsplit.distributed.streams import current_stream
 
 
 class WritingStreams:
-    """Those of one device's gradients.
+    """Those of one device's gradients in one round.
 
     Args:
         device: where the gradients are.
@@ -30,6 +30,3 @@ class WritingStreams:
             here = current_stream(stream.device)
             if stream is not here:
                 here.wait_stream(stream)
-
-    def clear(self) -> None:
-        self._streams.clear()

@@ -14,7 +14,7 @@ from gradsplit.compile_core.ir.communicator import Communicator
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
-from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
 from gradsplit.distributed.planning.cut_backward import cut_backward
 from gradsplit.distributed.planning.plan_segments import plan_segments
 from gradsplit.distributed.reducer.stock_buckets import bucket_limits
@@ -43,13 +43,14 @@ class DDPPlanner:
     that, once for all graphs of the module.
 
     Attributes:
-        buckets: where gradients go.
+        communicator: has the gradients reduced.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: GradientBuckets) -> None:
+    def __init__(self, ddp: DistributedDataParallel, communicator: DDPCommunicator) -> None:
         self._ddp = ddp
-        self.buckets = buckets
+        self.communicator = communicator
+        self._buckets = communicator.buckets
         self.hooked: frozenset[str] = frozenset()
         # By graph, in the order in which they were planned: parameters as autograd completes their gradients. That is
         # the same for all sizes, which ranks may differ in; the order of segments is not.
@@ -63,19 +64,20 @@ class DDPPlanner:
         gradients = self._gradients(graph, inputs)
         if not gradients:
             return whole_schedule("backward", graph.backward), None
-        backward, buckets = graph.backward, self.buckets
+        backward, factor = graph.backward, self._buckets.averaging.factor
         segments = plan_segments(backward, gradients)
         place = {node: number for number, node in enumerate(backward.graph.nodes)}
         results = graph_results(backward)
         self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
-        return cut_backward(backward, gradients, segments, buckets.factor, buckets.strides), buckets
+        schedule = cut_backward(backward, gradients, segments, factor, self._buckets.strides)
+        return schedule, self.communicator
 
     def first_order(self) -> dict[str, Any]:
         """What the first plan is made of, as plain data for all ranks: the order in which gradients become ready as far
         as the graphs tell, and the limits of buckets."""
         # The engine runs the backwards of the last graphs first.
         known = [name for ready in reversed(self._ready) for name in ready]
-        unknown = [name for name in reversed(self.buckets.parameters) if name not in set(known)]
+        unknown = [name for name in reversed(self._buckets.parameters) if name not in set(known)]
         return {
             "ready": list(dict.fromkeys([*known, *unknown])),
             "limits": bucket_limits(self._ddp),
@@ -83,13 +85,13 @@ class DDPPlanner:
 
     def first_plan(self, order: Mapping[str, Any]) -> BucketPlan:
         """Stock DDP's buckets, for what the first rank says in ``first_order``."""
-        described = describe(self.buckets.parameters)
+        described = describe(self._buckets.parameters)
         return reducer_plan([described[name] for name in order["ready"]], order["limits"])
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
         """Where gradients to be reduced stand among the backward's results; identity tells parameters."""
         assert graph.backward is not None
-        names = {id(parameter): name for name, parameter in self.buckets.parameters.items()}
+        names = {id(parameter): name for name, parameter in self._buckets.parameters.items()}
         found: dict[str, int] = {}
         results = graph_results(graph.backward)
         for k, (position, gradient) in enumerate(zip(graph.signature.gradient_inputs, results, strict=True)):

@@ -21,7 +21,8 @@ from gradsplit.bucketing.bucket import BucketPlan, Parameter
 from gradsplit.bucketing.cost_model import CostModel
 from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
 from gradsplit.distributed.collectives.measure_costs import ReadyTimes, agreed_costs
-from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.buckets import Buckets
+from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
 
 Plan = TypeVar("Plan", BucketPlan, MergePlan)
 
@@ -39,8 +40,8 @@ class PlanSettler:
         chosen: the plan in use, with reasons; ``None`` before.
     """
 
-    def __init__(self, buckets: GradientBuckets) -> None:
-        self._buckets = buckets
+    def __init__(self, communicator: DDPCommunicator) -> None:
+        self._communicator = communicator
         self._times: ReadyTimes | None = None
         self._last_measured = 0
         self.costs: CostModel | None = None
@@ -48,17 +49,17 @@ class PlanSettler:
 
     def begin_forward(self) -> None:
         """Called before each synchronised forward, on all ranks."""
-        buckets = self._buckets
+        buckets, rounds = self._communicator.buckets, self._communicator.rounds
         if self.chosen is not None or buckets.plan is None:
             return
-        if self._times is None and buckets.rounds >= _FIRST_MEASURED:
+        if self._times is None and rounds >= _FIRST_MEASURED:
             self._times = buckets.ready_times = ReadyTimes(buckets.device)
             # Several backwards of one forward are several rounds, so more than the first may have passed.
-            self._last_measured = buckets.rounds + _ROUNDS
-        elif self._times is not None and buckets.rounds >= self._last_measured:
+            self._last_measured = rounds + _ROUNDS
+        elif self._times is not None and rounds >= self._last_measured:
             buckets.ready_times = None
             self.costs, self.chosen = _choose(buckets, self._times)
-            buckets.adopt(self.chosen.plan)
+            self._communicator.adopt(self.chosen.plan)
 
 
 def with_slack(parameters_in_ready_order: Sequence[Parameter], costs: CostModel) -> MergePlan:
@@ -66,7 +67,7 @@ def with_slack(parameters_in_ready_order: Sequence[Parameter], costs: CostModel)
     return merge_plan(parameters_in_ready_order, replace(costs, link=costs.link.at_speed(_SHARE_OF_SPEED)))
 
 
-def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, MergePlan]:
+def _choose(buckets: Buckets, times: ReadyTimes) -> tuple[CostModel, MergePlan]:
     plan, device = buckets.plan, buckets.device
     assert plan is not None
     # All ranks name them in one order, whatever order their modules have.
@@ -79,7 +80,7 @@ def _choose(buckets: GradientBuckets, times: ReadyTimes) -> tuple[CostModel, Mer
     return costs, of_first_rank(chosen, buckets)
 
 
-def of_first_rank(mine: Plan | None, buckets: GradientBuckets) -> Plan:
+def of_first_rank(mine: Plan | None, buckets: Buckets) -> Plan:
     """What the first rank has planned; all ranks of the group call this."""
     plans = [mine]
     dist.broadcast_object_list(plans, group=buckets.group, group_src=0, device=buckets.device)

@@ -26,7 +26,7 @@ import gradsplit
 from gradsplit.bucketing import reducer_plan, simulate
 from gradsplit.bucketing.bucket import BucketPlan
 from gradsplit.bucketing.cost_model import CostModel
-from gradsplit.distributed.gradients.gradient_buckets import GradientBuckets
+from gradsplit.distributed.gradients.buckets import Buckets
 from tests.bench.ddp_sides import MEBIBYTE, SIDES, Running
 from tests.bench.ddp_steps import (
     Ranks,
@@ -122,7 +122,7 @@ def _predictions(
             yield row, abs(predicted_ms / found_ms[label] - 1)
 
 
-def _settled(running: Running) -> tuple[GradientBuckets, dict[str, BucketPlan], CostModel]:
+def _settled(running: Running) -> tuple[Buckets, dict[str, BucketPlan], CostModel]:
     """What a module has settled: its buckets, its plan and others for them, and the costs it has measured."""
     runner = gradsplit.distributed.inspect_ddp(running.call)
     buckets, chosen, costs = runner.buckets, runner.merge_plan, runner.costs
@@ -131,7 +131,7 @@ def _settled(running: Running) -> tuple[GradientBuckets, dict[str, BucketPlan], 
     return buckets, {"chosen": chosen.plan, **plans}, costs
 
 
-def _run_plan(running: Running, buckets: GradientBuckets, plan: BucketPlan, device: torch.device) -> Row:
+def _run_plan(running: Running, buckets: Buckets, plan: BucketPlan, device: torch.device) -> Row:
     buckets.adopt(plan)
     for _ in range(_SETTLING_OF_PLAN):
         running.step()

@@ -50,11 +50,11 @@ class _TracedError(Exception):
 
 @dataclass
 class _Buffers:
-    """A communicator that stores gradients and sends nothing."""
+    """Destinations from which nothing is sent."""
 
     places: dict[str, Tensor]
 
-    def begin(self) -> None:
+    def usual_places(self, names: Sequence[str]) -> None:
         pass
 
     def destinations(self, names: Sequence[str]) -> list[Tensor]:
@@ -62,6 +62,15 @@ class _Buffers:
 
     def arrived(self, names: Sequence[str], values: Mapping[str, Tensor] | None) -> None:
         pass
+
+
+@dataclass
+class _Backward:
+    executable: Executable
+    buffers: _Buffers
+
+    def __call__(self, saved: list[Tensor]) -> None:
+        self.executable(saved, self.buffers)
 
 
 class _Planner:
@@ -121,13 +130,12 @@ def made_up(planner: _Planner) -> list[Tensor]:
     return made
 
 
-def compiled(schedule: Schedule, backend: RegionBackend, places: dict[str, Tensor]) -> Executable:
+def compiled(schedule: Schedule, backend: RegionBackend, places: dict[str, Tensor]) -> _Backward:
     options = CompileOptions()
     started = {
         step.name: backend.compile_region(step, options, StageDump(None, None)) for step in schedule.computes
     }
-    buffers: Any = _Buffers(places)
-    return link(schedule, {name: finish() for name, finish in started.items()}, buffers)
+    return _Backward(link(schedule, {name: finish() for name, finish in started.items()}), _Buffers(places))
 
 
 def peak_mib(run: Callable[[list[Tensor]], Any], saved: list[Tensor]) -> float:
@@ -164,7 +172,7 @@ def measure(name: str, rows: int) -> None:
     for label, executable in executables.items():
         took_ms = statistics.median(times_ms[label])
         ratio = statistics.median(map(truediv, times_ms[label], times_ms["whole"]))
-        regions = len(executable.schedule.computes)
+        regions = len(executable.executable.schedule.computes)
         print(
             f"  {label}: {regions} regions, {took_ms:.3f} ms ({ratio:.3f}), {peaks[label]:.0f} MiB",
             flush=True,
@@ -172,7 +180,7 @@ def measure(name: str, rows: int) -> None:
 
 
 def backward_ms(
-    executables: Mapping[str, Executable], saved: Sequence[Tensor], device: torch.device, rows: int
+    executables: Mapping[str, _Backward], saved: Sequence[Tensor], device: torch.device, rows: int
 ) -> dict[str, list[float]]:
     """Of each variant its rows."""
     runs = {

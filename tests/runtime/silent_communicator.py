@@ -1,24 +1,25 @@
-"""What fakes of a communicator have in common: nobody asks one for values, and nobody hears what it is told."""
+"""What fakes of a communicator have in common: nobody asks one for values, and it is its own destinations."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 
 class SilentCommunicator:
-    """The part of a ``Communicator`` that says nothing of where destinations lie and what has been written."""
+    """The part of ``Communicator`` and ``Destinations`` that says nothing of where they lie and what is written."""
 
     def anchor(self, names: Sequence[str]) -> torch.Tensor:
         return torch.empty(0, requires_grad=True)
 
-    def wanted_values(self, names: Sequence[str]) -> frozenset[str]:
-        return frozenset()
-
-    def take_values(self, values: Mapping[str, torch.Tensor]) -> None: ...
+    def wanted_values(self, names: Sequence[str]) -> dict[str, Any]:
+        return {}
 
     def expect(self, node: Any, names: Sequence[str]) -> None: ...
 
-    def leave_out(self, node: Any, results_of: Mapping[str, Collection[int]]) -> None: ...
+    def begin(self, node: Any, undefined: Mapping[str, Collection[int]]) -> Self:
+        return self
+
+    def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None: ...

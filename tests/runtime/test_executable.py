@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -25,24 +25,15 @@ def schedule(inputs: str, outputs: tuple[str | None, ...], *computes: Compute) -
 
 
 class Recorder(SilentCommunicator):
-    """Communicator and observer in one."""
+    """Destinations and observer in one."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.place = torch.zeros(2)
 
-    def expect(self, node: object, names: Sequence[str]) -> None:
-        self.events.append(f"expect {names}")
-
     def destinations(self, names: Sequence[str]) -> list[torch.Tensor]:
         self.events += [f"destination {name}" for name in names]
         return [self.place for _ in names]
-
-    def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
-        self.events.append(f"leave out {list(results_of)}")
-
-    def begin(self) -> None:
-        self.events.append("begin")
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         self.events.append(f"arrived {' '.join(names)}".strip())
@@ -60,7 +51,7 @@ def double(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def test_values_pass_from_region_to_region():
     steps = compute("first", "x", "y"), compute("second", "y", "z")
-    run = link(schedule("x unused", ("z", None, "x"), *steps), {"first": double, "second": double}, None)
+    run = link(schedule("x unused", ("z", None, "x"), *steps), {"first": double, "second": double})
     x = torch.ones(2)
     z, nothing, same = run([x, torch.ones(1)])
     assert torch.equal(z, 4 * x) and nothing is None and same is x
@@ -79,7 +70,7 @@ def test_inputs_are_given_up_before_the_last_region_that_reads_them():
         return [result, torch.ones(1)]
 
     steps = compute("first", "x y", "a unread"), compute("second", "a y", "b _")
-    run = link(schedule("x y", ("b",), *steps), {"first": first, "second": double}, None)
+    run = link(schedule("x y", ("b",), *steps), {"first": first, "second": double})
     inputs = [torch.ones(2), torch.ones(2)]
     (result,) = run(inputs)
     assert alive == [False] and inputs == []
@@ -88,46 +79,34 @@ def test_inputs_are_given_up_before_the_last_region_that_reads_them():
 
 def test_a_value_that_is_returned_is_kept():
     steps = compute("first", "x", "y"), compute("second", "y", "z")
-    run = link(schedule("x", ("y", "z", "y"), *steps), {"first": double, "second": double}, None)
+    run = link(schedule("x", ("y", "z", "y"), *steps), {"first": double, "second": double})
     y, z, again = run([torch.ones(1)])
     assert (y.item(), z.item()) == (2.0, 4.0) and y is again
 
 
-def test_communicator_and_observer():
+def test_destinations_and_observer():
     def store(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         x, place = arguments
         return [place.copy_(x)]
 
     recorder = Recorder()
     step = compute("region", "x", "w.stored", **{"w.stored": "w"})
-    run = link(schedule("x", (None,), step), {"region": store}, recorder)
+    run = link(schedule("x", (None,), step), {"region": store})
     run.observer = recorder
-    assert run([torch.ones(2)]) == [None]
+    assert run([torch.ones(2)], recorder) == [None]
     assert torch.equal(recorder.place, torch.ones(2))
     region = ["destination w", "region started", "region finished"]
-    assert recorder.events == ["begin", *region, "arrived w"]
-
-
-def test_schedule_without_reduction_leaves_the_communicator_alone():
-    recorder = Recorder()
-    link(schedule("x", ("y",), compute("region", "x", "y")), {"region": double}, recorder)([torch.ones(2)])
-    assert recorder.events == []
+    assert recorder.events == [*region, "arrived w"]
 
 
 def test_missing_region():
     with pytest.raises(InternalError, match="no compiled region for \\['region'\\]"):
-        link(schedule("x", ("y",), compute("region", "x", "y")), {}, None)
-
-
-def test_missing_communicator():
-    step = compute("region", "x", "w.stored", **{"w.stored": "w"})
-    with pytest.raises(InternalError, match="no communicator"):
-        link(schedule("x", (), step), {"region": double}, None)
+        link(schedule("x", ("y",), compute("region", "x", "y")), {})
 
 
 def test_wrong_number_of_inputs():
     steps = compute("first", "x", "y"), compute("second", "y", "z")
-    run = link(schedule("x", ("z",), *steps), {"first": double, "second": double}, None)
+    run = link(schedule("x", ("z",), *steps), {"first": double, "second": double})
     with pytest.raises(ValueError):
         run([])
 
@@ -139,7 +118,7 @@ def test_a_region_that_is_all_gets_the_list_itself():
         given.append(arguments)
         return double(arguments)
 
-    run = link(schedule("x", ("y",), compute("region", "x", "y")), {"region": region}, None)
+    run = link(schedule("x", ("y",), compute("region", "x", "y")), {"region": region})
     inputs = [torch.ones(2)]
     assert torch.equal(run(inputs)[0], torch.full((2,), 2.0)) and given[0] is inputs
     recorder = run.observer = Recorder()
@@ -157,7 +136,7 @@ def test_a_region_that_leaves_inputs_and_results_out():
         return [first + second, first - second]
 
     steps = compute("only", "x y", "total difference")
-    run = link(schedule("x unused y", ("difference", None, "total"), steps), {"only": both}, None)
+    run = link(schedule("x unused y", ("difference", None, "total"), steps), {"only": both})
     inputs = [torch.full((2,), 5.0), torch.zeros(1), torch.full((2,), 3.0)]
     difference, nothing, total = run(inputs)
     assert seen == [2] and inputs == [] and nothing is None

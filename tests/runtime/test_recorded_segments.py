@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -35,8 +35,9 @@ class FakeCommunicator(SilentCommunicator):
         self.begun = 0
         self._scratch: dict[str, torch.Tensor] = {}
 
-    def begin(self) -> None:
+    def begin(self, node: Any, undefined: Mapping[str, Collection[int]]) -> FakeCommunicator:
         self.begun += 1
+        return self
 
     def usual_places(self, names: Sequence[str]) -> Sequence[torch.Tensor] | None:
         return None if self.adds else [self.stored[name] for name in names]
@@ -76,7 +77,7 @@ def scaled(factor: float, *, passes_on: bool) -> Callable[[list[torch.Tensor]], 
     return region
 
 
-def backward(communicator: Any) -> Executable:
+def backward() -> Executable:
     """Gradients of ``a``, then of ``b`` from what the first region passes on; a last region computes a result."""
     empty = torch.fx.GraphModule({}, torch.fx.Graph())
     schedule = Schedule(
@@ -94,14 +95,18 @@ def backward(communicator: Any) -> Executable:
         "second": scaled(3.0, passes_on=True),
         "rest": lambda arguments: [arguments[0] * 10],
     }
-    return link(schedule, regions, communicator)
+    return link(schedule, regions)
 
 
-def graphed(executable: Executable, recorder: RecorderOnCpu) -> GraphedBackward:
+def graphed(
+    executable: Executable, communicator: FakeCommunicator, recorder: RecorderOnCpu
+) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
+    storing = StoringProgram(executable)
     program = GraphedProgram(
-        "a backward", StoringProgram(executable), SegmentRecorder(recorder), 2, changed=[1, 2], copied_in=[0]
+        "a backward", storing, SegmentRecorder(recorder), 2, changed=[1, 2], copied_in=[0]
     )
-    return GraphedBackward(executable, program)
+    run = GraphedBackward(storing, program)
+    return lambda inputs: run(inputs, communicator.begin(None, {}))
 
 
 def call(program: Any, *values: float) -> list[Any]:
@@ -115,9 +120,9 @@ def recorder() -> RecorderOnCpu:
     return RecorderOnCpu()
 
 
-def test_what_is_stored_is_told_behind_each_region(recorder: RecorderOnCpu) -> None:
+def test_what_is_stored_is_told_after_each_region(recorder: RecorderOnCpu) -> None:
     communicator = FakeCommunicator(a=2, b=2)
-    run = graphed(backward(communicator), recorder)
+    run = graphed(backward(), communicator, recorder)
     for step in range(5):
         communicator.reduced.clear()
         assert call(run, step, step + 1) == [10.0 * step + 20, 10.0 * step + 30]
@@ -132,7 +137,7 @@ def test_what_is_stored_is_told_behind_each_region(recorder: RecorderOnCpu) -> N
 
 def test_a_backward_on_top_of_another_runs_plainly(recorder: RecorderOnCpu) -> None:
     communicator = FakeCommunicator(a=1, b=1)
-    run = graphed(backward(communicator), recorder)
+    run = graphed(backward(), communicator, recorder)
     for _ in range(2):
         call(run, 1.0)
     replayed = recorder.replayed
@@ -150,7 +155,7 @@ def test_a_backward_on_top_of_another_runs_plainly(recorder: RecorderOnCpu) -> N
 
 def test_places_that_moved_are_recorded_anew(recorder: RecorderOnCpu) -> None:
     communicator = FakeCommunicator(a=1, b=1)
-    run = graphed(backward(communicator), recorder)
+    run = graphed(backward(), communicator, recorder)
     before = communicator.stored["a"]
     for step in range(6):
         if step == 3:
@@ -162,8 +167,8 @@ def test_places_that_moved_are_recorded_anew(recorder: RecorderOnCpu) -> None:
 
 
 def test_observers_are_told_of_replays(recorder: RecorderOnCpu) -> None:
-    executable, observer = backward(FakeCommunicator(a=1, b=1)), Observer()
-    run = graphed(executable, recorder)
+    executable, observer = backward(), Observer()
+    run = graphed(executable, FakeCommunicator(a=1, b=1), recorder)
     for _ in range(3):
         call(run, 1.0)
     executable.observer = observer
@@ -175,7 +180,7 @@ def test_observers_are_told_of_replays(recorder: RecorderOnCpu) -> None:
 
 def test_a_failed_recording_runs_plainly(recorder: RecorderOnCpu, caplog: Any) -> None:
     communicator = FakeCommunicator(a=1, b=1)
-    run = graphed(backward(communicator), recorder)
+    run = graphed(backward(), communicator, recorder)
     recorder.failure = RuntimeError("no memory")
     for step in range(3):
         assert call(run, float(step)) == [10.0 * step + 20]

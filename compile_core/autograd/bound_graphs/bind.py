@@ -15,7 +15,7 @@ from gradsplit.compile_core.autograd.bound_graphs.compiled_call import (
 )
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
-from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
 
@@ -90,7 +90,7 @@ def bind_autograd(
     backward: Program | None,
     differentiable_backward: DifferentiableBackward | None = None,
     updated: Mapping[int, int] | None = None,
-    taken: TakenGradients | None = None,
+    stored: StoredGradients | None = None,
 ) -> BoundGraph:
     """Joins the compiled programs of ``graph`` into one differentiable callable.
 
@@ -102,7 +102,7 @@ def bind_autograd(
             input.
         differentiable_backward: computes gradients that are to be differentiated.
         updated: outputs that ``forward`` itself has stored into inputs; see ``updated_inputs``.
-        taken: gradients that ``backward`` stores for someone and does not return.
+        stored: gradients that ``backward`` stores for a communicator and does not return.
 
     The grad mode must be that in which the graph was traced.
     """
@@ -115,7 +115,7 @@ def bind_autograd(
     differentiable = None
     if backward is not None:
         differentiable = DifferentiableProgram.of(
-            graph, forward, backward, differentiable_backward, updated or {}, taken
+            graph, forward, backward, differentiable_backward, updated or {}, stored
         )
     return BoundGraph(
         forward=forward,

@@ -31,7 +31,8 @@ from gradsplit.compile_core.autograd.bound_graphs.later_changes import LaterChan
 from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
-from gradsplit.compile_core.autograd.bound_graphs.taken_gradients import TakenGradients
+from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
+from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pick import Pick, picker
@@ -55,7 +56,7 @@ class DifferentiableProgram:
         changed: positions of the primals that the program changes.
         unread: positions of those that no gradient leads to.
         restored: what was saved, for those who are not ``backward``, which knows what ``forward`` kept to itself.
-        taken: the gradients that someone else takes, instead of autograd.
+        stored: the gradients that the backward stores for a communicator, instead of returning them.
         flags: what the backward is told of gradients that do not arrive.
         changeable: what is saved that may be changed where its gradient does not arrive.
         later: what is saved that plain PyTorch does not save.
@@ -77,7 +78,7 @@ class DifferentiableProgram:
     changed: frozenset[int]
     unread: frozenset[int]
     restored: Callable[[list[Any]], list[Any]]
-    taken: TakenGradients | None
+    stored: StoredGradients | None
     flags: ArrivalFlags
     changeable: ChangeableValues | None
     later: LaterChanges | None
@@ -89,7 +90,7 @@ class DifferentiableProgram:
         backward: Program,
         differentiable_backward: DifferentiableBackward | None,
         updated: Mapping[int, int],
-        taken: TakenGradients | None,
+        stored: StoredGradients | None,
     ) -> DifferentiableProgram:
         assert graph.backward is not None
         signature = graph.signature
@@ -107,8 +108,8 @@ class DifferentiableProgram:
         gradients = {position: k for k, position in enumerate(signature.gradient_inputs)}
         # The first gradient is that of the program itself, as the node counts its inputs.
         returned = [-1, *(gradients.get(k, -1) for k in range(len(primals)))]
-        if taken is not None:
-            returned = [-1, -1, -1, *(gradients[position] for position in taken.others)]
+        if stored is not None:
+            returned = [-1, -1, -1, *(gradients[position] for position in stored.others)]
         return DifferentiableProgram(
             forward=forward,
             backward=backward,
@@ -128,7 +129,7 @@ class DifferentiableProgram:
             changed=changed,
             unread=frozenset(k for k, gradient in found if gradient is None) - undefined,
             restored=getattr(backward, "restored", list),
-            taken=taken,
+            stored=stored,
             flags=ArrivalFlags.of(graph),
             changeable=ChangeableValues.of(graph) if may_be_absent else None,
             later=None if hasattr(backward, "restored") else LaterChanges.of(graph),
@@ -147,8 +148,8 @@ class DifferentiableProgram:
             )
         if torch._C._are_functorch_transforms_active():
             return CompiledCall.apply(self, *primals)
-        if self.taken is not None:
-            return _apply(self, primals, self.taken.anchor, *self.taken.pick_others(primals))
+        if self.stored is not None:
+            return _apply(self, primals, self.stored.anchor, *self.stored.pick_others(primals))
         outputs = _apply(self, *primals)
         separate = self.separate
         if separate is not None and separate.matter_for(primals):
@@ -157,8 +158,8 @@ class DifferentiableProgram:
 
     @functools.cached_property
     def separate(self) -> SeparateResults | None:
-        """Limit: none if a communicator takes gradients or they are to be differentiated, which needs one node."""
-        if self.changeable is None or self.taken is not None:
+        """Limit: none if gradients are stored or to be differentiated, which needs one node."""
+        if self.changeable is None or self.stored is not None:
             return None
         every = frozenset(self.signature.tangents)
         of_inputs = dict(zip(self.tensor_inputs, self.results_of_edges(), strict=True))
@@ -169,9 +170,9 @@ class DifferentiableProgram:
 
     @functools.cached_property
     def independent(self) -> IndependentResults | None:
-        """The results that a backward through others leaves as they are. Limit: none if a communicator takes gradients,
-        which awaits one backward."""
-        if self.changeable is None or self.taken is not None:
+        """The results that a backward through others leaves as they are. Limit: none if gradients are stored, which
+        is done once."""
+        if self.changeable is None or self.stored is not None:
             return None
         return IndependentResults.of(self.changeable.graph)
 
@@ -200,8 +201,8 @@ class DifferentiableProgram:
             for position, sources in zip(signature.gradient_inputs, signature.gradient_tangents, strict=True)
             if sources
         }
-        if self.taken is not None:
-            return [None, *map(results.get, self.taken.others)]
+        if self.stored is not None:
+            return [None, *map(results.get, self.stored.others)]
         return [*map(results.get, self.tensor_inputs)]
 
     def differentiate(
@@ -209,12 +210,14 @@ class DifferentiableProgram:
         saved: list[Any],
         arriving: Sequence[torch.Tensor | None],
         sizes: Sequence[int],
-        wanted: frozenset[str] = frozenset(),
+        wanted: WantedValues,
+        destinations: Destinations | None,
     ) -> Sequence[torch.Tensor | None]:
         """The gradients as values, where gradients are off. The list of saved values is emptied.
 
         Args:
-            wanted: if there are any, gradients to be returned that are taken otherwise; then nothing is stored.
+            wanted: gradients to be returned that are stored otherwise; if there are any, nothing is stored.
+            destinations: of a backward that stores gradients.
         """
         specs = self.signature.tangent_specs
         if sizes:
@@ -224,24 +227,26 @@ class DifferentiableProgram:
         if is_batched or wanted:
             # Only torch's own kernels can take what is batched, and the program would store.
             module = self.backward_module
-            if self.taken is not None and wanted:
-                module = self.taken.only_wanted(module, wanted)
+            if self.stored is not None and wanted:
+                module = self.stored.only_wanted(module, frozenset(wanted))
             tangents = map(batched_as_specified if is_batched else as_specified, arriving, specs)
             return call_program(
                 lambda inputs: module.forward(*inputs), [*self.restored(saved), *tangents, *flags]
             )
         saved += map(as_specified, arriving, specs)
         saved += flags
-        return call_program(self.backward, saved)
+        if destinations is None:
+            return call_program(self.backward, saved)
+        return call_program(functools.partial(self.backward, destinations=destinations), saved)
 
 
 class CompiledCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: DifferentiableProgram, *given: Any) -> tuple[Any, ...]:
         primals = given
-        if program.taken is not None:
+        if program.stored is not None:
             primals = given[0]
-            program.taken.communicator.expect(ctx, program.taken.names)
+            program.stored.communicator.expect(ctx, program.stored.names)
         results = call_program(program.forward, [*primals])
         count = program.num_outputs
         open_sizes = program.signature.open_sizes
@@ -279,20 +284,20 @@ class CompiledCall(torch.autograd.Function):
         signature = program.signature
         arriving = [gradients[k] for k in signature.tangents]
         absent = {k for k, gradient in enumerate(arriving) if gradient is None}
-        taken = program.taken
-        wanted = frozenset() if taken is None else taken.communicator.wanted_values(taken.names)
-        if absent and taken is not None and not wanted:
-            taken.leave_out(ctx, {signature.tangents[k] for k in absent})
-        some_without = bool(absent or program.unread)
-        if some_without and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
-            spare_leaves(ctx, program.edges_without({signature.tangents[k] for k in absent}))
+        without = {signature.tangents[k] for k in absent} if absent else absent
+        stored, destinations = program.stored, None
+        wanted: WantedValues = {}
+        if stored is not None:
+            wanted = stored.communicator.wanted_values(stored.names)
+            destinations = None if wanted else stored.begin(ctx, without)
+        if (absent or program.unread) and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
+            spare_leaves(ctx, program.edges_without(without))
         if len(absent) == len(arriving):
-            if taken is not None and not wanted:
-                taken.communicator.begin()
-                taken.communicator.arrived(taken.names, None)
+            if stored is not None and destinations is not None:
+                destinations.arrived(stored.names, None)
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
-            found = _gradients_with_history(ctx, program, arriving, wanted)
+            found = _gradients_with_history(ctx, program, arriving, wanted, destinations)
         else:
             # A backward that needs nothing can be run as often as one likes.
             saved = [*_saved_tensors(ctx, absent)[: program.saved_tensors]] if program.saved_tensors else []
@@ -301,15 +306,15 @@ class CompiledCall(torch.autograd.Function):
             saved += ctx.numbers
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
             ctx.maybe_clear_saved_tensors()
-            found = program.differentiate(saved, arriving, ctx.sizes, wanted)
+            found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations)
         if absent:
             # What only depends on gradients that did not arrive is undefined, not zero.
             found = [
                 None if sources and absent.issuperset(sources) else gradient
                 for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
             ]
-        if taken is not None and wanted:
-            taken.give_values(found, wanted)
+        if stored is not None and wanted:
+            stored.give_values(found, wanted)
         return program.pick_gradients((*found, None))
 
 
@@ -357,7 +362,11 @@ def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
 
 
 def _gradients_with_history(
-    ctx: Any, program: DifferentiableProgram, arriving: Sequence[torch.Tensor | None], wanted: frozenset[str]
+    ctx: Any,
+    program: DifferentiableProgram,
+    arriving: Sequence[torch.Tensor | None],
+    wanted: WantedValues,
+    destinations: Destinations | None,
 ) -> Sequence[torch.Tensor | None]:
     kept = _saved_tensors(ctx, {k for k, gradient in enumerate(arriving) if gradient is None})
     if program.differentiable_backward is not None:
@@ -368,7 +377,7 @@ def _gradients_with_history(
         saved = [*kept, *ctx.numbers]
         if program.viewed is not None:
             program.viewed.restore(saved, ctx.memories)
-        found = program.differentiate(saved, arriving, ctx.sizes, wanted)
+        found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations)
     sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 

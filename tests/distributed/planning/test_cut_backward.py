@@ -64,11 +64,9 @@ class FakeCommunicator(SilentCommunicator):
     def destinations(self, names: Sequence[str]) -> list[torch.Tensor]:
         return [self.places[name] for name in names]
 
-    def leave_out(self, node: object, results_of: Mapping[str, Collection[int]]) -> None:
-        self.events.append(f"leave out {' '.join(results_of)}")
-
-    def begin(self) -> None:
-        self.events.append("begin")
+    def begin(self, node: object, undefined: Mapping[str, Collection[int]]) -> FakeCommunicator:
+        self.events.append(" ".join(["begin", *undefined]))
+        return self
 
     def arrived(self, names: Sequence[str], values: Mapping[str, torch.Tensor] | None) -> None:
         self.events.append(" ".join(names))

@@ -30,8 +30,9 @@ def planned(batch: int) -> tuple[list[str], str]:
         name: torch.nn.Parameter(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
     }
     ddp: Any = SimpleNamespace(bucket_bytes_cap=25 * 2**20, bucket_bytes_cap_default=True)
-    buckets: Any = SimpleNamespace(parameters=parameters, factor=1.0, strides={})
-    planner = DDPPlanner(ddp, buckets)
+    buckets = SimpleNamespace(parameters=parameters, averaging=SimpleNamespace(factor=1.0), strides={})
+    communicator: Any = SimpleNamespace(buckets=buckets)
+    planner = DDPPlanner(ddp, communicator)
     graph = recorded_graph(layers, **SHAPES, places=(batch,))
     schedule, _ = planner.plan_backward(graph, [*parameters.values(), torch.empty(batch)])
     return list(schedule.destinations), str(planner.first_plan(planner.first_order()))

@@ -178,3 +178,26 @@ def gradients_with_a_history() -> None:
     refused: nn.Module = gradsplit.compile(stock_ddp(), backend="aot_eager")
     with pytest.raises(gradsplit.CompileError, match="double_backward"):
         run(refused, 0)
+
+
+class UsesGradientOfInput(nn.Module):
+    """Asks in its forward for the gradient of its input, through a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        (gradient,) = torch.autograd.grad(hidden.sum(), x, retain_graph=True)
+        return self.last(hidden + gradient)
+
+
+@case()
+def of_inputs_in_a_forward() -> None:
+    """Also in the first, before there is a bucket: what programs store then is dropped."""
+    stock, compiled = pair(UsesGradientOfInput)
+    for step in range(3):
+        for model in (stock, compiled):
+            model(data(step).requires_grad_()).sum().backward()
+        check_gradients(stock, compiled)

@@ -116,7 +116,7 @@ def gradients_are_views_of_buckets() -> None:
     _, compiled = pair()
     compiled(data(0)).sum().backward()
     buckets = inspect_ddp(compiled).buckets
-    places = [buckets.place(name) for name, _ in compiled.module.named_parameters()]
+    places = [buckets.buffers.places[name] for name, _ in compiled.module.named_parameters()]
     assert all(place is p.grad for place, p in zip(places, compiled.parameters(), strict=True))
     storages = {p.grad.untyped_storage().data_ptr() for p in compiled.parameters()}
     assert len(storages) == len(inspect_ddp(compiled).plan.buckets)

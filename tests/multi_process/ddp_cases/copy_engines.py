@@ -37,13 +37,13 @@ def check_copied(compiled: Any) -> None:
     """On GPUs that can, it is copied."""
     check_in_graph(compiled)
     buckets = inspect_ddp(compiled).buckets
-    copies = {buffer.is_shared for buffer in buckets._buffers.allocated}
+    copies = {buffer.is_shared for buffer in buckets.buffers.allocated}
     assert copies == {not reason_against(buckets.group, buckets.device)}
 
 
 def check_in_shared_memory(compiled: Any) -> None:
     """As nobody has views of the buckets, they are where other ranks reach them, and nothing is copied there first."""
-    buffers = inspect_ddp(compiled).buckets._buffers
+    buffers = inspect_ddp(compiled).buckets.buffers
     assert all(flat is buffer.mine for flat, buffer in zip(buffers.flat, buffers.allocated, strict=True))
 
 
@@ -130,7 +130,7 @@ def large_buckets_by_default() -> None:
     check_in_graph(compiled)
     buckets = inspect_ddp(compiled).buckets
     can = dist.get_world_size() == 2 and not reason_against(buckets.group, buckets.device)
-    for buffer in buckets._buffers.allocated:
+    for buffer in buckets.buffers.allocated:
         assert buffer.is_shared == (can and buffer.mine.nbytes >= 2**20)
 
 
@@ -178,7 +178,7 @@ def complex_numbers_are_left_out() -> None:
     with patch.object(averaging, "find_engines", lambda *where: (HostEngines(*where), "")):
         stock, compiled = pair(WithComplex)
         train((stock, compiled), steps=8)
-    for buffer in inspect_ddp(compiled).buckets._buffers.allocated:
+    for buffer in inspect_ddp(compiled).buckets.buffers.allocated:
         assert buffer.is_shared != buffer.mine.is_complex()
 
 
@@ -187,7 +187,7 @@ def buckets_lie_in_what_was_allocated() -> None:
     with patch.object(averaging, "find_engines", lambda *where: (HostEngines(*where), "")):
         stock, compiled = pair()
         train((stock, compiled), steps=8, exact=True)
-    buffers = inspect_ddp(compiled).buckets._buffers
+    buffers = inspect_ddp(compiled).buckets.buffers
     assert all(buffer.is_shared for buffer in buffers.allocated)
     places = [parameter.grad.untyped_storage().data_ptr() for parameter in compiled.parameters()]
     assert set(places) == {buffer.mine.untyped_storage().data_ptr() for buffer in buffers.allocated}

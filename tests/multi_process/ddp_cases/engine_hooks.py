@@ -46,7 +46,7 @@ def hooks_of_accumulation_nodes() -> None:
         handle.remove()
     check_steps(stock, compiled, steps=1)
     check_in_graph(compiled)
-    stored = [graph.run.differentiable.taken.names for graph in inspect_ddp(compiled).graphs]
+    stored = [graph.run.differentiable.stored.names for graph in inspect_ddp(compiled).graphs]
     assert [len(names) for names in stored] == [6, 8]
 
 

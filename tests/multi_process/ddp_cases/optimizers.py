@@ -149,7 +149,7 @@ def gradients_that_the_program_keeps() -> None:
 
     stock, compiled = pair(backend="aot_eager")
     check_steps(stock, compiled, run, steps=6)
-    places = inspect_ddp(compiled).buckets._buffers.flat
+    places = inspect_ddp(compiled).buckets.buffers.flat
     addresses = [flat.data_ptr() for flat in places]
     # What nobody keeps stays where it is, as what is kept by itself.
     for step in (0, 3, 6):

@@ -1,4 +1,4 @@
-"""The bookkeeping of one backward: which gradients are still to come, and which buckets are complete.
+"""What is still to come to the gradients of one backward, and which buckets are complete.
 
 It holds no tensors, so that its rules can be tested without any: buckets are started in the plan's order, each once,
 when all that belongs to it has come.
@@ -6,14 +6,14 @@ when all that belongs to it has come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.distributed.gradients.static_graph import changed
 
 
-class ReductionRound:
-    """Counts contributions to gradients.
+class Contributions:
+    """Of one round.
 
     Args:
         buckets: the names in each bucket.
@@ -30,11 +30,11 @@ class ReductionRound:
         self,
         buckets: Sequence[Sequence[str]],
         announced: Mapping[str, int],
-        unused: set[str] | frozenset[str] = frozenset(),
+        unused: Collection[str] = frozenset(),
     ) -> None:
         self.stored: set[str] = set()
         self._bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
-        self._left = [len(names) - len(unused.intersection(names)) for names in buckets]
+        self._left = [sum(name not in unused for name in names) for names in buckets]
         # Of the unused none is waited for, so none is the last.
         self._announced = {**dict.fromkeys(self._bucket_of, 1), **announced, **dict.fromkeys(unused, 0)}
         self._missing = dict(self._announced)
@@ -83,7 +83,7 @@ class ReductionRound:
         """How many are still to come to this gradient."""
         return self._missing[name]
 
-    def contributions(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """How many have come to each gradient, where any has; those included of which it is known that nothing will."""
         announced = self._announced.items()
         return {name: n - self._missing[name] if name in self.stored else 0 for name, n in announced}

@@ -7,11 +7,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsplit.distributed.gradients.reduction_round import ReductionRound
+from gradsplit.distributed.gradients.contributions import Contributions
 
 
 def test_a_bucket_waits_for_its_last_gradient_and_the_buckets_before_it():
-    found = ReductionRound([("a", "b"), ("c",)], {"a": 1, "b": 2, "c": 1})
+    found = Contributions([("a", "b"), ("c",)], {"a": 1, "b": 2, "c": 1})
     found.arrived(["a", "b", "c"])
     assert list(found.take_complete()) == []
     assert not found.is_started("c")
@@ -22,7 +22,7 @@ def test_a_bucket_waits_for_its_last_gradient_and_the_buckets_before_it():
 
 
 def test_what_nobody_announced_may_still_come():
-    found = ReductionRound([("a",), ("b",)], {"b": 1})
+    found = Contributions([("a",), ("b",)], {"b": 1})
     found.arrived(["b"])
     assert list(found.take_complete()) == []
     found.arrived(["a"])
@@ -30,7 +30,7 @@ def test_what_nobody_announced_may_still_come():
 
 
 def test_the_rest_is_started_in_order():
-    found = ReductionRound([("a",), ("b",), ("c",)], {"a": 1, "b": 1, "c": 1})
+    found = Contributions([("a",), ("b",), ("c",)], {"a": 1, "b": 1, "c": 1})
     found.arrived(["a", "c"])
     assert list(found.take_complete()) == [0]
     assert list(found.take_rest()) == [1, 2]
@@ -38,7 +38,7 @@ def test_the_rest_is_started_in_order():
 
 
 def test_nothing_unused_is_waited_for_and_news_of_it_count_for_nothing():
-    found = ReductionRound([("a", "b"), ("c",), ("d",)], {"a": 1, "c": 2, "d": 1}, unused={"b", "c"})
+    found = Contributions([("a", "b"), ("c",), ("d",)], {"a": 1, "c": 2, "d": 1}, unused={"b", "c"})
     found.nothing_comes(["b"])
     assert list(found.take_complete()) == []
     found.arrived(["a"])
@@ -48,15 +48,15 @@ def test_nothing_unused_is_waited_for_and_news_of_it_count_for_nothing():
 
 
 def test_contributions_are_counted():
-    found = ReductionRound([("a", "b"), ("c",)], {"a": 3})
+    found = Contributions([("a", "b"), ("c",)], {"a": 3})
     found.arrived(["a", "b"])
     found.arrived(["b"])
-    assert found.contributions() == {"a": 1, "b": 2, "c": 0}
+    assert found.counts() == {"a": 1, "b": 2, "c": 0}
     assert found.left("a") == 2
 
 
 def test_what_turned_out_to_be_undefined_holds_up_nothing():
-    found = ReductionRound([("a", "b")], {"a": 2, "b": 1})
+    found = Contributions([("a", "b")], {"a": 2, "b": 1})
     assert not found.has_begun
     found.nothing_comes(["a", "b"])
     assert found.has_begun and list(found.take_complete()) == []
@@ -73,7 +73,7 @@ def test_every_bucket_is_started_once_in_order_and_complete(data: st.DataObject)
     bounds = [0, *cuts, len(names)]
     buckets = [names[begin:end] for begin, end in itertools.pairwise(bounds)]
     arrivals = data.draw(st.permutations([name for name in names for _ in range(counts[name])]))
-    found = ReductionRound(buckets, counts)
+    found = Contributions(buckets, counts)
     started: list[int] = []
     left = dict(counts)
     for name in arrivals:

@@ -1,4 +1,4 @@
-"""Gradients that a backward program stores for a communicator, and does not return to autograd's engine.
+"""Gradients that a backward program stores in a communicator's destinations, and does not return to autograd's engine.
 
 To autograd such a program does not have these inputs. So the engine does not visit them, and reaches their accumulation
 only where a gradient comes from elsewhere, too; the communicator can ask it whether it will.
@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.communicator import Communicator
+from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.communicator import Communicator, Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.pick import Pick, picker
 from gradsplit.compile_core.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class TakenGradients:
-    """What is taken of one program.
+class StoredGradients:
+    """Those of one program.
 
     Attributes:
         names: the destinations.
@@ -42,7 +43,7 @@ class TakenGradients:
     _without_unwanted: dict[frozenset[str], torch.fx.GraphModule] = field(default_factory=dict, repr=False)
 
     def only_wanted(self, backward: torch.fx.GraphModule, wanted: frozenset[str]) -> torch.fx.GraphModule:
-        """The backward without what only computes gradients that are taken and not among these."""
+        """The backward without what only computes gradients that are stored and not among these."""
         if wanted not in self._without_unwanted:
             graph = torch.fx.Graph()
             kept = {*self.others_computed, *(self.positions[name] for name in wanted)}
@@ -52,27 +53,32 @@ class TakenGradients:
             self._without_unwanted[wanted] = torch.fx.GraphModule(backward, graph)
         return self._without_unwanted[wanted]
 
-    def give_values(self, gradients: Sequence[torch.Tensor | None], wanted: frozenset[str]) -> None:
+    def give_values(self, gradients: Sequence[torch.Tensor | None], wanted: WantedValues) -> None:
         """Hands over what the backward has computed instead of storing it."""
-        values = {name: gradients[self.positions[name]] for name in wanted}
-        self.communicator.take_values({name: value for name, value in values.items() if value is not None})
+        for name, take in wanted.items():
+            if (value := gradients[self.positions[name]]) is not None:
+                take(value)
 
-    def leave_out(self, node: Any, absent: set[int]) -> None:
-        """No gradients arrived at these results of ``node``: what depends on nothing else is undefined."""
-        undefined = {
-            name: results
-            for name, results in self.results_of.items()
-            if results and absent.issuperset(results)
-        }
-        self.communicator.leave_out(node, undefined)
+    def begin(self, node: Any, absent: set[int]) -> Destinations:
+        """The engine runs the backward of ``node``; no gradients came to these results of it, so what depends on
+        nothing else is undefined."""
+        found = self.results_of.items() if absent else ()
+        undefined = {name: results for name, results in found if results and absent.issuperset(results)}
+        return self.communicator.begin(node, undefined)
 
     @staticmethod
     def of(
         graph: PartitionedGraph, backward: Schedule, communicator: Communicator | None
-    ) -> TakenGradients | None:
-        """Those of a scheduled backward of ``graph``; ``None`` if it has no destinations."""
-        if communicator is None or not backward.destinations:
+    ) -> StoredGradients | None:
+        """Those of a scheduled backward of ``graph``; ``None`` if it has no destinations.
+
+        Raises:
+            InternalError: it has some, and there is no communicator.
+        """
+        if not backward.destinations:
             return None
+        if communicator is None:
+            raise InternalError(f"schedule {backward.name} has destinations, but no communicator was given")
         # The engine visits those, too, to which functions of the program give nothing: whoever waits there is told.
         to_engine = {k for k, output in enumerate(backward.outputs) if output is not None}
         computed = tuple(sorted(to_engine.union(graph.signature.left_undefined)))
@@ -81,7 +87,7 @@ class TakenGradients:
         results_of = {
             name: tuple(tangents[k] for k in sources[position]) for name, position in backward.stored.items()
         }
-        return TakenGradients(
+        return StoredGradients(
             communicator,
             backward.destinations,
             backward.stored,
