@@ -14,14 +14,12 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from gradsplit.compile_core import config
 from gradsplit.compile_core.capture import (
-    COMPILED_APART,
     PlainCall,
     SizeHistory,
     argument_names,
@@ -42,31 +40,26 @@ from gradsplit.compile_core.compiled_calls.bound_calls import dispatch_function,
 from gradsplit.compile_core.compiled_calls.call_targets import (
     NO_OWNER,
     Compiled,
-    ModulesApart,
     Target,
     call_object,
     find_callee_target,
     method_target,
     original_of,
 )
+from gradsplit.compile_core.compiled_calls.capture_findings import Findings, Settings, forget_reports
 from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_room
-from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable, RunGraph
+from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
-from gradsplit.compile_core.ir.captured import CapturedFrame, CapturedGraph, ResumePoint
-from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger("gradsplit.compile_core.capture")
 
-CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], RunGraph]
-
 # Captures of different functions wait for each other: they set warning filters, which all threads share.
 _capture_lock = threading.RLock()
-
-_logged_locations: set[tuple[str, CodeLocation | None]] = set()
 
 # How many resume functions one function may have: two or so for each place where it breaks.
 _MOST_CONTINUATIONS = 512
@@ -77,23 +70,6 @@ _recent: collections.deque[CompiledCode] = collections.deque(maxlen=_RECENT)
 
 # All that is in use.
 _living: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a function and all behind its breaks are compiled; see ``CompiledFunction``."""
-
-    compile_graph: CompileGraph
-    fullgraph: bool
-    dynamic: bool | None
-    cache_limit: int | None
-    observer: Observer | None
-    modules_apart: ModulesApart
-
-    @property
-    def limit(self) -> int:
-        """How many entries a code object may have."""
-        return self.cache_limit or config.cache_size_limit
 
 
 class Programs:
@@ -121,6 +97,14 @@ class Programs:
         return found
 
 
+@dataclass(frozen=True)
+class _CalledAtBreaks:
+    """What the breaks of a function call, those of its continuations included; held, since they do."""
+
+    continuations: dict[Any, CompiledCode] = field(default_factory=dict)
+    callees: dict[CompiledCode, None] = field(default_factory=dict)
+
+
 class CompiledCode:
     """The guard table of a code object, and how a call that fits no entry makes one.
 
@@ -132,7 +116,6 @@ class CompiledCode:
 
     Attributes:
         call: takes the frame's arguments, and cells before them where there are any, with defaults left out.
-        break_reasons: why captures ended early, in the order in which it was found.
     """
 
     def __init__(
@@ -140,27 +123,16 @@ class CompiledCode:
     ) -> None:
         self.programs = programs
         self.settings = programs.settings
-        self.observer = programs.settings.observer
-        self.fullgraph = programs.settings.fullgraph
         self.target = target
         self.name = name
-        self.break_reasons: list[Unsupported] = []
-        self._target: Any = target.function
-        self._is_module_call = target.is_module_call
-        self._cells_argument = target.cells_argument
-        self._arguments = argument_names(self._target.__code__, self._cells_argument)
         self._is_continuation = parent is not None
-        self._continuations: dict[Any, CompiledCode] = {} if parent is None else parent._continuations
-        # Held, since a break calls them.
-        self._callees: dict[CompiledCode, None] = {} if parent is None else parent._callees
+        self._called = _CalledAtBreaks() if parent is None else parent._called
         self._plain_frames = PlainFrames(self.compiled_form)
         self._hooked: HookedCalls | None = None
-        self._table = EntryTable()
-        self._history = SizeHistory(self.settings.dynamic)
-        self._lock = threading.RLock()
-        self._runs_plain = False
         self._recurs = False
-        self._wrongly_expected = 0
+        self._lock = threading.RLock()
+        self._table = EntryTable()
+        self._findings = Findings(name, programs.settings)
         if parent is None:
             called = call_object if target.is_module_call else target.function
             self._call_plain: Callable[..., Any] = plain_function(target, called)
@@ -173,12 +145,18 @@ class CompiledCode:
         """Forget every capture."""
         with self._lock:
             self._table.clear()
-            self.break_reasons = []
-            self._runs_plain = False
-            self._wrongly_expected = 0
-            self._history = SizeHistory(self.settings.dynamic)
-            self._continuations.clear()
-            self._callees.clear()
+            self._findings = Findings(self.name, self.settings)
+            self._called.continuations.clear()
+            self._called.callees.clear()
+
+    @property
+    def break_reasons(self) -> list[Unsupported]:
+        """Why captures ended early, in the order in which it was found."""
+        return self._findings.break_reasons
+
+    @property
+    def _argument_names(self) -> tuple[str, ...]:
+        return argument_names(self.target.function.__code__, self.target.cells_argument)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -188,12 +166,12 @@ class CompiledCode:
     @property
     def continuations(self) -> tuple[CompiledCode, ...]:
         """The resume functions behind graph breaks."""
-        return tuple(self._continuations.values())
+        return tuple(self._called.continuations.values())
 
     @property
     def callees(self) -> tuple[CompiledCode, ...]:
         """The code that is called at graph breaks."""
-        return tuple(self._callees)
+        return tuple(self._called.callees)
 
     def _miss(self, arguments: tuple[Any, ...]) -> Any:
         return self.call_missed(arguments, self._call_plain)
@@ -212,14 +190,14 @@ class CompiledCode:
             call_plain: what calls that run as plain Python run.
             table, history: the caller's own, if it has them; the latter says which sizes are open.
         """
-        if must_run_plain() or (self._runs_plain and self._table.find(arguments) is None):
+        if must_run_plain() or (self._findings.runs_plain and self._table.find(arguments) is None):
             return call_plain(*arguments)
         expected = ""
         with self._lock, kept_random_state(), deeper_stack():
             try:
                 # Another thread may have captured the same while this one waited, or another function of this code.
                 entry = self._find(arguments, table) or self._make_entry_if_allowed(
-                    arguments, history or self._history
+                    arguments, history or self._findings.history
                 )
             except PlainCall as plain:
                 entry, expected = None, str(plain)
@@ -229,7 +207,7 @@ class CompiledCode:
             return call_plain(*arguments)
         inputs = entry.check(*arguments)
         if type(inputs) is not list:
-            self._report_fresh_guards(entry.explain(arguments))
+            self._findings.report_fresh_guards(entry.explain(arguments))
             return call_plain(*arguments)
         if table is not None:
             table.add(entry)
@@ -263,14 +241,14 @@ class CompiledCode:
 
     def _make_entry_if_allowed(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry | None:
         """A new entry; None where there are as many as a code object may have."""
-        if self._runs_plain:
+        if self._findings.runs_plain:
             return None
         reason = self._table.note_miss(arguments)
         if len(self._table.entries) >= self.settings.limit:
-            self._report_limit(self.settings.limit)
+            self._findings.report_limit(self._table)
             return None
         if reason is not None:
-            self._report_recompilation(reason)
+            self._findings.report_recompilation(reason, self.target.function.__code__)
         if self.programs.kept and self not in _recent:
             _recent.append(self)
         return self._make_entry(arguments, history)
@@ -285,32 +263,38 @@ class CompiledCode:
         """
         logger.info("%s: this call runs as plain Python: %s", self.name, expected)
         result = call_plain(*arguments)
-        code = self._target.__code__
+        code = self.target.function.__code__
         place = CodeLocation(code.co_filename, code.co_firstlineno, self.name)
         reason = Unsupported(
             "exception-in-capture",
             f"the call meets an exception, and ends without: {expected}",
             location=place,
         )
-        if self.observer is not None:
-            self.observer.frame_captured(
-                self.name, code, CapturedFrame(None, (), self._arguments, None, reason)
+        if self.settings.observer is not None:
+            self.settings.observer.frame_captured(
+                self.name,
+                code,
+                CapturedFrame(
+                    None,
+                    (),
+                    self._argument_names,
+                    None,
+                    reason,
+                ),
             )
-        self._wrongly_expected += 1
-        # Each such call is captured in vain.
-        self._runs_plain |= self._wrongly_expected >= self.settings.limit
-        self._report_break(reason, plain=True)
+        self._findings.note_wrongly_expected()
+        self._findings.report_break(reason, plain=True)
         return result
 
     def _make_entry(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
         with timed("capture"):
             captured = self._capture(arguments, history)
         if captured.break_reason is not None:
-            self._report_break(captured.break_reason, plain=captured.runner is None)
+            self._findings.report_break(captured.break_reason, plain=captured.runner is None)
         if captured.graph is not None and logger.isEnabledFor(logging.INFO):
             logger.info("%s: captured\n%s", self.name, captured.graph)
-        if self.observer is not None:
-            self.observer.frame_captured(self.name, self._target.__code__, captured)
+        if self.settings.observer is not None:
+            self.settings.observer.frame_captured(self.name, self.target.function.__code__, captured)
         with timed("guards"):
             check = compile_check(captured)
         run: Callable[..., Any] | None = None
@@ -328,7 +312,7 @@ class CompiledCode:
             if captured.graph is not None:
                 inputs = check(*arguments)
                 if type(inputs) is not list:
-                    self._report_fresh_guards(explain_failure(captured, arguments))
+                    self._findings.report_fresh_guards(explain_failure(captured, arguments))
                     raise PlainCall("its guards do not hold for the call that they were made from")
                 with normal_tensors():
                     compiled = self.settings.compile_graph(captured.graph, inputs)
@@ -341,24 +325,16 @@ class CompiledCode:
         self._table.add(entry)
         return entry
 
-    def _report_fresh_guards(self, explanation: str) -> None:
-        """Something that the function reads changes whenever it is read or compiled: only plain Python is right."""
-        shown = f"guards fail for the very call that they were made from: {explanation}"
-        if self.fullgraph:
-            raise InternalError(f"{self.name}: {shown}")
-        self._runs_plain = True
-        logger.warning("%s runs as plain Python from now on: its %s", self.name, shown)
-
     def _capture(self, arguments: tuple[Any, ...], history: SizeHistory) -> CapturedFrame:
         """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
         try:
             with _capture_lock:
                 return capture(
-                    self._target,
+                    self.target.function,
                     arguments,
-                    is_module_call=self._is_module_call,
-                    cells_argument=self._cells_argument,
-                    may_break=self._may_break,
+                    is_module_call=self.target.is_module_call,
+                    cells_argument=self.target.cells_argument,
+                    may_break=self.settings.may_break,
                     original_of=original_of,
                     is_compiled_apart=self.settings.modules_apart.claims,
                     history=history,
@@ -367,22 +343,28 @@ class CompiledCode:
             raise
         except Exception as error:
             shown = f"the capture failed: {type(error).__name__}: {error}"
-            if self.fullgraph:
+            if self.settings.fullgraph:
                 raise InternalError(f"{self.name}: {shown}") from error
             logger.warning("%s: the capture failed, which is a bug of it", self.name, exc_info=error)
             reason = Unsupported("capture-failed", shown)
-            return CapturedFrame(None, (), self._arguments, None, reason)
+            return CapturedFrame(
+                None,
+                (),
+                self._argument_names,
+                None,
+                reason,
+            )
 
     def _continuation(self, point: ResumePoint) -> Callable[..., Any]:
         """The compiled resume function of a point, shared by all captures that stop there in the same way."""
-        found = self._continuations.get(point.rest)
+        found = self._called.continuations.get(point.rest)
         if found is None:
-            function = resume_function(point, self._target)
-            if len(self._continuations) >= _MOST_CONTINUATIONS:
+            function = resume_function(point, self.target.function)
+            if len(self._called.continuations) >= _MOST_CONTINUATIONS:
                 logger.warning("%s has more graph breaks than are compiled; the rest is plain", self.name)
                 return plain_call(function, point.cells_argument)
             target = Target(function, NO_OWNER, False, point.cells_argument)
-            found = self._continuations[point.rest] = CompiledCode(
+            found = self._called.continuations[point.rest] = CompiledCode(
                 self.programs, target, function.__qualname__, self
             )
         return found.call
@@ -415,11 +397,11 @@ class CompiledCode:
 
     def _form_of_target(self, target: Target) -> Callable[..., Any]:
         found = self.programs.of(target, target.function.__qualname__)
-        if found not in self._callees:
-            self._callees[found] = None
+        if found not in self._called.callees:
+            self._called.callees[found] = None
             found._recurs = found._recurs or self._is_reached_from(found)
         call: Any = found.call
-        if target.function is not found._target:
+        if target.function is not found.target.function:
             call = found._with_defaults_of(target.function)
         if found._recurs:
             call = with_room(call, found.call.__code__)
@@ -432,10 +414,10 @@ class CompiledCode:
         seen, waiting = {other}, [other]
         while waiting:
             code = waiting.pop()
-            if code._callees is self._callees:  # a function and its continuations have one
+            if code._called is self._called:  # a function and its continuations have one
                 return True
-            waiting += [callee for callee in code._callees if callee not in seen]
-            seen.update(code._callees)
+            waiting += [callee for callee in code._called.callees if callee not in seen]
+            seen.update(code._called.callees)
         return False
 
     def hooked_calls(self, forward: types.CodeType) -> HookedCalls:
@@ -452,46 +434,13 @@ class CompiledCode:
         made.__qualname__ = function.__qualname__
         return made
 
-    def _may_break(self, reason: Unsupported) -> bool:
-        return not self.fullgraph or reason.reason_id == COMPILED_APART
-
-    def _report_break(self, reason: Unsupported, plain: bool) -> None:
-        if self.fullgraph and (plain or not self._may_break(reason)):
-            raise reason.with_traceback(None)
-        self.break_reasons.append(reason)
-        key = (reason.reason_id, reason.location)
-        if key not in _logged_locations:
-            _logged_locations.add(key)
-            logger.warning("%s is not captured in full: %s", self.name, reason)
-
-    def _report_recompilation(self, reason: str) -> None:
-        if self.observer is not None:
-            self.observer.frame_missed(self.name, self._target.__code__, reason)
-        if config.error_on_recompile:
-            raise CompileError(
-                f"{self.name} would be compiled again (config.error_on_recompile) because {reason}"
-            )
-        logger.info("%s: recompiled because %s", self.name, reason)
-
-    def _report_limit(self, limit: int) -> None:
-        self._runs_plain = True
-        reason, count = self._table.most_frequent_reason()
-        logger.warning(
-            "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
-            "The guard that failed most often, %d times: %s",
-            self.name,
-            limit,
-            count,
-            reason,
-        )
-
 
 def forget_all() -> None:
     """Forget everything that was compiled, and what was logged of it."""
     for code in list(_living):
         code.reset()
     _recent.clear()
-    _logged_locations.clear()
+    forget_reports()
 
 
 def _leave_to_caller(result: Any) -> Any:

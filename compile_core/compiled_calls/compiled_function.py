@@ -28,13 +28,8 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     original_of,
     shown_name,
 )
-from gradsplit.compile_core.compiled_calls.compiled_code import (
-    CompiledCode,
-    CompileGraph,
-    Programs,
-    Settings,
-    forget_all,
-)
+from gradsplit.compile_core.compiled_calls.capture_findings import CompileGraph, Settings
+from gradsplit.compile_core.compiled_calls.compiled_code import CompiledCode, Programs, forget_all
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import has_hooks
 from gradsplit.compile_core.errors import Unsupported

@@ -14,7 +14,8 @@ import torch
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, GraphBackend
 from gradsplit.compile_core.capture.directives import compiled_by_torch, leave_alone
 from gradsplit.compile_core.capture.numpy_arrays.numpy_wrapper import form_of_torchs_wrapper
-from gradsplit.compile_core.compiled_calls.compiled_code import Programs, Settings
+from gradsplit.compile_core.compiled_calls.capture_findings import Settings
+from gradsplit.compile_core.compiled_calls.compiled_code import Programs
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule, wrap_module
 from gradsplit.compile_core.errors import Unsupported

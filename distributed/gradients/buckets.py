@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,33 @@ from gradsplit.distributed.collectives.measure_costs import ReadyTimes
 from gradsplit.distributed.gradients.bucket_buffers import BucketBuffers, gradient_strides
 from gradsplit.distributed.gradients.marks_of_use import MarksOfUse
 from gradsplit.distributed.gradients.static_graph import StaticGraph
-from gradsplit.distributed.gradients.watchers import GradientObserver, Watch
 from gradsplit.distributed.optimizer_steps.step_in_backward import StepInBackward
+
+
+class Watch(Protocol):
+    """Knows of failures of the job."""
+
+    def begins(self, what: str) -> None:
+        """Hears of what all ranks do together."""
+        ...
+
+    def at_point(self) -> None:
+        """Raises what has become known."""
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Waits for a collective that no stream waits for, and raises if another rank will not take part."""
+        ...
+
+
+class RoundObserver(Protocol):
+    """Told what happens in a round, to measure it."""
+
+    def gradients_arrived(self, names: Sequence[str]) -> None: ...
+
+    def collective_starting(self, bucket: int) -> None: ...
+
+    def collective_started(self, bucket: int, size_bytes: int, work: Any) -> None: ...
 
 
 class Buckets:
@@ -64,7 +90,7 @@ class Buckets:
         self.marks: MarksOfUse | None = None
         self.static_graph: StaticGraph | None = None
         self.ready_times: ReadyTimes | None = None
-        self.observer: GradientObserver | None = None
+        self.observer: RoundObserver | None = None
 
     @property
     def plan(self) -> BucketPlan | None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -23,14 +24,13 @@ from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
 from gradsplit.distributed.gradients.anchors import Anchors
-from gradsplit.distributed.gradients.announced_programs import AnnouncedPrograms
 from gradsplit.distributed.gradients.asked_gradients import notice_for, returns_values, unasked, wanted_values
 from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.paths_of_backward import reached_by_some
 from gradsplit.distributed.gradients.program_run import ProgramRun
 from gradsplit.distributed.gradients.round import Round
 from gradsplit.distributed.gradients.rounds_of_backward import round_begins, round_ended
-from gradsplit.distributed.gradients.running_backward import backward_number
+from gradsplit.distributed.gradients.running_backward import backward_number, current_node, will_run
 
 
 class DDPCommunicator:
@@ -52,7 +52,8 @@ class DDPCommunicator:
         self._nodes = AccumulationNodes(buckets.parameters, self._reaches_parameter, self._accumulated)
         self._anchors = Anchors(buckets.parameters, self._nodes)
         notice_for(self._anchors)
-        self._announced = AnnouncedPrograms()
+        # The nodes of programs in autograd's graph, as long as that lives, and which gradients each stores.
+        self._programs: WeakKeyDictionary[Any, Sequence[str]] = WeakKeyDictionary()
         self.expecting = False
         # Whether results of the last forward tell of backwards.
         self._tells = False
@@ -124,7 +125,7 @@ class DDPCommunicator:
         return self._anchors.of_program(names)
 
     def expect(self, node: Any, names: Sequence[str]) -> None:
-        self._announced.add(node, names)
+        self._programs[node] = names
 
     def wanted_values(self, names: Sequence[str]) -> WantedValues:
         return wanted_values(self.buckets.parameters, names)
@@ -172,7 +173,12 @@ class DDPCommunicator:
         self._await_broken()
         self._before_round()
         self.buckets.buffers.restore_places()
-        announced = self._announced.contributions() if self._programs_store() else Counter[str]()
+        announced = Counter[str]()
+        if self._programs_store():
+            current = current_node()
+            for node, names in [*self._programs.items()]:
+                if node is current or will_run(node):
+                    announced.update(names)
         round_ = Round(self.buckets, self._nodes, announced)
         round_begins(self, round_)
         self._round = round_

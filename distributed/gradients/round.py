@@ -55,7 +55,8 @@ class Round:
         assert buckets.buffers is not None and buckets.marks is not None
         self._buckets, self._buffers, self._marks = buckets, buckets.buffers, buckets.marks
         self._nodes = nodes
-        self.parameters, self.group = buckets.parameters, buckets.group
+        self.parameters: Mapping[str, torch.nn.Parameter] = buckets.parameters
+        self.group = buckets.group
         self.backward = backward_number()
         self._factor = buckets.averaging.factor
         # Those with hooks of the program's come through the engine, so that the hooks see them accumulated.

@@ -1,0 +1,119 @@
+"""What captures of one code object have shown, and what is logged of it."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gradsplit.compile_core import config
+from gradsplit.compile_core.capture import COMPILED_APART, SizeHistory
+from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
+from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, RunGraph
+from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
+from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.observe.observer import Observer
+
+logger = logging.getLogger("gradsplit.compile_core.capture")
+
+CompileGraph = Callable[[CapturedGraph, list[torch.Tensor]], RunGraph]
+
+_logged_locations: set[tuple[str, CodeLocation | None]] = set()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a function and all behind its breaks are compiled; see ``CompiledFunction``."""
+
+    compile_graph: CompileGraph
+    fullgraph: bool
+    dynamic: bool | None
+    cache_limit: int | None
+    observer: Observer | None
+    modules_apart: ModulesApart
+
+    @property
+    def limit(self) -> int:
+        """How many entries a code object may have."""
+        return self.cache_limit or config.cache_size_limit
+
+    def may_break(self, reason: Unsupported) -> bool:
+        """Whether a graph may end for this."""
+        return not self.fullgraph or reason.reason_id == COMPILED_APART
+
+
+class Findings:
+    """Until they are forgotten.
+
+    Args:
+        name: of the code, for messages.
+
+    Attributes:
+        history: which sizes differ between calls.
+        break_reasons: why captures ended early, in the order in which it was found.
+        runs_plain: calls that no entry fits run as plain Python.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name, self._settings = name, settings
+        self.history = SizeHistory(settings.dynamic)
+        self.break_reasons: list[Unsupported] = []
+        self.runs_plain = False
+        self._wrongly_expected = 0
+
+    def note_wrongly_expected(self) -> None:
+        """A capture met an exception that the call then did not raise: each such call is captured in vain."""
+        self._wrongly_expected += 1
+        self.runs_plain |= self._wrongly_expected >= self._settings.limit
+
+    def report_fresh_guards(self, explanation: str) -> None:
+        """Something that the function reads changes whenever it is read or compiled: only plain Python is right."""
+        shown = f"guards fail for the very call that they were made from: {explanation}"
+        if self._settings.fullgraph:
+            raise InternalError(f"{self._name}: {shown}")
+        self.runs_plain = True
+        logger.warning("%s runs as plain Python from now on: its %s", self._name, shown)
+
+    def report_break(self, reason: Unsupported, plain: bool) -> None:
+        """A capture ended early; ``plain`` if there is nothing before."""
+        if self._settings.fullgraph and (plain or not self._settings.may_break(reason)):
+            raise reason.with_traceback(None)
+        self.break_reasons.append(reason)
+        key = (reason.reason_id, reason.location)
+        if key not in _logged_locations:
+            _logged_locations.add(key)
+            logger.warning("%s is not captured in full: %s", self._name, reason)
+
+    def report_recompilation(self, reason: str, code: types.CodeType) -> None:
+        """
+        Raises:
+            CompileError: none is allowed.
+        """
+        if self._settings.observer is not None:
+            self._settings.observer.frame_missed(self._name, code, reason)
+        if config.error_on_recompile:
+            raise CompileError(
+                f"{self._name} would be compiled again (config.error_on_recompile) because {reason}"
+            )
+        logger.info("%s: recompiled because %s", self._name, reason)
+
+    def report_limit(self, table: EntryTable) -> None:
+        """The table has as many entries as it may have."""
+        self.runs_plain = True
+        reason, count = table.most_frequent_reason()
+        logger.warning(
+            "%s was captured %d times (the limit); calls that no capture fits run as plain Python. "
+            "The guard that failed most often, %d times: %s",
+            self._name,
+            self._settings.limit,
+            count,
+            reason,
+        )
+
+
+def forget_reports() -> None:
+    """What was logged once is logged again."""
+    _logged_locations.clear()
