@@ -343,3 +343,18 @@ class LoopProgram:
     overwritten: tuple[str, ...] = ()
     kept: frozenset[int] = frozenset()
     unfused: tuple[Refusal, ...] = ()
+
+
+def varied_axes(nest: LoopNest) -> list[frozenset[int]]:
+    """For each statement the axes over which its value varies; for a store, over which it must be repeated."""
+    reduced = frozenset(range(len(nest.extents) - nest.reduced_axes, len(nest.extents)))
+    axes: list[frozenset[int]] = []
+    for statement in nest.body:
+        varied = frozenset().union(*(axes[operand] for operand in operands(statement)))
+        if isinstance(statement, Load | Store | Position):
+            strides = statement.strides if isinstance(statement, Position) else statement.access.strides
+            varied |= frozenset(axis for axis, stride in enumerate(strides) if stride)
+        elif isinstance(statement, Reduce):
+            varied -= reduced
+        axes.append(varied)
+    return axes

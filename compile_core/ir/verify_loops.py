@@ -21,6 +21,7 @@ from gradsplit.compile_core.ir.loops import (
     Apply,
     BandNest,
     Constant,
+    ExternCall,
     Load,
     LoopNest,
     LoopProgram,
@@ -29,9 +30,11 @@ from gradsplit.compile_core.ir.loops import (
     ProductNest,
     Reduce,
     Statement,
+    Step,
     Store,
     View,
     operands,
+    varied_axes,
 )
 from gradsplit.compile_core.ir.print_loops import axis_name, print_statement
 from gradsplit.compile_core.ir.step_effects import mutated, reads, views_in, writes
@@ -44,21 +47,8 @@ _COMPUTE_DTYPES = frozenset(
     }
 )  # fmt: skip
 _TO_BOOL = frozenset(
-    {
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-        "isnan",
-        "isinf",
-    }
-)
+    {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf"}
+)  # fmt: skip
 
 
 def verify_program(program: LoopProgram) -> None:
@@ -73,28 +63,20 @@ def verify_program(program: LoopProgram) -> None:
     empty = {name for name, spec in program.buffers.items() if not spec.numel}
     written: set[str] = set()
     for number, step in enumerate(program.steps):
-        label = f"{program.name}, step {number}"
+        label = f"{program.name}, step {number}, {_step_name(step)}"
+        missing = reads(step) - known - empty
         if isinstance(step, LoopNest):
-            label += f", nest {step.name}"
             verify_nest(step, program.buffers, label)
-            missing = reads(step) - known - empty
         elif isinstance(step, ProductNest):
-            label += f", product {step.name}"
             _check_product(step, program.buffers, label)
-            missing = reads(step) - known - empty
         elif isinstance(step, BandNest):
-            label += f", bands {step.name}"
             _check_bands(step, program.buffers, label)
-            missing = reads(step) - known - empty
         elif isinstance(step, NestBatch):
-            label += f", batch {step.name}"
             _check_batch(step, program.buffers, label)
-            missing = reads(step) - known - empty
         else:
-            label += f", call of {step.target}"
             for view in views_in([step.arguments, dict(step.keywords), dict(step.out)]):
                 _check_view(view, program.buffers, label)
-            missing = reads(step) - known - empty - {view.buffer for view in step.out.values()}
+            missing -= {view.buffer for view in step.out.values()}
         _rule(not missing, label, f"reads {sorted(missing)} before anything wrote it")
         given = (set(program.inputs) | set(program.constants)) - set(program.overwritten)
         forbidden = (writes(step) - mutated(step)) & given
@@ -110,6 +92,13 @@ def verify_program(program: LoopProgram) -> None:
             _check_view(view, program.buffers, f"{program.name}, outputs")
             written_or_given = view.buffer in known or view.buffer in empty
             _rule(written_or_given, program.name, f"returns {view.buffer}, which nothing wrote")
+
+
+def _step_name(step: Step) -> str:
+    if isinstance(step, ExternCall):
+        return f"call of {step.target}"
+    kinds = {LoopNest: "nest", ProductNest: "product", BandNest: "bands", NestBatch: "batch"}
+    return f"{kinds[type(step)]} {step.name}"
 
 
 def _check_product(step: ProductNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
@@ -170,43 +159,27 @@ def verify_nest(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str = 
 def _check_body(nest: LoopNest, buffers: Mapping[str, TensorSpec], label: str) -> None:
     rank = len(nest.extents)
     _rule(0 <= nest.reduced_axes <= rank, label, "has more reduced axes than axes")
-    varying: list[frozenset[int]] = []
     for number, statement in enumerate(nest.body):
         where = f"{label}, {print_statement(number, statement)}"
         for operand in operands(statement):
             in_order = 0 <= operand < number and not isinstance(nest.body[operand], Store)
             _rule(in_order, where, f"%{operand} is no earlier value")
         _check_dtypes(statement, nest.body, nest.reduced_axes, buffers, where)
-        varying.append(_varying(statement, nest, varying))
         if isinstance(statement, (Load, Store)):
             _check_access(statement, nest, buffers, where)
-        if isinstance(statement, Store):
-            _check_store(statement, nest, varying, where)
         if isinstance(statement, Position):
             _rule(len(statement.strides) == rank, where, "needs one stride per axis")
         if isinstance(statement, Reduce) and statement.operation.startswith("arg"):
             _rule(nest.reduced_axes == 1, where, "a position needs a single reduced axis")
+    varying = varied_axes(nest)
+    for number, statement in enumerate(nest.body):
+        if isinstance(statement, Store):
+            _check_store(statement, nest, varying, f"{label}, {print_statement(number, statement)}")
 
 
 def _rule(holds: bool, where: str, rule: str) -> None:
     if not holds:
         raise InternalError(f"{where}: {rule}")
-
-
-def _varying(statement: Statement, nest: LoopNest, varying: Sequence[frozenset[int]]) -> frozenset[int]:
-    """The axes over which a statement's value varies."""
-    axes: frozenset[int] = frozenset().union(*(varying[operand] for operand in operands(statement)))
-    if isinstance(statement, Position):
-        return _moving(statement.strides)
-    if isinstance(statement, (Load, Store)):
-        return axes | _moving(statement.access.strides)
-    if isinstance(statement, Reduce):
-        return frozenset(axis for axis in axes if axis < len(nest.extents) - nest.reduced_axes)
-    return axes
-
-
-def _moving(strides: Sequence[int]) -> frozenset[int]:
-    return frozenset(axis for axis, stride in enumerate(strides) if stride)
 
 
 def _check_dtypes(

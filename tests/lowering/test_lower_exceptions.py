@@ -33,3 +33,36 @@ def test_an_index_out_of_range() -> None:
     assert torch.equal(compiled(table, torch.tensor([0, 3, -1])), table[[0, 3, -1]] * 2)
     with pytest.raises(IndexError):
         compiled(table, torch.tensor([0, 4, 1]))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "beginning": lambda x: x[:3],
+    "end": lambda x: x[2:],
+    "every second": lambda x: x[::2],
+    "part": lambda x: x.split([1, 4])[1],
+    "diagonal": lambda x: x.diagonal(1),
+    "transposed": lambda x: x.t(),
+    "window": lambda x: x.unfold(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_an_index_into_a_view_of_what_is_computed(name: str) -> None:
+    def program(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return VIEWS[name](table * 2)[index]
+
+    table = torch.randn(5, 4)
+    length = len(VIEWS[name](table))
+    compiled = gradsplit.compile(program, fullgraph=True)
+    inside = torch.tensor([0, length - 1, -1, -length])
+    assert torch.equal(compiled(table, inside), program(table, inside))
+    with pytest.raises(IndexError):
+        compiled(table, torch.tensor([0, length, 0, 0]))
+
+
+def test_an_index_into_what_is_padded_behind() -> None:
+    def program(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(table * 2, (0, 3))[index]
+
+    table, index = torch.randn(5), torch.tensor([0, 7, -1, -4, -8])
+    assert torch.equal(gradsplit.compile(program, fullgraph=True)(table, index), program(table, index))

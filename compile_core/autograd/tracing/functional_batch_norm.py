@@ -40,19 +40,8 @@ def _native_batch_norm(
     )
 
 
-def _cudnn_batch_norm(
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    running_mean: Statistics,
-    running_var: Statistics,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    result, mean, inverse_deviation = _native_batch_norm(
-        tensor, weight, bias, running_mean, running_var, training, momentum, eps
-    )
+def _cudnn_batch_norm(tensor: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, ...]:
+    result, mean, inverse_deviation = _native_batch_norm(tensor, *settings)
     # cuDNN keeps private notes for its own backward, which is not called.
     return result, mean, inverse_deviation, tensor.new_empty((0,), dtype=torch.uint8)
 

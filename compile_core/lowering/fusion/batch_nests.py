@@ -21,7 +21,11 @@ from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.fusion.overwrite_inputs import cannot_fail
 from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
-from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from gradsplit.compile_core.lowering.fusion.step_order import (
+    Dependencies,
+    direct_dependencies,
+    topological_order,
+)
 from gradsplit.compile_core.lowering.nests.kernel_bases import separated
 from gradsplit.compile_core.lowering.nests.order_axes import simplify
 from gradsplit.compile_core.lowering.nests.passes import buffers_of
@@ -92,8 +96,7 @@ class _Batching:
     """Steps by number; a batch takes the place of its first member.
 
     Attributes:
-        direct: the steps that a step directly depends on.
-        before: all steps that must run before a step, as a bit set over step numbers.
+        order: which steps must run before which.
         position: where a step runs, among the places that the steps had at the beginning.
         read, written: the buffers of a step.
         last_reader: by buffer, the step that reads it last.
@@ -102,31 +105,25 @@ class _Batching:
     def __init__(self, program: LoopProgram) -> None:
         self.program = program
         self.steps: dict[int, Step] = dict(enumerate(program.steps))
-        self.direct = dict(enumerate(direct_dependencies(program.steps)))
-        self._keep_failures_first()
-        self.followers: dict[int, set[int]] = {number: set() for number in self.steps}
-        self.before: dict[int, int] = {}
-        self.position: dict[int, float] = {}
+        self.order = Dependencies(self._direct_dependencies())
+        self.position: dict[int, float] = {number: number for number in self.steps}
         self.read = {number: reads(step) for number, step in self.steps.items()}
         self.written = {number: writes(step) for number, step in self.steps.items()}
         self.last_reader: dict[str, int] = {}
         for number in self.steps:
-            self.position[number] = number
-            self.before[number] = 0
-            for other in self.direct[number]:
-                self.before[number] |= self.before[other] | 1 << other
-                self.followers[other].add(number)
             self.last_reader.update(dict.fromkeys(self.read[number], number))
         returned = {view.buffer for view in program.outputs if view is not None}
         self.kept = {*returned, *program.destinations, *program.constants}
 
-    def _keep_failures_first(self) -> None:
-        """What might fail stays before the inputs get new values; see ``overwrite_inputs``."""
+    def _direct_dependencies(self) -> list[set[int]]:
+        """What might fail stays before the inputs get new values, too; see ``overwrite_inputs``."""
+        direct = direct_dependencies(self.program.steps)
         if self.program.overwritten:
             failing = {number for number, step in self.steps.items() if not cannot_fail(step)}
             for number, step in self.steps.items():
                 if not writes(step).isdisjoint(self.program.overwritten):
-                    self.direct[number] |= failing
+                    direct[number] |= failing
+        return direct
 
     def run(self, candidates: Sequence[Sequence[int]]) -> LoopProgram:
         for alike in candidates:
@@ -136,7 +133,7 @@ class _Batching:
                 left = [number for number in left if number not in batch.members]
                 if len(batch.members) > 1:
                     self._join(batch)
-        order = topological_order(self.direct, self.position)
+        order = topological_order(self.order.direct, self.position)
         return replace(self.program, steps=tuple(self.steps[number] for number in order))
 
     def _gather(self, numbers: Sequence[int]) -> _Gathered:
@@ -148,15 +145,15 @@ class _Batching:
         for number in numbers:
             names = self.read[number] | self.written[number]
             # A batch made before may have put a later step before an earlier one.
-            if self.before[number] & chosen or before >> number & 1 or written & self.written[number]:
+            if self.order.before[number] & chosen or before >> number & 1 or written & self.written[number]:
                 continue
             on_gpu = any(self.program.buffers[name].device.type == "cuda" for name in names)
             if on_gpu and len(touched | names) > _MOST_POINTERS:
                 break
             more = _Gathered(
                 [*batch.members, number],
-                max((self.position[other] for other in self.direct[number]), default=-1),
-                min((self.position[other] for other in self.followers[number]), default=batch.until),
+                max((self.position[other] for other in self.order.direct[number]), default=-1),
+                min((self.position[other] for other in self.order.followers[number]), default=batch.until),
             )
             more.after, more.until = max(batch.after, more.after), min(batch.until, more.until)
             touched_bytes += sum(self.program.buffers[name].bytes for name in names)
@@ -165,7 +162,7 @@ class _Batching:
                 continue
             batch = more
             chosen |= 1 << number
-            before |= self.before[number]
+            before |= self.order.before[number]
             touched |= names
             written |= self.written[number]
         return batch
@@ -193,28 +190,15 @@ class _Batching:
     def _join(self, batch: _Gathered) -> None:
         first, *others = batch.members
         place = self._place(batch)
-        gone, chosen = set(others), sum(1 << number for number in batch.members)
-        before = 0
-        for number in batch.members:
-            before |= self.before[number]
         self.steps[first] = self._joined(batch.members)
         self.position[first] = place
-        self.direct[first] = set[int]().union(*(self.direct[number] for number in batch.members))
-        self.followers[first] = set[int]().union(*(self.followers[number] for number in batch.members))
-        self.before[first] = before
+        self.order.join(batch.members, first)
         for number in others:
-            del self.steps[number], self.direct[number], self.followers[number], self.before[number]
-        for number in self.direct[first]:
-            self.followers[number] = (self.followers[number] - gone) | {first}
-        for number in self.followers[first]:
-            self.direct[number] = (self.direct[number] - gone) | {first}
-        for number, earlier in self.before.items():
-            if earlier & chosen:
-                self.before[number] = (earlier & ~chosen) | before | 1 << first
+            del self.steps[number]
         for kinds in (self.read, self.written):
             kinds[first] = kinds[first].union(*(kinds.pop(number) for number in others))
         for name in self.read[first]:
-            if self.last_reader[name] in gone or self.position[self.last_reader[name]] < place:
+            if self.last_reader[name] in others or self.position[self.last_reader[name]] < place:
                 self.last_reader[name] = first
 
     def _joined(self, numbers: Sequence[int]) -> NestBatch:

@@ -33,7 +33,11 @@ from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_key
 from gradsplit.compile_core.lowering.fusion.one_term_sums import without_one_term_sums
 from gradsplit.compile_core.lowering.fusion.pieces import in_pieces
-from gradsplit.compile_core.lowering.fusion.step_order import direct_dependencies, topological_order
+from gradsplit.compile_core.lowering.fusion.step_order import (
+    Dependencies,
+    direct_dependencies,
+    topological_order,
+)
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 from gradsplit.compile_core.lowering.nests.change_axes import OtherPointsError, Transplant, simplified
 from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
@@ -73,8 +77,7 @@ class _Fusion:
 
     Attributes:
         steps: what is left, by step number.
-        before: all steps that must run before a step, as a bit set over step numbers.
-        direct, followers: those that it depends on directly, those that directly depend on it.
+        order: which steps must run before which.
         position, last_position: where the first and the last part of a step were at the beginning.
         step_at: the step by its position.
     """
@@ -82,9 +85,6 @@ class _Fusion:
     def __init__(self, program: LoopProgram) -> None:
         self.program = program
         self.steps: dict[int, Step] = {}
-        self.before: dict[int, int] = {}
-        self.direct: dict[int, set[int]] = {}
-        self.followers: dict[int, set[int]] = {}
         self.readers: dict[str, set[int]] = {}
         self.writers: dict[str, set[int]] = {}
         self.refused: dict[tuple[int, int], Refusal] = {}
@@ -111,7 +111,7 @@ class _Fusion:
             if self._join(first, second):
                 for entry in self._candidates(second):
                     heapq.heappush(heap, entry)
-        order = topological_order(self.direct, self.position)
+        order = topological_order(self.order.direct, self.position)
         # What was put into a tensor may have no reader but those that got their elements from another nest meanwhile.
         alive = _alive([self.steps[number] for number in order], self.kept)
         order = [order[place] for place in alive]
@@ -139,7 +139,8 @@ class _Fusion:
         steps = [
             self._simplified(self.program.steps[place]) for place in _alive(self.program.steps, self.kept)
         ]
-        for number, (step, direct) in enumerate(zip(steps, direct_dependencies(steps), strict=True)):
+        self.order = Dependencies(direct_dependencies(steps))
+        for number, step in enumerate(steps):
             self.steps[number] = step
             self.position[number] = self.last_position[number] = number
             self.step_at[number] = number
@@ -147,12 +148,6 @@ class _Fusion:
                 self.readers.setdefault(name, set()).add(number)
             for name in writes(step):
                 self.writers.setdefault(name, set()).add(number)
-            self.direct[number] = direct
-            self.followers[number] = set()
-            self.before[number] = 0
-            for other in direct:
-                self.followers[other].add(number)
-                self.before[number] |= self.before[other] | 1 << other
 
     # -- candidates
 
@@ -205,7 +200,7 @@ class _Fusion:
         first, second = self.steps[one], self.steps[other]
         assert isinstance(first, LoopNest) and isinstance(second, LoopNest)
         # Two sums over long columns hold too much to be batched.
-        if self.before[other] >> one & 1 or first.reduced_axes or len(first.body) != len(second.body):
+        if self.order.must_follow(other, one) or first.reduced_axes or len(first.body) != len(second.body):
             return False
         if writes(first) & writes(second):
             return False  # parts of one tensor
@@ -218,9 +213,9 @@ class _Fusion:
         return last - min(self.position[one], self.position[other])
 
     def _in_order(self, one: int, other: int) -> tuple[int, int]:
-        if self.before[one] >> other & 1:
+        if self.order.must_follow(one, other):
             return other, one
-        if self.before[other] >> one & 1:
+        if self.order.must_follow(other, one):
             return one, other
         return (one, other) if self.position[one] < self.position[other] else (other, one)
 
@@ -231,10 +226,10 @@ class _Fusion:
         earlier, later = self.steps[first], self.steps[second]
         assert isinstance(earlier, LoopNest) and isinstance(later, LoopNest)
         try:
-            if self.before[first] >> second & 1:
+            if self.order.must_follow(first, second):
                 raise NoMatchError("they depend on each other through other steps")
-            for other in self.direct[second] - {first}:
-                if self.before[other] >> first & 1:
+            for other in self.order.direct[second] - {first}:
+                if self.order.must_follow(other, first):
                     raise NoMatchError(f"{_step_name(self.steps[other])} must run between them")
             joined = self._joined_nest(earlier, later)
         except (NoMatchError, OtherPointsError) as reason:
@@ -286,24 +281,13 @@ class _Fusion:
             self.readers.setdefault(name, set()).add(second)
         for name in writes(joined):
             self.writers.setdefault(name, set()).add(second)
-        self.direct[second] = (self.direct[first] | self.direct[second]) - {first, second}
-        for other in self.direct.pop(first):
-            self.followers[other] = (self.followers[other] - {first}) | {second}
-        for follower in self.followers[first] - {second}:
-            self.direct[follower] = (self.direct[follower] - {first}) | {second}
-        self.followers[second] = (self.followers.pop(first) | self.followers[second]) - {first, second}
-        both = 1 << first | 1 << second
-        before = (self.before.pop(first) | self.before[second]) & ~both
-        self.before[second] = before
+        self.order.join((first, second), second)
         self.steps[second] = joined
         self.last_position[second] = max(self.last_position[first], self.last_position[second])
         del self.step_at[self.position[first]], self.step_at[self.position[second]]
         self.position[second] = min(self.position[first], self.position[second])
         self.step_at[self.position[second]] = second
         del self.steps[first]
-        for number, earlier in self.before.items():
-            if earlier & both:
-                self.before[number] = (earlier & ~both) | before | 1 << second
 
     def _is_needed(self, name: str) -> bool:
         return name in self.kept or bool(self.readers.get(name))

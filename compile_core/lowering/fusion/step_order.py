@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -34,6 +34,46 @@ def direct_dependencies(steps: Sequence[Step]) -> list[set[int]]:
             last_random = {number}
         dependencies.append(direct - {number})
     return dependencies
+
+
+class Dependencies:
+    """Which steps must run before which, by number, while steps are joined.
+
+    Attributes:
+        direct, followers: the steps that a step directly depends on, and those that directly depend on it.
+        before: all steps that must run before a step, as a bit set over step numbers.
+    """
+
+    def __init__(self, direct: Sequence[set[int]]) -> None:
+        self.direct = dict(enumerate(direct))
+        self.followers: dict[int, set[int]] = {number: set() for number in self.direct}
+        self.before: dict[int, int] = {}
+        for number, others in self.direct.items():
+            self.before[number] = 0
+            for other in others:
+                self.followers[other].add(number)
+                self.before[number] |= self.before[other] | 1 << other
+
+    def must_follow(self, later: int, earlier: int) -> bool:
+        return bool(self.before[later] >> earlier & 1)
+
+    def join(self, members: Collection[int], kept: int) -> None:
+        """Makes some steps one, which has the number ``kept`` of one of them."""
+        gone = set(members) - {kept}
+        bits = sum(1 << number for number in members)
+        before = 0
+        for number in members:
+            before |= self.before[number]
+        for edges, inverse in ((self.direct, self.followers), (self.followers, self.direct)):
+            edges[kept] = set[int]().union(*(edges[number] for number in members)).difference(members)
+            for number in edges[kept]:
+                inverse[number] = (inverse[number] - gone) | {kept}
+        for number in gone:
+            del self.direct[number], self.followers[number], self.before[number]
+        self.before[kept] = before = before & ~bits
+        for number, earlier in self.before.items():
+            if earlier & bits:
+                self.before[number] = (earlier & ~bits) | before | 1 << kept
 
 
 def topological_order(direct: Mapping[int, set[int]], position: Mapping[int, float]) -> list[int]:

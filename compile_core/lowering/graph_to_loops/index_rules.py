@@ -17,10 +17,10 @@ from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# (arguments, keywords, fake result, origin) -> tensor, or None where this call has no rule
 # Reading rows from all over memory is worth avoiding twice.
 _GATHER_OPERATIONS = 20
 
+# (arguments, keywords, fake result, origin) -> tensor, or None where this call has no rule
 Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor, str], LazyTensor | None]
 
 
@@ -74,18 +74,10 @@ def _iota(args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, 
     return _ramp(kwargs.get("start", 0), kwargs.get("step", 1), result, origin)
 
 
-def _index_value(emitter: Emitter, tensor: LazyTensor, index: Index, size: int) -> Entry:
-    return emitter.indirect(emitter.broadcast(tensor, index), size)
-
-
-def _embedding(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str) -> LazyTensor:
-    weight, indices = args[:2]
-
-    def emit(emitter: Emitter, index: Index) -> int:
-        row = emitter.indirect(emitter.element(indices, index[:-1]), weight.shape[0])
-        return emitter.element(weight, (row, index[-1]))
-
-    return pointwise(result, origin, emit, _gather_cost(weight, [indices], result))
+def _embedding(
+    args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str
+) -> LazyTensor | None:
+    return _index((args[0], [args[1]]), kwargs, result, origin)
 
 
 def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torch.Tensor) -> Cost:
@@ -98,18 +90,12 @@ def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torc
 
 
 def _index_select(
-    args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str
+    args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str
 ) -> LazyTensor | None:
     source, dim, indices = args
     if not source.shape or not indices.shape:
         return None
-    dim %= len(source.shape)
-
-    def emit(emitter: Emitter, index: Index) -> int:
-        entry = emitter.indirect(emitter.element(indices, (index[dim],)), source.shape[dim])
-        return emitter.element(source, (*index[:dim], entry, *index[dim + 1 :]))
-
-    return pointwise(result, origin, emit, _gather_cost(source, [indices], result))
+    return _index((source, [None] * (dim % len(source.shape)) + [indices]), kwargs, result, origin)
 
 
 def _gather(
@@ -140,7 +126,9 @@ def _index(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, orig
         chosen = index[first : first + len(broadcast)]
         rest = iter((*index[:first], *index[first + len(broadcast) :]))
         entries = [
-            _index_value(emitter, indices[d], chosen, source.shape[d]) if d in used else next(rest)
+            emitter.indirect(emitter.broadcast(indices[d], chosen), source.shape[d])
+            if d in used
+            else next(rest)
             for d in range(len(source.shape))
         ]
         return emitter.element(source, tuple(entries))

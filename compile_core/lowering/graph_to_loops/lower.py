@@ -60,9 +60,10 @@ from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import (
 )
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     SPLITTING_VIEWS,
-    VIEW_RULES,
+    VIEWS,
+    reindex_of,
     restride,
-    split_reindex,
+    strided_reindex,
     view_of,
 )
 from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
@@ -214,7 +215,7 @@ class _Lowering:
                 static_spec(tensor, node.name)
         if node in self.plan.absorbed:
             return args[0] if isinstance(args[0], LazyTensor) else args[1]
-        if node.target in VIEW_RULES:
+        if node.target in VIEWS:
             return self._view(node, args, kwargs)
         if node.target in SPLITTING_VIEWS:
             return self._split(node, args, kwargs)
@@ -265,24 +266,23 @@ class _Lowering:
             operation = _striding_from(node.all_input_nodes[0].meta["val"].storage_offset())
         elif target in (aten.view.default, aten._unsafe_view.default):
             operation, settings = aten.view.default, (tuple(fake.shape),)
-        reindex = VIEW_RULES[target](base.shape, tuple(fake.shape), *args[1:], **kwargs)
-        return self._settle(
-            node,
-            view_of(base, fake, node.name, reindex, lambda t: operation(t, *settings, **kwargs)),
-            view=True,
-        )
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            return operation(tensor, *settings, **kwargs)
+
+        reindex = reindex_of(target, base.shape, fake, view)
+        return self._settle(node, view_of(base, fake, node.name, reindex, view), view=True)
 
     def _split(self, node: torch.fx.Node, args: Any, kwargs: Any) -> list[LazyTensor]:
         base, target = args[0], node.target
         assert isinstance(target, torch._ops.OpOverload)
         parts = []
-        arguments = [*args[1:], *kwargs.values()]
-        for position, reindex in enumerate(split_reindex(target, base.shape, arguments, node.meta["val"])):
+        for position, fake in enumerate(node.meta["val"]):
 
             def part(tensor: torch.Tensor, position: int = position) -> torch.Tensor:
                 return target(tensor, *args[1:], **kwargs)[position]
 
-            parts.append(view_of(base, node.meta["val"][position], node.name, reindex, part))
+            parts.append(view_of(base, fake, node.name, strided_reindex(base.shape, part), part))
         return parts
 
     def _pointwise(self, node: torch.fx.Node, args: Any, kwargs: Any) -> LazyTensor | None:

@@ -64,6 +64,11 @@ class ProgramBuilder:
         self.buffers[name] = spec
         return View(name, spec.shape, spec.stride)
 
+    def new_like(self, wanted: str, fake: torch.Tensor) -> View:
+        """A temporary for a result that the graph gives these strides, without gaps."""
+        stride = dense_strides(fake.shape, fake.stride())
+        return self.new_buffer(wanted, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
+
     def buffer_dtype(self, name: str) -> torch.dtype:
         return self.buffers[name].dtype
 

@@ -10,12 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kept_calls import KeptCall
-from gradsplit.compile_core.ir.loops import View
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import OUT_VARIANTS, out_variant
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
-    dense_strides,
     pointwise,
     static_spec,
 )
@@ -35,7 +32,7 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         return _product_plus_bias(builder, node, args)
     in_place = in_place_variant(node)
     if in_place is not None and isinstance(fake, torch.Tensor):
-        place = place or _new_like(builder, node.name, fake)
+        place = place or builder.new_like(node.name, fake)
         builder.store_into(place, args[0])
         changed = builder.in_memory(place, tuple(fake.stride()), node.name)
         builder.call(in_place, (changed, *args[1:]), kwargs, (None,), {}, node.name)
@@ -45,13 +42,13 @@ def lower_call(builder: ProgramBuilder, plan: GraphPlan, node: torch.fx.Node, ar
         variant = out_variant(target)
         factor = plan.factors.get(node)
         if variant is not None and factor is not None:
-            place = place or _new_like(builder, node.name, fake)
+            place = place or builder.new_like(node.name, fake)
             result = builder.in_memory(place, tuple(fake.stride()), node.name)
             scaling = {"beta": 0, "alpha": factor}
             builder.call(aten.addmm.out, (result, *args), scaling, (None,), {"out": place}, node.name)
             return result
         if variant is not None:
-            place = place or _new_like(builder, node.name, fake)
+            place = place or builder.new_like(node.name, fake)
             builder.call(variant, args, kwargs, (None,), {"out": place}, node.name)
             return builder.in_memory(place, tuple(fake.stride()), node.name)
     readers = [user for user in node.users if user.target is operator.getitem and user in plan.alive]
@@ -108,15 +105,10 @@ def _results_as_laid_out(builder: ProgramBuilder, node: torch.fx.Node, args: Any
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
-def _new_like(builder: ProgramBuilder, name: str, fake: torch.Tensor) -> View:
-    stride = dense_strides(fake.shape, fake.stride())
-    return builder.new_buffer(name, TensorSpec(tuple(fake.shape), stride, fake.dtype, fake.device))
-
-
 def _product_plus_bias(builder: ProgramBuilder, node: torch.fx.Node, args: Any) -> LazyTensor:
     bias, left, right = args
     fake = node.meta["val"]
-    place = _new_like(builder, node.name, fake)
+    place = builder.new_like(node.name, fake)
     builder.call(aten.mm.out, (left, right), {}, (None,), {"out": place}, node.name)
     product = builder.in_memory(place, place.stride, node.name)
 

@@ -17,7 +17,7 @@ import torch
 
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, dense_strides
+from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder
 from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import GraphPlan, numel_of
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import LazyTensor
 from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import Reduction, lower_reduction
@@ -49,7 +49,8 @@ class Concatenations:
         longest = self.longest.get(node, node)
         growing = self.growing.get(longest)
         if growing is None:
-            growing = self.growing[longest] = _Growing(self._place(longest))
+            place = self.plan.places.get(longest) or self.builder.new_like(longest.name, longest.meta["val"])
+            growing = self.growing[longest] = _Growing(place)
         start = 0
         for number, tensor in enumerate(args[0]):
             if tensor.shape == (0,) and fake.dim() != 1:
@@ -60,12 +61,6 @@ class Concatenations:
             start += length
         growing.stored = max(growing.stored, len(args[0]))
         return self.builder.in_memory(_window(growing.place, dim, 0, start), tuple(fake.stride()), node.name)
-
-    def _place(self, node: torch.fx.Node) -> View:
-        fake = node.meta["val"]
-        strides = dense_strides(fake.shape, fake.stride())
-        spec = TensorSpec(tuple(fake.shape), strides, fake.dtype, fake.device)
-        return self.plan.places.get(node) or self.builder.new_buffer(node.name, spec)
 
 
 def _longest_with_the_same_beginning(
@@ -148,8 +143,7 @@ def reduce_parts(
     start = 0
     for part in parts:
         length = part.shape[-1]
-        window = restride(place, lambda t, start=start, length=length: t.narrow(-1, start, length))
-        assert window is not None
+        window = _window(place, -1, start, length)
         like = torch.empty(window.shape, dtype=fake.dtype, device="meta")
         lower_reduction(builder, part, reduction, like, node.name, window)
         start += length

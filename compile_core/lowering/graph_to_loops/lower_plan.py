@@ -21,7 +21,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RUL
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING
 from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_reduction
 from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
-from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEW_RULES, restride
+from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEWS, restride
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
 from gradsplit.compile_core.torch_facts.random_operators import is_random
 
@@ -73,7 +73,7 @@ def use_kind(node: torch.fx.Node) -> str:
     target = node.target
     if node.op != "call_function":
         return MEMORY
-    if target in VIEW_RULES or target in SPLITTING_VIEWS or target is operator.getitem:
+    if target in VIEWS or target in SPLITTING_VIEWS or target is operator.getitem:
         return RE_INDEX
     if not _is_real(node) or _may_divide_by_zero(node):
         return MEMORY
@@ -144,11 +144,7 @@ def _absorb_factor(node: torch.fx.Node, plan: GraphPlan) -> None:
     if found is None:
         return
     product, factor = found
-    while (
-        len(product.users) == 1
-        and product.target in VIEW_RULES
-        and isinstance(product.args[0], torch.fx.Node)
-    ):
+    while len(product.users) == 1 and product.target in VIEWS and isinstance(product.args[0], torch.fx.Node):
         product = product.args[0]
     if product.target is aten.mm.default and len(product.users) == 1:
         plan.factors[product] = factor
@@ -215,7 +211,7 @@ def _is_only_copied(user: torch.fx.Node, argument: torch.fx.Node) -> bool:
 def _carry_back(node: torch.fx.Node, plan: GraphPlan) -> None:
     """A view's destination becomes that of the data it views, where strides can say so."""
     place = plan.places[node]
-    while node in plan.absorbed or (node.op == "call_function" and node.target in VIEW_RULES):
+    while node in plan.absorbed or (node.op == "call_function" and node.target in VIEWS):
         base = node.all_input_nodes[0]
         if base in plan.places or numel_of(base) != numel_of(node):
             return
@@ -229,7 +225,7 @@ def _carry_back(node: torch.fx.Node, plan: GraphPlan) -> None:
 def _inverse_place(node: torch.fx.Node, base: torch.Tensor, place: View) -> View | None:
     """Where ``base`` must lie so that its view ``node`` lies at ``place``."""
     target, args = node.target, node.args
-    if target not in VIEW_RULES:
+    if target not in VIEWS:
         return place  # an absorbed factor
     if target in (aten.t.default, aten.transpose.int):
         dims: Any = args[1:] or ((0, 1) if base.dim() > 1 else (0, 0))

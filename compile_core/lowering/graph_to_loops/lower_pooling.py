@@ -15,10 +15,8 @@ import torch
 
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
-    dense_strides,
     static_spec,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
@@ -94,8 +92,7 @@ def _gradient(
     windows = [-(-kernel[dim] // stride[dim]) for dim in (0, 1)]
     _settle(builder, grad, windows[0] * windows[1])
     _settle(builder, places, windows[0] * windows[1])
-    spec = TensorSpec(tuple(fake.shape), dense_strides(fake.shape, fake.stride()), fake.dtype, fake.device)
-    result = place or builder.new_buffer(node.name, spec)
+    result = place or builder.new_like(node.name, fake)
     dtype = compute_dtype(grad.dtype)
 
     def gathered(emitter: Emitter, index: Index, phase: tuple[int, ...]) -> int:

@@ -191,7 +191,7 @@ class Emitter(BodyBuilder):
         """``entry * factor + shift`` as an index into a dim of ``size``."""
         if isinstance(entry, Affine):
             return entry.scaled(factor, shift)
-        if (factor, shift) == (1, 0):
+        if (factor, shift, size) == (1, 0, entry.size):
             return entry
         value = self.position(entry)
         value = self.apply("mul", (value, self.constant(factor, torch.int64)), torch.int64)

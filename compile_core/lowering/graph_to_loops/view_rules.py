@@ -1,11 +1,12 @@
 """Views: pure re-striding of what lies in memory, re-indexing of what is still a body.
 
 Strides of a view of memory are not worked out here: the same operator runs on a meta tensor of the base's
-strides and its result's strides are read off. Only the re-indexing of bodies needs a rule per operator.
+strides and its result's strides are read off. So is the re-indexing of bodies, from one stand-in a dim.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.tensor_spec import contiguous_strides
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
     Affine,
+    Entry,
     Index,
+    Indirect,
     NotAffineError,
     reshape_index,
 )
@@ -76,138 +79,59 @@ def reshape_reindex(base_shape: tuple[int, ...], shape: tuple[int, ...]) -> Rein
     return lambda emitter, index: reshape_index(index, shape, base_shape, emitter.extents)
 
 
-def permute_reindex(dims: Sequence[int]) -> Reindex:
+def strided_reindex(base_shape: tuple[int, ...], view: Callable[[torch.Tensor], torch.Tensor]) -> Reindex:
+    """From an index of a view to one of its base, for a view that keeps dims or drops, repeats, slices and combines
+    them.
+
+    Of each dim of the base there is a stand-in, which moves along this dim alone: the strides of its view say how far
+    each dim of the view moves along it.
+    """
+
+    @functools.cache
+    def moves() -> list[tuple[int, tuple[int, ...]]]:
+        found = []
+        for dim in range(len(base_shape)):
+            strides = [int(dim == other) for other in range(len(base_shape))]
+            seen = view(torch.empty_strided(base_shape, strides, dtype=torch.uint8, device="meta"))
+            found.append((int(seen.storage_offset()), tuple(seen.stride())))
+        return found
+
     def reindex(_: Emitter, index: Index) -> Index:
-        by_dim = dict(zip(dims, index, strict=True))
-        return tuple(by_dim[d] for d in range(len(dims)))
+        return tuple(
+            _moved(
+                [(entry, step) for entry, step in zip(index, steps, strict=True) if step],
+                start,
+                size,
+            )
+            for size, (start, steps) in zip(base_shape, moves(), strict=True)
+        )
 
     return reindex
 
 
-def expand_reindex(base_shape: tuple[int, ...]) -> Reindex:
-    def reindex(_: Emitter, index: Index) -> Index:
-        tail = index[len(index) - len(base_shape) :]
-        return tuple(Affine() if size == 1 else entry for size, entry in zip(base_shape, tail, strict=True))
-
-    return reindex
-
-
-def affine_dim_reindex(dim: int, factor: int, shift: int, size: int) -> Reindex:
-    """Position ``i`` of ``dim`` is position ``i * factor + shift`` of the base's dim of ``size``."""
-
-    def reindex(emitter: Emitter, index: Index) -> Index:
-        return *index[:dim], emitter.shifted(index[dim], factor, shift, size), *index[dim + 1 :]
-
-    return reindex
-
-
-def select_reindex(dim: int, position: int) -> Reindex:
-    return lambda _, index: (*index[:dim], Affine(position), *index[dim:])
-
-
-def _squeeze_reindex(base_shape: tuple[int, ...], kept: Sequence[int]) -> Reindex:
-    def reindex(_: Emitter, index: Index) -> Index:
-        entries = dict(zip(kept, index, strict=True))
-        return tuple(entries.get(d, Affine()) for d in range(len(base_shape)))
-
-    return reindex
-
-
-def _diagonal_reindex(rank: int, offset: int, dim1: int, dim2: int) -> Reindex:
-    def reindex(_: Emitter, index: Index) -> Index:
-        last = index[-1]
-        if not isinstance(last, Affine):
-            raise NotAffineError
-        ends = {dim1: last.scaled(1, max(-offset, 0)), dim2: last.scaled(1, max(offset, 0))}
-        rest = iter(index[:-1])
-        return tuple(ends[d] if d in ends else next(rest) for d in range(rank))
-
-    return reindex
-
-
-def _unfold_reindex(dim: int, step: int) -> Reindex:
-    def reindex(_: Emitter, index: Index) -> Index:
-        start, within = index[dim], index[-1]
-        if not (isinstance(start, Affine) and isinstance(within, Affine)):
-            raise NotAffineError
-        return *index[:dim], start.scaled(step).plus(within), *index[dim + 1 : -1]
-
-    return reindex
+def _moved(terms: Sequence[tuple[Entry, int]], start: int, size: int) -> Entry:
+    """``start`` plus some entries times their steps, as an index into a dim of ``size``."""
+    total = Affine(start)
+    for entry, step in terms:
+        if isinstance(entry, Indirect):
+            if len(terms) == 1 and (step, start, size) == (1, 0, entry.size):
+                return entry
+            raise NotAffineError  # in a larger dim an index beyond the view's would be in range
+        total = total.plus(entry.scaled(step))
+    return total
 
 
 def _not_affine(_: Emitter, __: Index) -> Index:
     raise NotAffineError
 
 
-# One rule makes a ``Reindex`` from the base's shape, the result's shape and the operator's other arguments.
-Rule = Callable[..., Reindex]
-
-
-def _reshape(shape: tuple[int, ...], result: tuple[int, ...], *_: Any) -> Reindex:
-    return reshape_reindex(shape, result)
-
-
-def _permute(shape: tuple[int, ...], _: tuple[int, ...], dims: Sequence[int]) -> Reindex:
-    return permute_reindex([d % len(shape) for d in dims])
-
-
-def _transpose(shape: tuple[int, ...], _: tuple[int, ...], dim0: int = 0, dim1: int = 1) -> Reindex:
-    dims = list(range(len(shape)))
-    if len(dims) > 1:
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return permute_reindex(dims)
-
-
-def _expand(shape: tuple[int, ...], *_: Any, **__: Any) -> Reindex:
-    return expand_reindex(shape)
-
-
-def _same(shape: tuple[int, ...], *_: Any, **__: Any) -> Reindex:
-    return permute_reindex(range(len(shape)))
-
-
-def _squeeze(shape: tuple[int, ...], _: tuple[int, ...], dims: int | Sequence[int] | None = None) -> Reindex:
-    rank = len(shape)
-    chosen = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
-    dropped = {d % rank for d in chosen if shape[d] == 1} if rank else set()
-    return _squeeze_reindex(shape, [d for d in range(rank) if d not in dropped])
-
-
-def _unsqueeze(shape: tuple[int, ...], _: tuple[int, ...], dim: int) -> Reindex:
-    dim %= len(shape) + 1
-    return lambda _, index: index[:dim] + index[dim + 1 :]
-
-
-def _slice(
-    shape: tuple[int, ...],
-    _: tuple[int, ...],
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+def reindex_of(
+    target: torch._ops.OpOverload, base_shape: tuple[int, ...], result: torch.Tensor, view: Callable[..., Any]
 ) -> Reindex:
-    dim %= len(shape)
-    first = slice(start, end, step).indices(shape[dim])[0]
-    return affine_dim_reindex(dim, step, first, shape[dim])
-
-
-def _select(shape: tuple[int, ...], _: tuple[int, ...], dim: int, position: int) -> Reindex:
-    dim %= len(shape)
-    return select_reindex(dim, position % shape[dim])
-
-
-def _diagonal(
-    shape: tuple[int, ...], _: tuple[int, ...], offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> Reindex:
-    return _diagonal_reindex(len(shape), offset, dim1 % len(shape), dim2 % len(shape))
-
-
-def _unfold(shape: tuple[int, ...], _: tuple[int, ...], dim: int, __: int, step: int) -> Reindex:
-    return _unfold_reindex(dim % max(len(shape), 1), step) if shape else _not_affine
-
-
-def _as_strided(*_: Any, **__: Any) -> Reindex:
-    return _not_affine
+    """The ``Reindex`` of one of ``VIEWS``; ``view`` is it with all its arguments but the base."""
+    if target in _RESHAPES:
+        return reshape_reindex(base_shape, tuple(result.shape))
+    return _not_affine if target is aten.as_strided.default else strided_reindex(base_shape, view)
 
 
 def flip_reindex(shape: tuple[int, ...], dims: Sequence[int]) -> Reindex:
@@ -222,43 +146,16 @@ def flip_reindex(shape: tuple[int, ...], dims: Sequence[int]) -> Reindex:
     return reindex
 
 
-VIEW_RULES: dict[torch._ops.OpOverload, Rule] = {
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten._reshape_alias.default: _reshape,
-    aten.permute.default: _permute,
-    aten.t.default: _transpose,
-    aten.transpose.int: _transpose,
-    aten.expand.default: _expand,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.diagonal.default: _diagonal,
-    aten.unfold.default: _unfold,
-    aten.as_strided.default: _as_strided,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.lift_fresh.default: _same,
-}
+_RESHAPES = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default}
+)
+VIEWS = _RESHAPES | {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.slice.Tensor, aten.select.int,
+    aten.diagonal.default, aten.unfold.default, aten.as_strided.default, aten.alias.default, aten.detach.default,
+    aten.lift_fresh.default,
+}  # fmt: skip
 
 SPLITTING_VIEWS = frozenset(
     {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int, aten.chunk.default}
 )
-
-
-def split_reindex(
-    target: torch._ops.OpOverload, shape: tuple[int, ...], args: Sequence[Any], results: Any
-) -> list[Reindex]:
-    """One ``Reindex`` per result of a splitting view."""
-    dim_position = 0 if target is aten.unbind.int else 1
-    dim = (args[dim_position] if len(args) > dim_position else 0) % len(shape)
-    if target is aten.unbind.int:
-        return [select_reindex(dim, position) for position in range(shape[dim])]
-    starts = [0]
-    for result in results:
-        starts.append(starts[-1] + result.shape[dim])
-    return [affine_dim_reindex(dim, 1, start, shape[dim]) for start in starts[:-1]]

@@ -14,7 +14,7 @@ vary over the reduced axes are not computed in passes but before them, at their 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ from gradsplit.compile_core.ir.loops import (
     Statement,
     Store,
     operands,
+    varied_axes,
 )
 
 _COSTS = {
@@ -133,7 +134,7 @@ def analyse(nest: LoopNest, keep_limit: int) -> NestAnalysis:
         nest: a valid nest.
         keep_limit: how many values a pass may keep for later ones; 0 recomputes everything.
     """
-    axes = _varied_axes(nest)
+    axes = tuple(varied_axes(nest))
     levels = _levels(nest)
     walked = NestAnalysis(nest, axes, levels, ())
     late = _stores_that_wait(nest, levels)
@@ -157,25 +158,6 @@ def analyse(nest: LoopNest, keep_limit: int) -> NestAnalysis:
         before = _before(walked, level, late, last)
         passes.append(Pass(before, values, kept, (), reduces, stores))
     return NestAnalysis(nest, axes, levels, _with_keeps(_without_unused(walked, passes)))
-
-
-def _varied_axes(nest: LoopNest) -> tuple[frozenset[int], ...]:
-    reduced = frozenset(range(len(nest.extents) - nest.reduced_axes, len(nest.extents)))
-    axes: list[frozenset[int]] = []
-    for statement in nest.body:
-        varied = frozenset().union(*(axes[operand] for operand in operands(statement)))
-        if isinstance(statement, Load | Store):
-            varied |= _moving(statement.access.strides)
-        elif isinstance(statement, Position):
-            varied |= _moving(statement.strides)
-        elif isinstance(statement, Reduce):
-            varied -= reduced
-        axes.append(varied)
-    return tuple(axes)
-
-
-def _moving(strides: Sequence[int]) -> frozenset[int]:
-    return frozenset(axis for axis, stride in enumerate(strides) if stride)
 
 
 def _levels(nest: LoopNest) -> tuple[int, ...]:
@@ -253,14 +235,7 @@ def _without_unused(walked: NestAnalysis, passes: list[Pass]) -> list[Pass]:
         if n in used or isinstance(body[n], Store):
             used |= set(operands(body[n]))
     return [
-        Pass(
-            tuple(n for n in step.before if n in used or isinstance(body[n], Store)),
-            step.values,
-            step.kept,
-            (),
-            step.reduces,
-            step.stores,
-        )
+        replace(step, before=tuple(n for n in step.before if n in used or isinstance(body[n], Store)))
         for step in passes
     ]
 
@@ -271,7 +246,7 @@ def _with_keeps(passes: list[Pass]) -> tuple[Pass, ...]:
     for step in reversed(passes):
         keeps = tuple(n for n in step.values if n in wanted)
         wanted = (wanted | set(step.kept)) - set(keeps)
-        finished.append(Pass(step.before, step.values, step.kept, keeps, step.reduces, step.stores))
+        finished.append(replace(step, keeps=keeps))
     if wanted:
         raise InternalError(f"values {sorted(wanted)} are kept for a later pass but no pass computes them")
     return tuple(reversed(finished))
