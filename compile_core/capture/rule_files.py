@@ -1,8 +1,8 @@
-"""The files of rules and of handlers of opcodes; naming them here makes sure that they are registered."""
+"""The files of rules and of handlers of opcodes: importing this registers them."""
+
+# ruff: noqa: F401
 
 from __future__ import annotations
-
-from types import ModuleType
 
 from gradsplit.compile_core.capture.frames import opcodes_build, opcodes_control, opcodes_data, opcodes_match
 from gradsplit.compile_core.capture.higher_order_calls import (
@@ -35,38 +35,4 @@ from gradsplit.compile_core.capture.torch_rules import (
     scalar_rules,
     switches,
     tensor_rules,
-)
-
-RULE_FILES: tuple[ModuleType, ...] = (
-    attribute_rules,
-    autograd_functions,
-    builtin_rules,
-    checkpoints,
-    control_flow,
-    copy_rules,
-    function_modes,
-    function_transforms,
-    functional_calls,
-    gradients,
-    heap_rules,
-    inspect_rules,
-    iteration_rules,
-    itertools_rules,
-    library_closures,
-    logging_rules,
-    modes,
-    module_rules,
-    numpy_rules,
-    numpy_wrapper,
-    object_rules,
-    opcodes_build,
-    opcodes_control,
-    opcodes_data,
-    opcodes_match,
-    operator_rules,
-    optimizer_rules,
-    scalar_rules,
-    switches,
-    tensor_rules,
-    type_tests,
 )

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils._device import _device_constructors
 
+from gradsplit.compile_core.capture import rule_files  # noqa: F401  (whoever has a state has the rules)
 from gradsplit.compile_core.capture.frames.binding import bind_arguments
 from gradsplit.compile_core.capture.frames.frame import Frame
 from gradsplit.compile_core.capture.frames.generators import GeneratorValue
@@ -32,7 +33,6 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicS
 from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
-from gradsplit.compile_core.capture.rule_files import RULE_FILES
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
 from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
 from gradsplit.compile_core.capture.values.containers import (
@@ -49,14 +49,18 @@ from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
 from gradsplit.compile_core.ir.sources import Source
 
-# Named, so that whoever has a state has the rules.
-RULES = RULE_FILES
-
 _DEPTH_LIMIT = 120
 
 
 class Capture(CaptureState):
     """See CaptureState."""
+
+    equal: Any = comparisons.same_item
+    text_of: Any = texts.text
+    representation_of: Any = texts.representation
+    format_of: Any = texts.formatted
+    filled_format: Any = texts.fill_format
+    enum_attribute: Any = enums.enum_attribute
 
     def __init__(
         self,
@@ -112,9 +116,6 @@ class Capture(CaptureState):
             return ConstantValue(real)
         raise self.unsupported("constant", f"a value of type {type(real).__qualname__}")
 
-    def equal(self, one: Value, other: Value) -> bool:
-        return comparisons.same_item(self, one, other)
-
     def as_index(self, value: Value, what: str) -> int:
         found = special_call(self, value, "__index__", [])
         value = value if found is None else found
@@ -130,21 +131,6 @@ class Capture(CaptureState):
 
     def less(self, one: Value, other: Value) -> bool:
         return comparisons.compare(self, "<", one, other).truth(self)
-
-    def text_of(self, value: Value) -> Value:
-        return texts.text(self, value)
-
-    def representation_of(self, value: Value) -> Value:
-        return texts.representation(self, value)
-
-    def format_of(self, value: Value, spec: Value) -> Value:
-        return texts.formatted(self, value, spec)
-
-    def filled_format(self, pattern: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        return texts.fill_format(self, pattern, args, kwargs)
-
-    def enum_attribute(self, member: Value, name: str) -> Value:
-        return enums.enum_attribute(self, member, name)
 
     def loaded_module(self, name: str) -> Value | None:
         module = sys.modules.get(name)

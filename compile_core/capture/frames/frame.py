@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Callable
+from typing import Any
 
 from gradsplit.compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
 from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
@@ -27,6 +29,22 @@ def opcode(*names: str) -> Callable[[OpcodeHandler], OpcodeHandler]:
         return function
 
     return register
+
+
+def value_opcodes(table: dict[str, Callable[..., Value | None]]) -> None:
+    """Register opcodes that take values off the stack and put back at most one.
+
+    A function of the table gets the frame, the instruction and as many values as it has further parameters, the lowest
+    first; what it returns is pushed.
+    """
+    for name, function in table.items():
+        opcode(name)(functools.partial(_replace_values, function, function.__code__.co_argcount - 2))
+
+
+def _replace_values(function: Callable[..., Any], count: int, frame: Frame, instruction: Instruction) -> None:
+    made = function(frame, instruction, *frame.pop_many(count))
+    if made is not None:
+        frame.push(made)
 
 
 class BreakRequested(Exception):

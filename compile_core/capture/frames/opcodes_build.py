@@ -7,34 +7,18 @@ from typing import Any
 
 from gradsplit.compile_core.capture.code_objects.instructions import Instruction
 from gradsplit.compile_core.capture.code_objects.python_versions import INTRINSICS_1
-from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode, value_opcodes
 from gradsplit.compile_core.capture.operations import operators, texts
 from gradsplit.compile_core.capture.values.base import Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, fold
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, mapping_pairs, new_dict
-from gradsplit.compile_core.capture.values.sets import SetValue, new_set
+from gradsplit.compile_core.capture.values.sets import new_set
 
 
-@opcode("BUILD_SLICE")
-def _build_slice(frame: Frame, instruction: Instruction) -> None:
-    parts = frame.pop_many(instruction.arg)
-    frame.push(SliceValue([*parts, ConstantValue(None)][:3]))
-
-
-@opcode("BUILD_TUPLE")
-def _build_tuple(frame: Frame, instruction: Instruction) -> None:
-    frame.push(SequenceValue(list(frame.pop_many(instruction.arg)), tuple))
-
-
-@opcode("BUILD_LIST")
-def _build_list(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ListValue(list(frame.pop_many(instruction.arg))))
-
-
-@opcode("BUILD_SET")
-def _build_set(frame: Frame, instruction: Instruction) -> None:
-    frame.push(new_set(frame.state, frame.pop_many(instruction.arg)))
+def _change(frame: Frame, instruction: Instruction, method: str, item: Value) -> None:
+    """Call a method of the container that is being built."""
+    frame.stack[-instruction.arg].call_method(frame.state, method, [item], {})
 
 
 @opcode("BUILD_MAP")
@@ -60,69 +44,11 @@ _CONVERSIONS: dict[Any, Any] = {str: str, repr: repr, ascii: ascii, 1: str, 2: r
 _NO_SPEC = ConstantValue("")
 
 
-def _format(frame: Frame, value: Value, conversion: Any, spec: Value) -> None:
-    shown = texts.converted(frame.state, value, conversion)
-    frame.push(texts.formatted(frame.state, shown, spec))
-
-
 @opcode("FORMAT_VALUE")
 def _format_value(frame: Frame, instruction: Instruction) -> None:
     spec = frame.pop() if instruction.arg & 4 else _NO_SPEC
-    _format(frame, frame.pop(), _CONVERSIONS.get(instruction.arg & 3), spec)
-
-
-@opcode("FORMAT_SIMPLE")
-def _format_simple(frame: Frame, instruction: Instruction) -> None:
-    _format(frame, frame.pop(), None, _NO_SPEC)
-
-
-@opcode("FORMAT_WITH_SPEC")
-def _format_with_spec(frame: Frame, instruction: Instruction) -> None:
-    value, spec = frame.pop_many(2)
-    _format(frame, value, None, spec)
-
-
-@opcode("CONVERT_VALUE")
-def _convert_value(frame: Frame, instruction: Instruction) -> None:
-    frame.push(texts.converted(frame.state, frame.pop(), _CONVERSIONS[instruction.arg]))
-
-
-@opcode("LIST_APPEND")
-def _list_append(frame: Frame, instruction: Instruction) -> None:
-    item = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, ListValue)
-    target.append(frame.state, item)
-
-
-@opcode("LIST_EXTEND")
-def _list_extend(frame: Frame, instruction: Instruction) -> None:
-    items = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, ListValue)
-    target.extend(frame.state, items)
-
-
-@opcode("SET_ADD")
-def _set_add(frame: Frame, instruction: Instruction) -> None:
-    item = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, SetValue)
-    target.add(frame.state, item)
-
-
-@opcode("SET_UPDATE")
-def _set_update(frame: Frame, instruction: Instruction) -> None:
-    items = frame.pop()
-    target = frame.stack[-instruction.arg]
-    assert isinstance(target, SetValue)
-    target.call_method(frame.state, "update", [items], {})
-
-
-@opcode("MAP_ADD")
-def _map_add(frame: Frame, instruction: Instruction) -> None:
-    key, value = frame.pop_many(2)
-    frame.stack[-instruction.arg].set_item(frame.state, key, value)
+    shown = texts.converted(frame.state, frame.pop(), _CONVERSIONS.get(instruction.arg & 3))
+    frame.push(texts.formatted(frame.state, shown, spec))
 
 
 @opcode("DICT_UPDATE", "DICT_MERGE")
@@ -195,3 +121,27 @@ def _items_to_unpack(frame: Frame) -> list[Value]:
 def is_iterable(value: Value) -> bool:
     cls = value.python_type()
     return hasattr(cls, "__iter__") or hasattr(cls, "__getitem__")
+
+
+value_opcodes(
+    {
+        "BUILD_TUPLE": lambda frame, instruction: SequenceValue(list(frame.pop_many(instruction.arg)), tuple),
+        "BUILD_LIST": lambda frame, instruction: ListValue(list(frame.pop_many(instruction.arg))),
+        "BUILD_SET": lambda frame, instruction: new_set(frame.state, frame.pop_many(instruction.arg)),
+        "BUILD_SLICE": lambda frame, instruction: SliceValue(
+            [*frame.pop_many(instruction.arg), ConstantValue(None)][:3]
+        ),
+        "FORMAT_SIMPLE": lambda frame, instruction, value: texts.formatted(frame.state, value, _NO_SPEC),
+        "FORMAT_WITH_SPEC": lambda frame, instruction, value, spec: texts.formatted(frame.state, value, spec),
+        "CONVERT_VALUE": lambda frame, instruction, value: texts.converted(
+            frame.state, value, _CONVERSIONS[instruction.arg]
+        ),
+        "LIST_APPEND": lambda frame, instruction, item: _change(frame, instruction, "append", item),
+        "LIST_EXTEND": lambda frame, instruction, items: _change(frame, instruction, "extend", items),
+        "SET_ADD": lambda frame, instruction, item: _change(frame, instruction, "add", item),
+        "SET_UPDATE": lambda frame, instruction, items: _change(frame, instruction, "update", items),
+        "MAP_ADD": lambda frame, instruction, key, value: frame.stack[-instruction.arg].set_item(
+            frame.state, key, value
+        ),
+    }
+)

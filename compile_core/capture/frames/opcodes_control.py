@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import types
+from collections.abc import Callable
 
 from gradsplit.compile_core.capture.code_objects.instructions import Instruction
 from gradsplit.compile_core.capture.code_objects.python_versions import (
@@ -12,7 +13,7 @@ from gradsplit.compile_core.capture.code_objects.python_versions import (
     INTRINSICS_2,
     SEND_POPS_ITERATOR,
 )
-from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode, value_opcodes
 from gradsplit.compile_core.capture.frames.generators import GeneratorValue
 from gradsplit.compile_core.capture.frames.opcodes_data import push_callable
 from gradsplit.compile_core.capture.object_model.classes import ClassValue, SuperValue
@@ -36,27 +37,17 @@ def _jump(frame: Frame, instruction: Instruction) -> None:
     frame.jump(instruction)
 
 
-@opcode("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE")
-def _jump_if_true(frame: Frame, instruction: Instruction) -> None:
-    if frame.pop().truth(frame.state):
-        frame.jump(instruction)
+_CONDITIONS: dict[str, Callable[[Frame, Value], bool]] = {
+    "TRUE": lambda frame, value: value.truth(frame.state),
+    "FALSE": lambda frame, value: not value.truth(frame.state),
+    "NONE": lambda frame, value: is_none(value),
+    "NOT_NONE": lambda frame, value: not is_none(value),
+}
 
 
-@opcode("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE")
-def _jump_if_false(frame: Frame, instruction: Instruction) -> None:
-    if not frame.pop().truth(frame.state):
-        frame.jump(instruction)
-
-
-@opcode("POP_JUMP_IF_NONE", "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NONE")
-def _jump_if_none(frame: Frame, instruction: Instruction) -> None:
-    if is_none(frame.pop()):
-        frame.jump(instruction)
-
-
-@opcode("POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE")
-def _jump_if_not_none(frame: Frame, instruction: Instruction) -> None:
-    if not is_none(frame.pop()):
+@opcode(*(f"POP_JUMP_{way}IF_{what}" for way in ("", "FORWARD_", "BACKWARD_") for what in _CONDITIONS))
+def _jump_if(frame: Frame, instruction: Instruction) -> None:
+    if _CONDITIONS[instruction.name.partition("IF_")[2]](frame, frame.pop()):
         frame.jump(instruction)
 
 
@@ -66,11 +57,6 @@ def _jump_or_pop(frame: Frame, instruction: Instruction) -> None:
         frame.jump(instruction)
     else:
         frame.pop()
-
-
-@opcode("GET_ITER")
-def _get_iter(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.pop().iterate(frame.state))
 
 
 @opcode("FOR_ITER")
@@ -112,11 +98,6 @@ def _yield_value(frame: Frame, instruction: Instruction) -> None:
     frame.yielded = frame.pop()
     # What the expression ``yield`` gives, unless something is sent.
     frame.push(ConstantValue(None))
-
-
-@opcode("GET_YIELD_FROM_ITER")
-def _get_yield_from_iter(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.pop().iterate(frame.state))
 
 
 @opcode("SEND")
@@ -248,11 +229,6 @@ def _load_build_class(frame: Frame, instruction: Instruction) -> None:
     frame.push(frame.state.wrap(builtins.__build_class__, None))
 
 
-@opcode("LOAD_ASSERTION_ERROR")
-def _load_assertion_error(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.state.wrap(AssertionError, None))
-
-
 @opcode("RAISE_VARARGS")
 def _raise(frame: Frame, instruction: Instruction) -> None:
     state = frame.state
@@ -360,11 +336,14 @@ def _import_name(frame: Frame, instruction: Instruction) -> None:
     frame.push(module if names else frame.state.loaded_module(instruction.value.split(".")[0]) or module)
 
 
-@opcode("IMPORT_FROM")
-def _import_from(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.stack[-1].get_attribute(frame.state, instruction.value))
-
-
-@opcode("GET_LEN")
-def _get_len(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ConstantValue(frame.stack[-1].length(frame.state)))
+value_opcodes(
+    {
+        "GET_ITER": lambda frame, instruction, iterable: iterable.iterate(frame.state),
+        "GET_YIELD_FROM_ITER": lambda frame, instruction, iterable: iterable.iterate(frame.state),
+        "IMPORT_FROM": lambda frame, instruction: frame.stack[-1].get_attribute(
+            frame.state, instruction.value
+        ),
+        "GET_LEN": lambda frame, instruction: ConstantValue(frame.stack[-1].length(frame.state)),
+        "LOAD_ASSERTION_ERROR": lambda frame, instruction: frame.state.wrap(AssertionError, None),
+    }
+)

@@ -10,7 +10,7 @@ from gradsplit.compile_core.capture.code_objects.python_versions import (
     NO_EFFECT,
     NULL_IS_ABOVE_CALLABLE,
 )
-from gradsplit.compile_core.capture.frames.frame import Frame, opcode
+from gradsplit.compile_core.capture.frames.frame import Frame, opcode, value_opcodes
 from gradsplit.compile_core.capture.object_model.functions import CellValue
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.libraries import is_library_name, is_library_state
@@ -27,21 +27,6 @@ def _nothing(frame: Frame, instruction: Instruction) -> None:
     pass
 
 
-@opcode("POP_TOP")
-def _pop_top(frame: Frame, instruction: Instruction) -> None:
-    frame.pop()
-
-
-@opcode("PUSH_NULL")
-def _push_null(frame: Frame, instruction: Instruction) -> None:
-    frame.push(NULL)
-
-
-@opcode("COPY")
-def _copy(frame: Frame, instruction: Instruction) -> None:
-    frame.push(frame.stack[-instruction.arg])
-
-
 @opcode("SWAP")
 def _swap(frame: Frame, instruction: Instruction) -> None:
     stack, depth = frame.stack, instruction.arg
@@ -54,6 +39,10 @@ def _load_const(frame: Frame, instruction: Instruction) -> None:
     if isinstance(value, SequenceValue):
         value.is_literal = True
     frame.push(value)
+
+
+def _range(start: Value, stop: Value) -> SliceValue:
+    return SliceValue([start, stop, ConstantValue(None)])
 
 
 def load_local(frame: Frame, name: str) -> Value:
@@ -79,11 +68,6 @@ def store_local(frame: Frame, name: str, value: Value) -> None:
         frame.state.graph.name_after(value.node, name)
 
 
-@opcode("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_CLOSURE")
-def _load_fast(frame: Frame, instruction: Instruction) -> None:
-    frame.push(load_local(frame, instruction.value))
-
-
 @opcode("LOAD_FAST_AND_CLEAR")
 def _load_fast_and_clear(frame: Frame, instruction: Instruction) -> None:
     name = instruction.value
@@ -101,11 +85,6 @@ def _make_cell(frame: Frame, instruction: Instruction) -> None:
         frame.cells[instruction.value] = CellValue(None)
 
 
-@opcode("STORE_FAST", "STORE_FAST_MAYBE_NULL")
-def _store_fast(frame: Frame, instruction: Instruction) -> None:
-    store_local(frame, instruction.value, frame.pop())
-
-
 @opcode("DELETE_FAST")
 def _delete_fast(frame: Frame, instruction: Instruction) -> None:
     load_local(frame, instruction.value)
@@ -119,11 +98,6 @@ def _load_deref(frame: Frame, instruction: Instruction) -> None:
         raise _unset_cell(frame, instruction.value)
     cell.content = frame.state.realize(cell.content)
     frame.push(cell.content)
-
-
-@opcode("STORE_DEREF")
-def _store_deref(frame: Frame, instruction: Instruction) -> None:
-    frame.cells[instruction.value].store(frame.state, frame.pop())
 
 
 @opcode("DELETE_DEREF")
@@ -177,11 +151,6 @@ def _load_global(frame: Frame, instruction: Instruction) -> None:
         frame.push(NULL)
 
 
-@opcode("STORE_GLOBAL")
-def _store_global(frame: Frame, instruction: Instruction) -> None:
-    frame.state.effects.global_changed(frame.function.scope, instruction.value, frame.pop())
-
-
 @opcode("DELETE_GLOBAL")
 def _delete_global(frame: Frame, instruction: Instruction) -> None:
     state, scope, name = frame.state, frame.function.scope, instruction.value
@@ -215,78 +184,6 @@ def push_callable(frame: Frame, value: Value) -> None:
     frame.stack.extend(pair)
 
 
-@opcode("STORE_ATTR")
-def _store_attr(frame: Frame, instruction: Instruction) -> None:
-    value, owner = frame.pop_many(2)
-    owner.set_attribute(frame.state, instruction.value, value)
-
-
-@opcode("DELETE_ATTR")
-def _delete_attr(frame: Frame, instruction: Instruction) -> None:
-    frame.pop().delete_attribute(frame.state, instruction.value)
-
-
-@opcode("BINARY_SUBSCR")
-def _binary_subscr(frame: Frame, instruction: Instruction) -> None:
-    owner, key = frame.pop_many(2)
-    frame.push(owner.get_item(frame.state, key))
-
-
-@opcode("STORE_SUBSCR")
-def _store_subscr(frame: Frame, instruction: Instruction) -> None:
-    value, owner, key = frame.pop_many(3)
-    owner.set_item(frame.state, key, value)
-
-
-@opcode("DELETE_SUBSCR")
-def _delete_subscr(frame: Frame, instruction: Instruction) -> None:
-    owner, key = frame.pop_many(2)
-    owner.delete_item(frame.state, key)
-
-
-@opcode("BINARY_SLICE")
-def _binary_slice(frame: Frame, instruction: Instruction) -> None:
-    owner, start, stop = frame.pop_many(3)
-    frame.push(owner.get_item(frame.state, SliceValue([start, stop, ConstantValue(None)])))
-
-
-@opcode("STORE_SLICE")
-def _store_slice(frame: Frame, instruction: Instruction) -> None:
-    value, owner, start, stop = frame.pop_many(4)
-    owner.set_item(frame.state, SliceValue([start, stop, ConstantValue(None)]), value)
-
-
-@opcode("UNARY_NEGATIVE")
-def _unary_negative(frame: Frame, instruction: Instruction) -> None:
-    frame.push(operators.unary(frame.state, "-", frame.pop()))
-
-
-@opcode("UNARY_POSITIVE")
-def _unary_positive(frame: Frame, instruction: Instruction) -> None:
-    frame.push(operators.unary(frame.state, "+", frame.pop()))
-
-
-@opcode("UNARY_INVERT")
-def _unary_invert(frame: Frame, instruction: Instruction) -> None:
-    frame.push(operators.unary(frame.state, "~", frame.pop()))
-
-
-@opcode("UNARY_NOT")
-def _unary_not(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ConstantValue(not frame.pop().truth(frame.state)))
-
-
-@opcode("TO_BOOL")
-def _to_bool(frame: Frame, instruction: Instruction) -> None:
-    frame.push(ConstantValue(frame.pop().truth(frame.state)))
-
-
-@opcode("BINARY_OP")
-def _binary_op(frame: Frame, instruction: Instruction) -> None:
-    left, right = frame.pop_many(2)
-    frame.push(operators.binary(frame.state, instruction.text, left, right))
-
-
 @opcode("COMPARE_OP")
 def _compare_op(frame: Frame, instruction: Instruction) -> None:
     left, right = frame.pop_many(2)
@@ -294,13 +191,52 @@ def _compare_op(frame: Frame, instruction: Instruction) -> None:
     frame.push(comparisons.compare(frame.state, instruction.value, left, right))
 
 
-@opcode("IS_OP")
-def _is_op(frame: Frame, instruction: Instruction) -> None:
-    left, right = frame.pop_many(2)
-    frame.push(ConstantValue(comparisons.is_same(frame.state, left, right) != bool(instruction.arg)))
-
-
-@opcode("CONTAINS_OP")
-def _contains_op(frame: Frame, instruction: Instruction) -> None:
-    item, owner = frame.pop_many(2)
-    frame.push(ConstantValue(owner.contains(frame.state, item) != bool(instruction.arg)))
+value_opcodes(
+    {
+        "POP_TOP": lambda frame, instruction, value: None,
+        "PUSH_NULL": lambda frame, instruction: NULL,
+        "COPY": lambda frame, instruction: frame.stack[-instruction.arg],
+        "STORE_FAST": lambda frame, instruction, value: store_local(frame, instruction.value, value),
+        "STORE_FAST_MAYBE_NULL": lambda frame, instruction, value: store_local(
+            frame, instruction.value, value
+        ),
+        "LOAD_FAST": lambda frame, instruction: load_local(frame, instruction.value),
+        "LOAD_FAST_CHECK": lambda frame, instruction: load_local(frame, instruction.value),
+        "LOAD_CLOSURE": lambda frame, instruction: load_local(frame, instruction.value),
+        "STORE_DEREF": lambda frame, instruction, value: frame.cells[instruction.value].store(
+            frame.state, value
+        ),
+        "STORE_ATTR": lambda frame, instruction, value, owner: owner.set_attribute(
+            frame.state, instruction.value, value
+        ),
+        "DELETE_ATTR": lambda frame, instruction, owner: owner.delete_attribute(
+            frame.state, instruction.value
+        ),
+        "BINARY_SUBSCR": lambda frame, instruction, owner, key: owner.get_item(frame.state, key),
+        "STORE_SUBSCR": lambda frame, instruction, value, owner, key: owner.set_item(frame.state, key, value),
+        "DELETE_SUBSCR": lambda frame, instruction, owner, key: owner.delete_item(frame.state, key),
+        "BINARY_SLICE": lambda frame, instruction, owner, start, stop: owner.get_item(
+            frame.state, _range(start, stop)
+        ),
+        "STORE_SLICE": lambda frame, instruction, value, owner, start, stop: owner.set_item(
+            frame.state, _range(start, stop), value
+        ),
+        "UNARY_NEGATIVE": lambda frame, instruction, value: operators.unary(frame.state, "-", value),
+        "UNARY_POSITIVE": lambda frame, instruction, value: operators.unary(frame.state, "+", value),
+        "UNARY_INVERT": lambda frame, instruction, value: operators.unary(frame.state, "~", value),
+        "UNARY_NOT": lambda frame, instruction, value: ConstantValue(not value.truth(frame.state)),
+        "TO_BOOL": lambda frame, instruction, value: ConstantValue(value.truth(frame.state)),
+        "BINARY_OP": lambda frame, instruction, left, right: operators.binary(
+            frame.state, instruction.text, left, right
+        ),
+        "IS_OP": lambda frame, instruction, left, right: ConstantValue(
+            comparisons.is_same(frame.state, left, right) != bool(instruction.arg)
+        ),
+        "CONTAINS_OP": lambda frame, instruction, item, owner: ConstantValue(
+            owner.contains(frame.state, item) != bool(instruction.arg)
+        ),
+        "STORE_GLOBAL": lambda frame, instruction, value: frame.state.effects.global_changed(
+            frame.function.scope, instruction.value, value
+        ),
+    }
+)

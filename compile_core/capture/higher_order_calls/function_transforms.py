@@ -37,9 +37,6 @@ class TransformedValue(Value):
     def python_type(self) -> type:
         return types.FunctionType
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"{self.transform.__name__} of {self.function.describe()}"
 

@@ -32,8 +32,7 @@ def enum_attribute(state: CaptureState, member: Value, name: str) -> Value:
         return state.wrap(real.__dict__[name], ItemSource(place, name))
     owner, entry = find_class_entry(state, cls, name)
     if owner is None:
-        message = f"{cls.__name__!r} object has no attribute {name!r}"
-        raise state.raise_exception(AttributeError, message)
+        raise state.no_attribute(cls, name)
     if isinstance(entry, enum.property) and not is_library_object(owner) and entry.fget is not None:
         return state.wrap_trusted_function(entry.fget).call(state, [member], {})
     if is_library_object(owner) or isinstance(

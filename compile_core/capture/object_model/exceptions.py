@@ -27,9 +27,6 @@ class TracebackValue(Value):
     def python_type(self) -> type:
         return types.TracebackType
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
 
 class ExceptionValue(InstanceValue):
     """An exception. ``cause`` and ``context`` are what it was raised from and during."""

@@ -77,9 +77,6 @@ class FunctionValue(Value):
     def is_library(self) -> bool:
         return is_library_name(self.scope.get("__name__"))
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def hash_key(self, state: CaptureState) -> Any:
         return self.real if self.real is not None else self
 
@@ -213,9 +210,6 @@ class BoundMethodValue(Value):
 
     def describe(self) -> str:
         return f"{self.function.describe()}, a method of {self.owner.describe()}"
-
-    def truth(self, state: CaptureState) -> bool:
-        return True
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return self.function.call(state, [self.owner, *args], kwargs)

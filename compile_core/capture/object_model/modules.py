@@ -98,8 +98,7 @@ class ModuleValue(InstanceValue):
         """What ``torch.nn.Module.__getattr__`` finds: a parameter, buffer or submodule."""
         found = self.table_entry(state, name)
         if found is None:
-            shown = f"{self.cls.__name__!r} object has no attribute {name!r}"
-            raise state.raise_exception(AttributeError, shown)
+            raise state.no_attribute(self.cls, name)
         return found
 
     def table_entry(self, state: CaptureState, name: str) -> Value | None:

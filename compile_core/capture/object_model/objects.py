@@ -239,14 +239,11 @@ class InstanceValue(Value):
             if found is not MISSING:
                 return state.wrap(found, None if self.source is None else AttributeSource(self.source, name))
             raise state.unsupported("empty-slot", f"the empty slot {name!r} of {self.describe()}")
-        message = f"{self.cls.__name__!r} object has no attribute {name!r}"
-        raise state.raise_exception(AttributeError, message)
+        raise state.no_attribute(self.cls, name)
 
     def instance_dict(self, state: CaptureState) -> Value:
         if not self.cls.__dictoffset__:
-            raise state.raise_exception(
-                AttributeError, f"{self.cls.__name__!r} object has no attribute '__dict__'"
-            )
+            raise state.no_attribute(self.cls, "__dict__")
         self._dict = self._dict or InstanceDict(self)
         return self._dict
 
@@ -256,7 +253,7 @@ class InstanceValue(Value):
         if owner is not None:
             bound = bind_class_entry(state, self, self.cls, owner, "__getattr__", entry)
             return bound.call(state, [ConstantValue(name)], {})
-        raise state.raise_exception(AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}")
+        raise state.no_attribute(self.cls, name)
 
     def guard_absent(self, state: CaptureState, name: str) -> None:
         place = self.dict_source()

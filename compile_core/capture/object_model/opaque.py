@@ -44,44 +44,15 @@ class OpaqueValue(Value):
             )
         return state.unsupported("opaque-object", f"no rule for what is done with {self.describe()}")
 
-    def truth(self, state: CaptureState) -> bool:
+    def _refused(self, state: CaptureState, *args: Any) -> Any:
         raise self._refuse(state)
 
-    def get_attribute(self, state: CaptureState, name: str) -> Value:
-        raise self._refuse(state)
 
-    def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
-        raise self._refuse(state)
-
-    def delete_attribute(self, state: CaptureState, name: str) -> None:
-        raise self._refuse(state)
-
-    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        raise self._refuse(state)
-
-    def iterate(self, state: CaptureState) -> Value:
-        raise self._refuse(state)
-
-    def advance(self, state: CaptureState) -> Value | None:
-        raise self._refuse(state)
-
-    def length(self, state: CaptureState) -> int:
-        raise self._refuse(state)
-
-    def get_item(self, state: CaptureState, key: Value) -> Value:
-        raise self._refuse(state)
-
-    def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
-        raise self._refuse(state)
-
-    def delete_item(self, state: CaptureState, key: Value) -> None:
-        raise self._refuse(state)
-
-    def contains(self, state: CaptureState, item: Value) -> bool:
-        raise self._refuse(state)
-
-    def graph_argument(self, state: CaptureState) -> Any:
-        raise self._refuse(state)
+for _name in (
+    *("truth", "get_attribute", "set_attribute", "delete_attribute", "call", "iterate", "advance", "length"),
+    *("get_item", "set_item", "delete_item", "contains", "graph_argument"),
+):
+    setattr(OpaqueValue, _name, OpaqueValue._refused)
 
 
 def wrap_opaque(state: CaptureState, real: Any, source: Source, reason: Unsupported | None) -> Value:

@@ -27,9 +27,6 @@ class PartialValue(Value):
     def python_type(self) -> type:
         return functools.partial
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         parts: dict[str, Value] = {"func": self.function, "args": self.args, "keywords": self.kwargs}
         if name in parts:

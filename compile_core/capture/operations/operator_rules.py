@@ -68,9 +68,6 @@ class GetterValue(Value):
     def python_type(self) -> type:
         return self.cls
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         (owner,) = args
         if self.cls is operator.methodcaller:

@@ -18,9 +18,6 @@ from gradsplit.compile_core.capture.values.references import ReferenceValue
 class CachedFunctionValue(ReferenceValue):
     """The object that ``lru_cache`` makes of a function."""
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"the cached function {self.real.__qualname__}"
 

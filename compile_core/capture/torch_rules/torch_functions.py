@@ -188,8 +188,7 @@ CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES}
 
 for _function in (
     _jit_internal.is_scripting,
-    torch.jit.is_scripting,
-    torch.jit.is_tracing,
+    *(getattr(torch.jit, name) for name in ("is_scripting", "is_tracing")),
     torch.overrides.has_torch_function,
     torch.overrides.has_torch_function_unary,
     torch.overrides.has_torch_function_variadic,

@@ -63,6 +63,9 @@ class Value:
         return f"a {self.python_type().__name__}"
 
     def truth(self, state: CaptureState) -> bool:
+        cls = self.python_type()
+        if not hasattr(cls, "__bool__") and not hasattr(cls, "__len__"):
+            return True
         raise state.unsupported("truth-value", f"no rule for the truth value of {self.describe()}")
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
@@ -317,6 +320,10 @@ class CaptureState:
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
         """An exception that the captured program raises here; the caller raises the result."""
         raise NotImplementedError
+
+    def no_attribute(self, cls: type, name: str) -> SymbolicRaise:
+        """What reading an attribute raises that objects of a class do not have."""
+        return self.raise_exception(AttributeError, f"{cls.__name__!r} object has no attribute {name!r}")
 
     def handled_exception(self) -> Value | None:
         """The exception whose handler runs: of this frame, or of one that called it."""

@@ -180,9 +180,6 @@ class BuiltinMethod(Value):
     def describe(self) -> str:
         return f"the method {self.name!r} of {self.owner.describe()}"
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return self.owner.call_method(state, self.name, args, kwargs)
 
@@ -202,9 +199,6 @@ class SequenceIterator(Value):
 
     def python_type(self) -> type:
         return self.cls
-
-    def truth(self, state: CaptureState) -> bool:
-        return True
 
     def iterate(self, state: CaptureState) -> Value:
         return self

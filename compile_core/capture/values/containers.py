@@ -45,9 +45,7 @@ class ContainerValue(Value):
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if not hasattr(self.cls, name):
-            raise state.raise_exception(
-                AttributeError, f"{self.cls.__name__!r} object has no attribute {name!r}"
-            )
+            raise state.no_attribute(self.cls, name)
         if name in self.methods or name in _TEXTS:
             return BuiltinMethod(self, name)
         return super().get_attribute(state, name)
@@ -169,9 +167,7 @@ class SequenceValue(ContainerValue):
 
     def numel(self, state: CaptureState) -> Value:
         if self.cls is not torch.Size:
-            raise state.raise_exception(
-                AttributeError, f"{self.cls.__name__!r} object has no attribute 'numel'"
-            )
+            raise state.no_attribute(self.cls, "numel")
         return state.wrap(math.prod, None).call(state, [self], {})
 
     methods: ClassVar = {"index": index, "count": count, "numel": numel}

@@ -19,9 +19,6 @@ class IteratorValue(Value):
     def python_type(self) -> type:
         return self.cls
 
-    def truth(self, state: CaptureState) -> bool:
-        return True
-
     def iterate(self, state: CaptureState) -> Value:
         return self
 

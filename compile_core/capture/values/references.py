@@ -36,9 +36,3 @@ class ReferenceValue(Value):
 
     def hash_key(self, state: CaptureState) -> Any:
         return self.real
-
-    def truth(self, state: CaptureState) -> bool:
-        cls = type(self.real)
-        if not hasattr(cls, "__bool__") and not hasattr(cls, "__len__"):
-            return True
-        return super().truth(state)
