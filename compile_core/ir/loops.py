@@ -22,8 +22,8 @@ through a narrower type where eager's semantics need it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -358,3 +358,13 @@ def varied_axes(nest: LoopNest) -> list[frozenset[int]]:
             varied -= reduced
         axes.append(varied)
     return axes
+
+
+def accesses(nest: LoopNest) -> list[Access]:
+    """Of its loads and stores, in their order."""
+    return [statement.access for statement in nest.body if isinstance(statement, Load | Store)]
+
+
+def with_accesses(body: Sequence[Statement], change: Callable[[Access], Access]) -> tuple[Statement, ...]:
+    """The body with other accesses in place of those of its loads and stores."""
+    return tuple(replace(s, access=change(s.access)) if isinstance(s, Load | Store) else s for s in body)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -89,13 +89,13 @@ class _Separation:
             # A view stays one, or what is computed from it might get other strides.
             source = self._zeros_if_absent(source)
             with self.graph.inserting_before(value.next), example.fake_mode:
-                kept = self._call(value, value.target, source, *value.args[1:], **value.kwargs)
+                kept = add_call(self.graph, value, value.target, source, *value.args[1:], **value.kwargs)
         else:
             flag = self._flag(self.sources[value], example)
             like: Any = {"dtype": example.dtype, "device": example.device, "pin_memory": False}
             with self.graph.inserting_before(value.next), example.fake_mode:
-                zero = self._call(value, aten.full.default, [], 0, **like)
-                kept = self._call(value, aten.where.self, flag, value, zero)
+                zero = add_call(self.graph, value, aten.full.default, [], 0, **like)
+                kept = add_call(self.graph, value, aten.where.self, flag, value, zero)
         self.kept[value] = kept
         self.zeros.add(kept)
         return kept
@@ -109,9 +109,3 @@ class _Separation:
                 flag.meta["val"] = torch.empty((), dtype=torch.bool, device=example.device)
             self.flags[key] = self.last_input = flag
         return self.flags[key]
-
-    def _call(self, like: Node, operator: Any, *arguments: Any, **keywords: Any) -> Node:
-        node = self.graph.call_function(operator, arguments, keywords)
-        fakes: Any = map_arg(arguments, lambda argument: argument.meta["val"])
-        node.meta = {**like.meta, "val": operator(*fakes, **keywords)}
-        return node

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
@@ -56,9 +57,6 @@ def _of_original(value: Any) -> Any:
         return value
     original = copy.args[0]
     for turn in reversed(turns):
-        arguments = (original, *turn.args[1:])
-        fakes = (original.meta["val"], *turn.args[1:])
         with turn.graph.inserting_before(turn):
-            original = turn.graph.call_function(turn.target, arguments)
-        original.meta = {**turn.meta, "val": turn.target(*fakes)}
+            original = add_call(turn.graph, turn, turn.target, original, *turn.args[1:])
     return original

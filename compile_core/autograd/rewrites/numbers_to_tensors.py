@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.ancestors import ancestors
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
@@ -236,11 +237,8 @@ class _Rewriting:
         return self._rounded[key]
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Node:
-        node = self._graph.call_function(function, args, kwargs)
-        real_args, real_kwargs = map_arg((args, kwargs), lambda read: read.meta["val"])
         with self._mode, torch.no_grad():
-            node.meta["val"] = function(*real_args, **real_kwargs)
-        return node
+            return add_call(self._graph, None, function, *args, **kwargs)
 
 
 def _dtype_for(node: Node) -> torch.dtype:

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
@@ -90,7 +91,7 @@ class _Padding:
         if first:
             arguments[0] = self._longer_summand(arguments[0], product, rows, columns)
         with self.graph.inserting_after(product):
-            longer = _call(self.graph, product, operator, *arguments, **product.kwargs)
+            longer = add_call(self.graph, product, operator, *arguments, **product.kwargs)
         result = longer
         for dim, count in ((-2, rows), (-1, columns)):
             if count:
@@ -107,7 +108,7 @@ class _Padding:
             assert isinstance(base, Node)
             longer = self._longer(base, -3 - dim, count)
             with self.graph.inserting_after(longer):
-                return _call(self.graph, value, transpose, longer, *dims)
+                return add_call(self.graph, value, transpose, longer, *dims)
         key = (value, dim, count)
         if key not in self.padded:
             self.padded[key] = self._with_zeros(value, dim, count)
@@ -118,11 +119,11 @@ class _Padding:
         along = value.meta["val"].dim() + dim
         with self.graph.inserting_after(place):
             # Of the value's shape, whose other sides may be open.
-            shape = _call(self.graph, value, aten.slice.Tensor, value, along, 0, count)
+            shape = add_call(self.graph, value, aten.slice.Tensor, value, along, 0, count)
         with self.graph.inserting_after(shape):
-            zeros = _call(self.graph, value, aten.zeros_like.default, shape)
+            zeros = add_call(self.graph, value, aten.zeros_like.default, shape)
         with self.graph.inserting_after(zeros):
-            longer = _call(self.graph, value, aten.cat.default, [value, zeros], along)
+            longer = add_call(self.graph, value, aten.cat.default, [value, zeros], along)
         self.made |= {shape, zeros, longer}
         return longer
 
@@ -219,7 +220,7 @@ def _swaps_last_two(node: Node) -> bool:
 
 def _beginning(graph: Graph, value: Node, dim: int, length: int) -> Node:
     with graph.inserting_after(value):
-        return _call(graph, value, aten.slice.Tensor, value, value.meta["val"].dim() + dim, 0, length)
+        return add_call(graph, value, aten.slice.Tensor, value, value.meta["val"].dim() + dim, 0, length)
 
 
 def _replace(product: Node, result: Node) -> None:
@@ -230,7 +231,7 @@ def _replace(product: Node, result: Node) -> None:
     @cache
     def row_major() -> Node:
         with result.graph.inserting_after(result):
-            return _call(
+            return add_call(
                 result.graph, result, aten.clone.default, result, memory_format=torch.contiguous_format
             )
 
@@ -272,11 +273,3 @@ def _strides_of(view: Node) -> Any:
         return operator(*arguments, **view.kwargs)
     except (RuntimeError, ValueError):
         return None
-
-
-def _call(graph: Graph, like: Node, operator: Callable[..., Any], *arguments: Any, **keywords: Any) -> Node:
-    """A call that belongs where ``like`` does: to the same checkpoint, to the backward or not."""
-    node = graph.call_function(operator, arguments, keywords)
-    fakes: Any = map_arg(arguments, lambda argument: argument.meta["val"])
-    node.meta = {**like.meta, "val": operator(*fakes, **keywords)}
-    return node

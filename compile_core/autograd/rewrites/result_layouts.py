@@ -6,12 +6,12 @@ graph computes transposed. A program sees the strides of its results, and views 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -43,12 +43,6 @@ def keep_layouts(module: GraphModule, specs: Sequence[TensorSpec]) -> GraphModul
 def _copied(value: Node, spec: TensorSpec) -> Node:
     """A copy with the strides of ``spec``: row-major in the order of its memory."""
     order, back = spec.memory_order
-    copy = _call(value.graph, aten.permute.default, value, order)
-    copy = _call(value.graph, aten.clone.default, copy, memory_format=torch.contiguous_format)
-    return _call(value.graph, aten.permute.default, copy, back)
-
-
-def _call(graph: Graph, operator: Callable[..., Any], source: Node, *settings: Any, **keywords: Any) -> Node:
-    node = graph.call_function(operator, (source, *settings), keywords)
-    node.meta["val"] = operator(source.meta["val"], *settings, **keywords)
-    return node
+    copy = add_call(value.graph, None, aten.permute.default, value, order)
+    copy = add_call(value.graph, None, aten.clone.default, copy, memory_format=torch.contiguous_format)
+    return add_call(value.graph, None, aten.permute.default, copy, back)

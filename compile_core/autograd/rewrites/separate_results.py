@@ -12,6 +12,7 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
+from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.ir.numbers import is_number
 
@@ -41,8 +42,7 @@ def separate_results(module: GraphModule, num_outputs: int, tangents: Set[str]) 
             from_outside = memory.op in ("placeholder", "get_attr") and memory.name not in tangents
             shared = memory in owners and (is_output or owners[memory] is not result)
             if from_outside or shared:
-                results[position] = module.graph.call_function(aten.clone.default, (result,))
-                results[position].meta["val"] = result.meta["val"].clone()
+                results[position] = add_call(module.graph, None, aten.clone.default, result)
             else:
                 # What an output owns, no gradient may be.
                 owners[memory] = None if is_output else result

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from gradsplit.compile_core.ir.loops import Load, LoopNest, NestBatch, Position, Store
+from gradsplit.compile_core.ir.loops import LoopNest, NestBatch
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import (
     LONG_KERNEL_COST,
@@ -23,6 +23,7 @@ from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp import (
     pointer,
 )
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_body import BodyWriter, axis_loop
+from gradsplit.compile_core.lowering.nests.order_axes import with_strides
 from gradsplit.compile_core.lowering.nests.passes import analyse, buffers_of, statement_cost, stored_buffers
 from gradsplit.compile_core.lowering.tiling.tiling_cpp import GRAIN_COST, CpuTiling
 
@@ -82,13 +83,4 @@ def generate_cpp_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -> K
 
 def _over_one_axis(nest: LoopNest) -> LoopNest:
     """A nest over a single point as one over an axis of one."""
-    if nest.extents:
-        return nest
-    body = []
-    for statement in nest.body:
-        if isinstance(statement, Load | Store):
-            statement = replace(statement, access=replace(statement.access, strides=(0,)))
-        elif isinstance(statement, Position):
-            statement = replace(statement, strides=(0,))
-        body.append(statement)
-    return replace(nest, extents=(1,), body=tuple(body))
+    return nest if nest.extents else replace(nest, extents=(1,), body=with_strides(nest, lambda _: (0,)))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from gradsplit.compile_core.ir.loops import Load, LoopNest, LoopProgram, NestBatch, Step, Store
+from gradsplit.compile_core.ir.loops import LoopNest, LoopProgram, NestBatch, Step, accesses, with_accesses
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.fusion.overwrite_inputs import cannot_fail
@@ -59,7 +59,10 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
     if kinds == {"cuda"}:
         step, places = separated(simplify(step), buffers)
         specs = [buffers[name] for name, _ in places.values()]
-    elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1 or _gathers(step):
+    elif kinds != {"cpu"} or step.reduced_axes or len(step.extents) > 1:
+        return None
+    elif any(access.gathers for access in accesses(step)):
+        # C++ kernels stop at an index that is out of range.
         return None
     space: object = len(step.extents)
     if len(step.extents) > 1 or step.reduced_axes:
@@ -68,19 +71,9 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
         # One odd size would cost all members their wide accesses.
         space = (space, prod(step.extents) % 16 == 0)
     numbered = {name: f"{k}" for k, name in enumerate(buffers_of(step))}
-    body = []
-    for statement in step.body:
-        if isinstance(statement, Load | Store):
-            access = replace(statement.access, buffer=numbered[statement.access.buffer])
-            statement = replace(statement, access=access)
-        body.append(statement)
+    body = list(with_accesses(step.body, lambda access: replace(access, buffer=numbered[access.buffer])))
     # The print of a number tells 0.0 from -0.0, and 1 from True.
     return repr((space, [(spec.dtype, spec.device) for spec in specs], body))
-
-
-def _gathers(nest: LoopNest) -> bool:
-    """C++ kernels stop at an index that is out of range."""
-    return any(isinstance(s, Load | Store) and s.access.gathers for s in nest.body)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from gradsplit.compile_core.ir.loops import (
     Refusal,
     Step,
     Store,
+    accesses,
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.lowering.fusion.batch_nests import batch_key
@@ -189,10 +190,10 @@ class _Fusion:
     def _touched_bytes(self, nest: LoopNest, name: str) -> int:
         """The bytes of a buffer, or of those of its elements of which the nest reads or writes one each."""
         spec = self.program.buffers[name]
-        accesses = [s.access for s in nest.body if isinstance(s, Load | Store) and s.access.buffer == name]
-        if any(any(access.strides) or access.gathers for access in accesses):
+        found = [access for access in accesses(nest) if access.buffer == name]
+        if any(any(access.strides) or access.gathers for access in found):
             return spec.bytes
-        return min(spec.bytes, len(accesses) * spec.dtype.itemsize)
+        return min(spec.bytes, len(found) * spec.dtype.itemsize)
 
     def _may_be_batched(self, one: int, other: int) -> bool:
         """Whether two nests do the same to different buffers, as to an optimizer's parameters: then ``batch_nests``

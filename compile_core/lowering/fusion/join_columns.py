@@ -19,13 +19,13 @@ import torch
 from gradsplit.compile_core.ir.loops import (
     BandNest,
     Constant,
-    Load,
     LoopNest,
     LoopProgram,
     Reduce,
     Statement,
     Step,
     Store,
+    accesses,
     operands,
 )
 from gradsplit.compile_core.ir.step_effects import reads, writes
@@ -227,7 +227,7 @@ def _is_of_columns(nest: LoopNest) -> bool:
 
 def _walks_rows(nest: LoopNest, axis: int) -> bool:
     """Whether what a nest reads and writes most of lies contiguous along an axis."""
-    whole = [s.access.strides for s in nest.body if isinstance(s, Load | Store) and all(s.access.strides)]
+    whole = [access.strides for access in accesses(nest) if all(access.strides)]
     return bool(whole) and all(strides[axis] == 1 for strides in whole)
 
 

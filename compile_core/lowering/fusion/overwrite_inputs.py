@@ -19,7 +19,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gradsplit.compile_core.ir.loops import Access, BandNest, Load, LoopNest, LoopProgram, Step, Store, View
+from gradsplit.compile_core.ir.loops import (
+    Access,
+    BandNest,
+    Load,
+    LoopNest,
+    LoopProgram,
+    Step,
+    Store,
+    View,
+    accesses,
+    with_accesses,
+)
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
@@ -114,19 +125,14 @@ class _Uses:
 
 def cannot_fail(step: Step) -> bool:
     """Whether a step runs to its end once its memory is there."""
-    return isinstance(step, LoopNest) and not any(
-        isinstance(statement, Load | Store) and statement.access.gathers for statement in step.body
-    )
+    return isinstance(step, LoopNest) and not any(access.gathers for access in accesses(step))
 
 
 def _with_stores(program: LoopProgram, stored: Mapping[str, str]) -> LoopProgram:
     return replace(
         program,
         steps=tuple(_with_names(step, stored) for step in program.steps),
-        outputs=tuple(
-            view if view is None else replace(view, buffer=stored.get(view.buffer, view.buffer))
-            for view in program.outputs
-        ),
+        outputs=_outputs_in(program, stored),
         buffers={name: spec for name, spec in program.buffers.items() if name not in stored},
         overwritten=tuple(stored.values()),
     )
@@ -134,15 +140,18 @@ def _with_stores(program: LoopProgram, stored: Mapping[str, str]) -> LoopProgram
 
 def _with_copies(program: LoopProgram, copied: Mapping[str, str]) -> LoopProgram:
     """The program that at last copies these new values to the inputs."""
-    outputs = (
-        view if view is None else replace(view, buffer=copied.get(view.buffer, view.buffer))
-        for view in program.outputs
-    )
     return replace(
         program,
         steps=(*program.steps, *(_copy(new, old, program.buffers[old]) for new, old in copied.items())),
-        outputs=tuple(outputs),
+        outputs=_outputs_in(program, copied),
         overwritten=(*program.overwritten, *copied.values()),
+    )
+
+
+def _outputs_in(program: LoopProgram, places: Mapping[str, str]) -> tuple[View | None, ...]:
+    """The outputs, with some buffers' places taken by others."""
+    return tuple(
+        view and replace(view, buffer=places.get(view.buffer, view.buffer)) for view in program.outputs
     )
 
 
@@ -164,10 +173,7 @@ def _with_names(step: Step, stored: Mapping[str, str]) -> Step:
 
 
 def _renamed(nest: LoopNest, stored: Mapping[str, str]) -> LoopNest:
-    body = [
-        replace(s, access=replace(s.access, buffer=stored.get(s.access.buffer, s.access.buffer)))
-        if isinstance(s, Load | Store)
-        else s
-        for s in nest.body
-    ]
-    return replace(nest, body=tuple(body))
+    def renamed(access: Access) -> Access:
+        return replace(access, buffer=stored.get(access.buffer, access.buffer))
+
+    return replace(nest, body=with_accesses(nest.body, renamed))

@@ -23,6 +23,7 @@ from gradsplit.compile_core.ir.loops import (
     Reduce,
     Statement,
     Store,
+    accesses,
 )
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
 from gradsplit.compile_core.lowering.nests.live_statements import without_dead_statements
@@ -30,10 +31,6 @@ from gradsplit.compile_core.lowering.nests.live_statements import without_dead_s
 # For each old axis, its terms (new axis, coefficient); an axis of extent 1 has none.
 AxisMap = Sequence[Sequence[tuple[int, int]]]
 BufferDtype = Callable[[str], torch.dtype]
-
-
-def accesses(nest: LoopNest) -> list[Access]:
-    return [statement.access for statement in nest.body if isinstance(statement, (Load, Store))]
 
 
 class Transplant:

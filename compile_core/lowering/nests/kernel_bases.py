@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Statement, Store
+from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Statement, Store, accesses, with_accesses
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _ALIGNED_BYTES = 16
@@ -25,10 +25,9 @@ def rebased(
         nest, buffers: a nest and the specs of its buffers.
         all_aligned: addresses of single elements are to be aligned as well.
     """
-    accesses = [s.access for s in nest.body if isinstance(s, Load | Store)]
-    moving = {access.buffer for access in accesses if any(access.strides) or access.gathers}
+    moving = {access.buffer for access in accesses(nest) if any(access.strides) or access.gathers}
     bases: dict[str, int] = {}
-    for access in accesses:
+    for access in accesses(nest):
         bases[access.buffer] = min(access.offset, bases.get(access.buffer, access.offset))
     for name in bases if all_aligned else moving:
         bases[name] -= bases[name] % (_ALIGNED_BYTES // buffers[name].dtype.itemsize)
@@ -39,10 +38,7 @@ def rebased(
     def moved(access: Access) -> Access:
         return replace(access, offset=access.offset - bases.get(access.buffer, 0))
 
-    body: list[Statement] = [
-        replace(s, access=moved(s.access)) if isinstance(s, Load | Store) else s for s in nest.body
-    ]
-    return replace(nest, body=tuple(body)), bases
+    return replace(nest, body=with_accesses(nest.body, moved)), bases
 
 
 def separated(
@@ -53,8 +49,7 @@ def separated(
     Returns:
         The nest, and by the name of each of its buffers the one of ``buffers`` and where in that it begins.
     """
-    accesses = [s.access for s in nest.body if isinstance(s, Load | Store)]
-    whole = {access.buffer for access in accesses if any(access.strides) or access.gathers}
+    whole = {access.buffer for access in accesses(nest) if any(access.strides) or access.gathers}
     whole |= {s.access.buffer for s in nest.body if isinstance(s, Store)}
     owners: dict[str, str] = {}
     body: list[Statement] = []
@@ -65,5 +60,5 @@ def separated(
             statement = replace(statement, access=replace(statement.access, buffer=name))
         body.append(statement)
     nest, bases = rebased(replace(nest, body=tuple(body)), buffers)
-    names = dict.fromkeys(s.access.buffer for s in nest.body if isinstance(s, Load | Store))
+    names = dict.fromkeys(access.buffer for access in accesses(nest))
     return nest, {name: (owners.get(name, name), bases.get(name, 0)) for name in names}

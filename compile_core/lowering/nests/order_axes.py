@@ -7,6 +7,7 @@ every access walks as one are merged: an addition of two contiguous 4-d tensors 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -74,28 +75,33 @@ def _belongs_inside(accesses: list[Access], outer: int, inner: int) -> bool:
     return False
 
 
-def with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
-    """The nest with these axes, in this order; an axis left out is at index 0 throughout."""
-    parallel = parallel_axes(nest)
-
-    def moved(access: Access) -> Access:
-        return replace(access, strides=tuple(access.strides[axis] for axis in kept))
-
+def with_strides(
+    nest: LoopNest, change: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> tuple[Statement, ...]:
+    """The body with other strides in place of those of each access and position."""
     body: list[Statement] = []
     for statement in nest.body:
         if isinstance(statement, Load | Store):
-            body.append(replace(statement, access=moved(statement.access)))
+            access = replace(statement.access, strides=change(statement.access.strides))
+            statement = replace(statement, access=access)
         elif isinstance(statement, Position):
-            strides = tuple(statement.strides[axis] for axis in kept)
-            still = Constant(statement.offset, torch.int64)
-            body.append(replace(statement, strides=strides) if any(strides) else still)
-        else:
-            body.append(statement)
+            statement = replace(statement, strides=change(statement.strides))
+        body.append(statement)
+    return tuple(body)
+
+
+def with_axes(nest: LoopNest, kept: list[int]) -> LoopNest:
+    """The nest with these axes, in this order; an axis left out is at index 0 throughout."""
+    parallel = parallel_axes(nest)
+    body = with_strides(nest, lambda strides: tuple(strides[axis] for axis in kept))
     return replace(
         nest,
         extents=tuple(nest.extents[axis] for axis in kept),
         reduced_axes=sum(axis >= parallel for axis in kept),
-        body=tuple(body),
+        body=tuple(
+            Constant(s.offset, torch.int64) if isinstance(s, Position) and not any(s.strides) else s
+            for s in body
+        ),
     )
 
 
@@ -105,18 +111,9 @@ def cut_axis(nest: LoopNest, axis: int, inner: int) -> LoopNest:
     def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
         return (*strides[:axis], strides[axis] * inner, strides[axis], *strides[axis + 1 :])
 
-    body: list[Statement] = []
-    for statement in nest.body:
-        if isinstance(statement, Load | Store):
-            access = replace(statement.access, strides=cut(statement.access.strides))
-            body.append(replace(statement, access=access))
-        elif isinstance(statement, Position):
-            body.append(replace(statement, strides=cut(statement.strides)))
-        else:
-            body.append(statement)
     extents = (*nest.extents[:axis], nest.extents[axis] // inner, inner, *nest.extents[axis + 1 :])
-    reduced = nest.reduced_axes + (axis >= len(nest.extents) - nest.reduced_axes)
-    return replace(nest, extents=extents, body=tuple(body), reduced_axes=reduced)
+    reduced = nest.reduced_axes + (axis >= parallel_axes(nest))
+    return replace(nest, extents=extents, body=with_strides(nest, cut), reduced_axes=reduced)
 
 
 def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
@@ -147,26 +144,7 @@ def _merged(nest: LoopNest) -> LoopNest:
         extent = nest.extents[inner]
         if any(strides[outer] != strides[inner] * extent for strides in walks):
             continue
-        longer = replace(
-            nest, extents=(*nest.extents[:outer], nest.extents[outer] * extent, *nest.extents[inner + 1 :])
-        )
         kept = [axis for axis in range(len(nest.extents)) if axis != outer]
-        return _merged(_without_axis(longer, outer, kept))
+        longer = (*nest.extents[:inner], nest.extents[outer] * extent, *nest.extents[inner + 1 :])
+        return _merged(with_axes(replace(nest, extents=longer), kept))
     return nest
-
-
-def _without_axis(longer: LoopNest, outer: int, kept: list[int]) -> LoopNest:
-    """Drops the outer of two merged axes; ``longer.extents`` is already one shorter than its accesses'
-    strides."""
-    body: list[Statement] = []
-    for statement in longer.body:
-        if isinstance(statement, Load | Store):
-            strides = tuple(statement.access.strides[axis] for axis in kept)
-            body.append(replace(statement, access=replace(statement.access, strides=strides)))
-        elif isinstance(statement, Position):
-            body.append(replace(statement, strides=tuple(statement.strides[axis] for axis in kept)))
-        else:
-            body.append(statement)
-    parallel = len(kept) + 1 - longer.reduced_axes
-    reduced = longer.reduced_axes - (outer >= parallel)
-    return replace(longer, reduced_axes=reduced, body=tuple(body))

@@ -28,6 +28,7 @@ from gradsplit.compile_core.ir.loops import (
     Reduce,
     Statement,
     Store,
+    accesses,
     operands,
     varied_axes,
 )
@@ -111,11 +112,7 @@ class NestAnalysis:
 
 def buffers_of(nest: LoopNest) -> tuple[str, ...]:
     """The nest's buffers in the order in which its body first names them."""
-    named: dict[str, None] = {}
-    for statement in nest.body:
-        if isinstance(statement, Load | Store):
-            named[statement.access.buffer] = None
-    return tuple(named)
+    return tuple(dict.fromkeys(access.buffer for access in accesses(nest)))
 
 
 def stored_buffers(nest: LoopNest) -> frozenset[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Store
+from gradsplit.compile_core.ir.loops import Access, LoopNest, accesses
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes, points
 from gradsplit.compile_core.lowering.nests.passes import statement_cost
 
@@ -74,10 +74,6 @@ def tile_for_cpu(nest: LoopNest) -> CpuTiling:
     )
 
 
-def _accesses(nest: LoopNest) -> list[Access]:
-    return [s.access for s in nest.body if isinstance(s, Load | Store)]
-
-
 def _vector_axis(nest: LoopNest) -> int:
     parallel = parallel_axes(nest)
     last_reduced = len(nest.extents) - 1
@@ -92,7 +88,7 @@ def _vector_score(nest: LoopNest, axis: int) -> float:
     """How well vector instructions along an axis would do: contiguous accesses count, short axes lose."""
     worth = 0.0
     reduced = range(parallel_axes(nest), len(nest.extents))
-    for access in _accesses(nest):
+    for access in accesses(nest):
         # An access that stays put along the reduced axes happens rarely.
         weight = 1.0 if any(access.strides[r] for r in reduced) else 0.02
         worth += weight * {0: 0.5, 1: 1.0}.get(abs(access.strides[axis]), 0.1)
@@ -113,7 +109,7 @@ def _vector_block(nest: LoopNest, axis: int) -> int:
 
 def _transposed_axis(nest: LoopNest, vector_axis: int) -> int | None:
     """Another axis along which some access is contiguous that strides along the vectorised one."""
-    for access in _accesses(nest):
+    for access in accesses(nest):
         for axis in range(len(nest.extents)):
             if axis != vector_axis and nest.extents[axis] >= 8 and is_transposed(access, axis, vector_axis):
                 return axis
