@@ -19,18 +19,16 @@ aten = torch.ops.aten
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _pool(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool
-) -> tuple[Tensor, Tensor]:
+def _pool(x: Tensor, *windows: Any) -> tuple[Tensor, Tensor]:
+    kernel, stride, padding, ceil_mode = windows
     values, positions = aten.max_pool2d_with_indices.default(x, kernel, stride, padding, 1, ceil_mode)
     return values, _places(positions, kernel, stride, padding, x.shape[-1])
 
 
-def _pool_shapes(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool
-) -> tuple[Tensor, Tensor]:
+def _pool_shapes(x: Tensor, *windows: Any) -> tuple[Tensor, Tensor]:
+    kernel, stride, padding, ceil_mode = windows
     values, positions = aten.max_pool2d_with_indices.default(x, kernel, stride, padding, 1, ceil_mode)
-    return values, torch.empty_like(positions, dtype=torch.int8)
+    return values, _bytes_like(positions)
 
 
 def _places(
@@ -55,31 +53,18 @@ def _window_starts(pooled: Tensor, stride: Sequence[int], padding: Sequence[int]
     return rows.unsqueeze(-1), columns
 
 
-def _gradient(
-    grad: Tensor,
-    places: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    size: Sequence[int],
-) -> Tensor:
-    positions = _positions(places, kernel, stride, padding, size[1]).flatten(-2)
+def _gradient(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
+    *_, size = windows
+    positions = _positions(places, *windows[:-1], size[1]).flatten(-2)
     # Windows overlap, so several gradients meet in one place: narrow floats add up in float32, as in torch's kernel.
     wide = (grad.float() if grad.dtype in _NARROW else grad).flatten(-2)
     planes = wide.new_zeros(*wide.shape[:-1], size[0] * size[1]).scatter_add(-1, positions, wide)
-    result = _gradient_shape(grad, places, kernel, stride, padding, size)
+    result = _gradient_shape(grad, places, *windows)
     return result.copy_(planes.view(result.shape))
 
 
-def _gradient_shape(
-    grad: Tensor,
-    places: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    size: Sequence[int],
-) -> Tensor:
-    del kernel, stride, padding
+def _gradient_shape(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
+    *_, size = windows
     result = grad.new_empty(*places.shape[:-2], *size)
     is_last = places.dim() == 4 and places.is_contiguous(memory_format=torch.channels_last)
     if is_last and not places.is_contiguous():

@@ -254,7 +254,7 @@ def _var(
     return both if both is NotImplemented else both[0]
 
 
-_NONE, _MEAN, _SUM = 0, 1, 2
+_NONE, _MEAN = 0, 1  # reductions of losses
 
 
 def _class_weights(

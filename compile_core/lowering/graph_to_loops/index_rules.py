@@ -41,12 +41,6 @@ def _full(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origi
     return _filled(args[1], result, origin) if isinstance(args[1], (int, float, bool)) else None
 
 
-def _scalar_tensor(
-    args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str
-) -> LazyTensor:
-    return _filled(args[0], result, origin)
-
-
 def _constant_fill(value: float) -> Rule:
     return lambda _args, _kwargs, result, origin: _filled(value, result, origin)
 
@@ -242,7 +236,7 @@ INDEX_RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.full.default: _full,
     aten.full_like.default: _full,
     aten.new_full.default: _full,
-    aten.scalar_tensor.default: _scalar_tensor,
+    aten.scalar_tensor.default: lambda args, _, result, origin: _filled(args[0], result, origin),
     aten.zeros.default: _constant_fill(0),
     aten.zeros_like.default: _constant_fill(0),
     aten.new_zeros.default: _constant_fill(0),

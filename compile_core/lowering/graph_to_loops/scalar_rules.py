@@ -168,10 +168,8 @@ def _table() -> Mapping[torch._ops.OpOverload, ScalarRule]:
     )
     table[aten.sign.default] = ScalarRule(_sign)
     table[aten.relu.default] = ScalarRule(_relu)
-    table[aten.where.self] = ScalarRule(_where, operands=3, conditional=True)
-    table[aten.where.ScalarOther] = table[aten.where.ScalarSelf] = table[aten.where.Scalar] = table[
-        aten.where.self
-    ]
+    for target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+        table[target] = ScalarRule(_where, operands=3, conditional=True)
     for target in (
         aten.clone.default,
         aten.lift_fresh_copy.default,
