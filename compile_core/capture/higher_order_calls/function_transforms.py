@@ -29,13 +29,12 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue
 class TransformedValue(Value):
     """What a transform returned: a function, to be called."""
 
+    cls = types.FunctionType
+
     def __init__(self, transform: Callable[..., Any], function: Value, options: dict[str, Any]) -> None:
         self.transform = transform
         self.function = function
         self.options = options
-
-    def python_type(self) -> type:
-        return types.FunctionType
 
     def describe(self) -> str:
         return f"{self.transform.__name__} of {self.function.describe()}"

@@ -73,9 +73,6 @@ class ArrayValue(Value):
     def is_scalar(self) -> bool:
         return self.cls is not np.ndarray
 
-    def python_type(self) -> type:
-        return self.cls
-
     def describe(self) -> str:
         return f"the array {self.source or self.tensor.node.name}"
 

@@ -82,9 +82,7 @@ def _about_dtypes(state: CaptureState, args: list[Value], kwargs: dict[str, Valu
 
 
 @method_rule("numpy")
-def _numpy(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _numpy(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     lazy = tensor.fake.is_conj() or tensor.fake.is_neg()
     if args or kwargs or lazy or tensor.fake.requires_grad or tensor.fake.device.type != "cpu":
         raise state.unsupported(
@@ -129,9 +127,7 @@ def _refuse(state: CaptureState) -> Value:
 
 
 @method_rule("new_tensor")
-def _new_tensor(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _new_tensor(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     if any(_holds_arrays(state, value) for value in args):
         return _refuse(state)
     return None

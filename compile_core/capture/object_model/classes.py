@@ -262,12 +262,11 @@ def _constructor_rule(cls: type, function: Any) -> CallRule | None:
 class SuperValue(Value):
     """``super()``: attributes behind a class in the resolution order of the object's class."""
 
+    cls = super
+
     def __init__(self, after: type, owner: Value) -> None:
         self.after = after
         self.owner = owner
-
-    def python_type(self) -> type:
-        return super
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         owner = self.owner

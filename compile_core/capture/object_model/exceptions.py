@@ -24,8 +24,7 @@ from gradsplit.compile_core.capture.values.references import ReferenceValue
 class TracebackValue(Value):
     """The traceback of a raised exception: it may be passed on, but not looked into."""
 
-    def python_type(self) -> type:
-        return types.TracebackType
+    cls = types.TracebackType
 
 
 class ExceptionValue(InstanceValue):

@@ -21,6 +21,8 @@ class CellValue(Value):
     ``source`` is where an existing cell itself is found.
     """
 
+    cls = types.CellType
+
     def __init__(
         self,
         content: Value | LazyValue | None,
@@ -31,9 +33,6 @@ class CellValue(Value):
         self.real = real
         self.source = source
 
-    def python_type(self) -> type:
-        return types.CellType
-
     def store(self, state: CaptureState, value: Value | None) -> None:
         self.content = value
         if self.real is not None and self.source is None:
@@ -43,6 +42,8 @@ class CellValue(Value):
 
 class FunctionValue(Value):
     """A Python function, existing or made in the frame. ``changes`` holds the attributes that were stored."""
+
+    cls = types.FunctionType
 
     def __init__(
         self,
@@ -66,9 +67,6 @@ class FunctionValue(Value):
         self.changes: dict[str, Value] = {}
         self.deleted: set[str] = set()
         self._dict: InstanceDict | None = None
-
-    def python_type(self) -> type:
-        return types.FunctionType
 
     def describe(self) -> str:
         return f"the function {self.qualname}"
@@ -200,13 +198,12 @@ def bind_function(state: CaptureState, function: Value, args: list[Value], kwarg
 class BoundMethodValue(Value):
     """A function bound to its first argument."""
 
+    cls = types.MethodType
+
     def __init__(self, function: Value, owner: Value, source: Source | None = None) -> None:
         self.function = function
         self.owner = owner
         self.source = source
-
-    def python_type(self) -> type:
-        return types.MethodType
 
     def describe(self) -> str:
         return f"{self.function.describe()}, a method of {self.owner.describe()}"

@@ -133,9 +133,6 @@ class InstanceValue(Value):
         self.deleted: set[str] = set()
         self._dict: InstanceDict | None = None
 
-    def python_type(self) -> type:
-        return self.cls
-
     def truth(self, state: CaptureState) -> bool:
         for name in ("__bool__", "__len__"):
             owner, entry = find_class_entry(state, self.cls, name)

@@ -15,6 +15,8 @@ from gradsplit.compile_core.ir.sources import Source
 class PartialValue(Value):
     """A function with the first of its arguments."""
 
+    cls = functools.partial
+
     def __init__(
         self, function: Value, args: SequenceValue, kwargs: DictValue, source: Source | None = None
     ) -> None:
@@ -23,9 +25,6 @@ class PartialValue(Value):
         self.kwargs = kwargs
         self.source = source
         self.changes: dict[str, Value] = {}
-
-    def python_type(self) -> type:
-        return functools.partial
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         parts: dict[str, Value] = {"func": self.function, "args": self.args, "keywords": self.kwargs}

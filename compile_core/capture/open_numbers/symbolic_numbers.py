@@ -48,6 +48,9 @@ class SymbolicNumber(ConstantValue):
         """The number of this call, which it then has to be at every call of the entry."""
         raise NotImplementedError
 
+    def python_type(self) -> type:
+        return self.cls
+
     def text(self, state: CaptureState, names: Names) -> str:
         """The number as Python over its sources; may use ``math``."""
         raise NotImplementedError
@@ -67,6 +70,8 @@ class SymbolicNumber(ConstantValue):
 class SymbolicInt(SymbolicNumber):
     """An integer over the symbols; ``source`` if it existed before the call."""
 
+    cls = int
+
     def __init__(self, number: torch.SymInt, source: Source | None = None) -> None:
         self.number = number
         self.source = source
@@ -74,9 +79,6 @@ class SymbolicInt(SymbolicNumber):
     @property
     def value(self) -> int:
         return int(self.number)
-
-    def python_type(self) -> type:
-        return int
 
     def truth(self, state: CaptureState) -> bool:
         return bool(self.number != 0)
@@ -107,6 +109,8 @@ class SymbolicInt(SymbolicNumber):
 class FloatInput(SymbolicNumber):
     """A float that existed before the call. Where it ``never_stays``, it gives no ``value``."""
 
+    cls = float
+
     def __init__(self, state: CaptureState, source: Source, number: float, never_stays: bool = False) -> None:
         self.source: Source = source
         self.number = number
@@ -119,9 +123,6 @@ class FloatInput(SymbolicNumber):
             raise self._state.unsupported("opaque-object", f"a use of {self.describe()} that needs its value")
         self._state.guards.constant(self.source, self.number)
         return self.number
-
-    def python_type(self) -> type:
-        return float
 
     def truth(self, state: CaptureState) -> bool:
         return compare_numbers(state, "!=", operator.ne, self, ConstantValue(0.0))
@@ -148,6 +149,8 @@ class SymbolicFloat(SymbolicNumber):
     ``form`` is the operation as Python, with ``{0}`` … for the operands.
     """
 
+    cls = float
+
     def __init__(
         self, function: Callable[..., Any], form: str, operands: list[ConstantValue], number: Any = None
     ) -> None:
@@ -167,9 +170,6 @@ class SymbolicFloat(SymbolicNumber):
         """Whether there is but one operation, of integers, so that nothing can be simplified."""
         only_operation = not any(isinstance(operand, SymbolicFloat) for operand in self.operands)
         return only_operation and not self.is_known
-
-    def python_type(self) -> type:
-        return float
 
     def truth(self, state: CaptureState) -> bool:
         return compare_numbers(state, "!=", operator.ne, self, ConstantValue(0.0))

@@ -65,9 +65,6 @@ class GetterValue(Value):
         self.kwargs = kwargs
         self.source = source
 
-    def python_type(self) -> type:
-        return self.cls
-
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         (owner,) = args
         if self.cls is operator.methodcaller:

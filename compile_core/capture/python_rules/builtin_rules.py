@@ -70,7 +70,7 @@ def _number_rule(cls: type) -> CallRule:
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if args and isinstance(args[0], TensorValue):
             rule = METHOD_RULES.get(f"__{cls.__name__}__")
-            found = None if rule is None else rule(state, args[0], [], {})
+            found = None if rule is None else rule(state, args[0])
             if found is not None:
                 return found
             raise state.unsupported(

@@ -24,9 +24,6 @@ class ModeValue(Value):
 
     cls: type
 
-    def python_type(self) -> type:
-        return self.cls
-
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if name in ("__enter__", "__exit__"):
             return BuiltinMethod(self, name)
@@ -66,12 +63,11 @@ class ModeValue(Value):
 class DecoratedFunction(Value):
     """A function that runs under a mode."""
 
+    cls = types.FunctionType
+
     def __init__(self, mode: ModeValue, function: Value) -> None:
         self.mode = mode
         self.function = function
-
-    def python_type(self) -> type:
-        return types.FunctionType
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         mode = copy.copy(self.mode)

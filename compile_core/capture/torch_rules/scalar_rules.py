@@ -20,14 +20,10 @@ def reads_scalars(state: CaptureState) -> bool:
 
 
 @method_rule("item")
-def _item(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     return read_scalar(state, tensor) if reads_scalars(state) and not args and not kwargs else None
 
 
 @method_rule("__float__")
-def _float(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     return compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state) else None

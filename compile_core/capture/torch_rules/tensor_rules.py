@@ -26,7 +26,7 @@ def _is_own(state: CaptureState, tensor: TensorValue) -> bool:
 
 
 def _change(
-    state: CaptureState, name: str, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
+    state: CaptureState, name: str, tensor: TensorValue, args: Sequence[Value], kwargs: dict[str, Value]
 ) -> Value:
     given = tuple(value.graph_argument(state) for value in args)
     named = {key: value.graph_argument(state) for key, value in kwargs.items()}
@@ -35,9 +35,7 @@ def _change(
 
 
 def _metadata_change(name: str) -> MethodRule:
-    def change(
-        state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-    ) -> Value | None:
+    def change(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
         return _change(state, name, tensor, args, kwargs) if _is_own(state, tensor) else None
 
     return change
@@ -47,9 +45,7 @@ METHOD_RULES.update({name: _metadata_change(name) for name in _METADATA_CHANGES}
 
 
 @method_rule("requires_grad_")
-def _requires_grad(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _requires_grad(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     wanted = [value.as_constant() for value in (*args, *kwargs.values())] or [True]
     if wanted == [tensor.fake.requires_grad]:
         return tensor
@@ -60,17 +56,13 @@ def _requires_grad(
 
 
 @method_rule("storage_offset")
-def _storage_offset(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value:
+def _storage_offset(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value:
     _guard_beginning(state, tensor)
     return state.from_constant(tensor.fake.storage_offset())
 
 
 @method_rule("as_strided")
-def _as_strided(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _as_strided(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     """An offset counts from where the storage begins, and a graph knows of an input only where that begins.
 
     Strides are those of the storage. Of an input a graph has only what that spans, and what lies in another order
@@ -100,9 +92,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 @method_rule("fill_diagonal_")
-def _fill_diagonal(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
+def _fill_diagonal(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     """Torch strides to the diagonal, from where the storage begins."""
     if _guard_beginning(state, tensor):
         raise state.unsupported("storage-offset", f"fill_diagonal_ of a part of {tensor.describe()}")
@@ -132,18 +122,12 @@ CALL_RULES[torch.as_strided] = _as_strided_function
 
 
 @method_rule("__getitem__")
-def _get_item(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
-    (key,) = args
+def _get_item(state: CaptureState, tensor: TensorValue, key: Value) -> Value:
     return tensor.get_item(state, key)
 
 
 @method_rule("__setitem__")
-def _set_item(
-    state: CaptureState, tensor: TensorValue, args: list[Value], kwargs: dict[str, Value]
-) -> Value | None:
-    key, value = args
+def _set_item(state: CaptureState, tensor: TensorValue, key: Value, value: Value) -> Value:
     tensor.set_item(state, key, value)
     return ConstantValue(None)
 

@@ -48,6 +48,7 @@ class Value:
     source: Source | None = None
     stopped: SymbolicRaise | None = None
     serial: int
+    cls: type
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = object.__new__(cls)
@@ -56,7 +57,7 @@ class Value:
 
     def python_type(self) -> type:
         """The type of the object."""
-        raise NotImplementedError(type(self).__name__)
+        return self.cls
 
     def describe(self) -> str:
         """A few words for error messages."""
@@ -157,8 +158,7 @@ class NotConstant(Exception):
 class NullValue(Value):
     """The NULL that CPython pushes below or above a callable, and an unset local variable."""
 
-    def python_type(self) -> type:
-        return type(None)
+    cls = type(None)
 
 
 NULL = NullValue()
@@ -167,8 +167,7 @@ NULL = NullValue()
 class HandledBefore(Value):
     """The exception that was handled before the one that is being handled: POP_EXCEPT drops it."""
 
-    def python_type(self) -> type:
-        return type(None)
+    cls = type(None)
 
 
 HANDLED_BEFORE = HandledBefore()
@@ -177,11 +176,10 @@ HANDLED_BEFORE = HandledBefore()
 class LastInstruction(Value):
     """The place of an instruction that raised, which RERAISE uses for the line of the traceback."""
 
+    cls = int
+
     def __init__(self, index: int) -> None:
         self.index = index
-
-    def python_type(self) -> type:
-        return int
 
 
 # The frame that stands for the call of an object is nobody's line.

@@ -170,12 +170,11 @@ def fold(state: CaptureState, function: Any, args: list[Value], kwargs: dict[str
 class BuiltinMethod(Value):
     """A method of a built-in type, bound to its object."""
 
+    cls = types.BuiltinMethodType
+
     def __init__(self, owner: Value, name: str) -> None:
         self.owner = owner
         self.name = name
-
-    def python_type(self) -> type:
-        return types.BuiltinMethodType
 
     def describe(self) -> str:
         return f"the method {self.name!r} of {self.owner.describe()}"
@@ -196,9 +195,6 @@ class SequenceIterator(Value):
         self.cls = cls
         # The list that the iterator runs over, while it does; None where nothing can change the items.
         self.live_list = live_list
-
-    def python_type(self) -> type:
-        return self.cls
 
     def iterate(self, state: CaptureState) -> Value:
         return self

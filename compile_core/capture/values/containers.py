@@ -37,9 +37,6 @@ class ContainerValue(Value):
     trusted = False
     owner: Value | None = None
 
-    def python_type(self) -> type:
-        return self.cls
-
     def truth(self, state: CaptureState) -> bool:
         return self.length(state) != 0
 
@@ -307,11 +304,10 @@ def _index(state: CaptureState, key: Value) -> int:
 class SliceValue(Value):
     """A slice object."""
 
+    cls = slice
+
     def __init__(self, parts: list[Value]) -> None:
         self.parts = parts
-
-    def python_type(self) -> type:
-        return slice
 
     def as_constant(self) -> Any:
         return slice(*(part.as_constant() for part in self.parts))

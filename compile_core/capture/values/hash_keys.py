@@ -28,11 +28,10 @@ class ComputedKey:
 class IdentityValue(Value):
     """What ``id()`` gives: a number that may be compared and be a key, but not be known."""
 
+    cls = int
+
     def __init__(self, value: Value) -> None:
         self.value = value
-
-    def python_type(self) -> type:
-        return int
 
     def describe(self) -> str:
         return f"the id of {self.value.describe()}"

@@ -6,15 +6,19 @@ from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRai
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 
 
+class _Indexed:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class IndexIterator(Value):
     """The iterator over an object that has only ``__getitem__``: 0, 1, 2 … until IndexError."""
+
+    cls = type(iter(_Indexed()))
 
     def __init__(self, owner: Value) -> None:
         self.owner = owner
         self.index: int | None = 0
-
-    def python_type(self) -> type:
-        return type(iter(_Indexed()))
 
     def iterate(self, state: CaptureState) -> Value:
         return self
@@ -31,8 +35,3 @@ class IndexIterator(Value):
             return None
         self.index += 1
         return item
-
-
-class _Indexed:
-    def __getitem__(self, index: int) -> int:
-        return index

@@ -16,9 +16,6 @@ class IteratorValue(Value):
 
     cls: type = object
 
-    def python_type(self) -> type:
-        return self.cls
-
     def iterate(self, state: CaptureState) -> Value:
         return self
 

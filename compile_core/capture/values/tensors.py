@@ -133,9 +133,6 @@ class TensorValue(Value):
         # The version of the data after the last operation that returned this tensor.
         self.version = fake._version
 
-    def python_type(self) -> type:
-        return self.cls
-
     def describe(self) -> str:
         return f"the tensor {self.source or self.node.name}"
 
@@ -201,7 +198,7 @@ class TensorValue(Value):
             return ConstantValue(self.length(state))
         rule = METHOD_RULES.get(name)
         if rule is not None:
-            found = rule(state, self, args, kwargs)
+            found = rule(state, self, *args, **kwargs)
             if found is not None:
                 return found
         if name in _DENIED_METHODS or (name.startswith("__") and name not in _OPERATORS):
@@ -240,7 +237,7 @@ ATTRIBUTE_READS: dict[str, AttributeRead] = {}
 ATTRIBUTE_STORES: dict[str, Callable[[CaptureState, TensorValue, Value], None]] = {}
 
 # Methods with rules of their own; a rule that gives None leaves the call to what holds for all methods.
-MethodRule = Callable[[CaptureState, TensorValue, list[Value], dict[str, Value]], Value | None]
+MethodRule = Callable[..., Value | None]
 METHOD_RULES: dict[str, MethodRule] = {}
 
 
