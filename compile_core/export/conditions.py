@@ -83,10 +83,7 @@ def conditions_of(guards: Sequence[Guard]) -> list[str]:
 
 
 def _is_size_of_argument(source: Source) -> bool:
-    root = source
-    while root.base is not None:
-        root = root.base
-    is_argument = isinstance(root, LocalSource) and root.name in ("args", "kwargs")
+    is_argument = isinstance(source.root, LocalSource) and source.root.name in ("args", "kwargs")
     return is_argument and ".shape[" in str(source)
 
 

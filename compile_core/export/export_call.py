@@ -55,18 +55,15 @@ def export(
     """One whole graph of a call, without running it.
 
     Args:
-        fn_or_module: a function or module. Its parameters, buffers and the tensors that it holds elsewhere may lie
-        on the
-            meta device or be fake: nothing is computed.
+        fn_or_module: a function or module. Its parameters, buffers and the tensors that it holds elsewhere may be on
+            the meta device or fake: nothing is computed.
         args, kwargs: of an example call: tensors, real or not, literals, and containers of them. Only tensors may
-        differ
-            at later calls.
+            differ at later calls.
         dynamic_shapes: which sizes may differ, as ``torch.export.export`` takes it: for each argument, by name or in
             order, ``None``, or for a tensor a dictionary or sequence of dims with ``torch.export.Dim`` or
             ``Dim.DYNAMIC``, and the same within containers. Sizes marked by ``mark_dynamic`` are open, too.
         strict: refuse a program that changes Python objects, as by counting calls, which a graph cannot; ``False``
-        leaves
-            such changes out, with a warning.
+            leaves such changes out, with a warning.
 
     Returns:
         The graph, with parameters and buffers under their names; it shares their memory. Modes of the program, such as
@@ -210,8 +207,7 @@ class _ExportedCall:
                 "export-side-effect",
                 f"{_name(self.call[0])} changes {shown}, which an exported graph cannot do",
                 "return the value, write tensors in place (buffer.copy_(...)), set it before the export; "
-                "or export with "
-                "strict=False, which leaves such changes out",
+                "or export with strict=False, which leaves such changes out",
             )
         logger.warning("%s changes %s, which is not in the exported graph", _name(self.call[0]), shown)
 
@@ -288,10 +284,9 @@ class _ExportedCall:
         known = self.tensor_names.get(id(tensor))
         if known is None:
             words = path_words(entry.source)
-            root = entry.source
-            while root.base is not None:
-                root = root.base
-            known = ".".join(words[1:] if isinstance(root, LocalSource) and len(words) > 1 else words)
+            known = ".".join(
+                words[1:] if isinstance(entry.source.root, LocalSource) and len(words) > 1 else words
+            )
             known = _free_name(known, self.tensors)
             if kind == "parameter":
                 add_tensor(tree, known, True)
@@ -377,10 +372,8 @@ class _ExportedCall:
 
     def _training(self) -> bool | None:
         """The mode of the program, if it asked."""
-        asked = any(str(source).endswith("['training']") for guard in self.guards for source in guard.sources)
-        asked = asked or any(
-            str(source).endswith(".training") for guard in self.guards for source in guard.sources
-        )
+        sources = [str(source) for guard in self.guards for source in guard.sources]
+        asked = any(source.endswith(("['training']", ".training")) for source in sources)
         return self.call[0].training if asked and isinstance(self.call[0], nn.Module) else None
 
 

@@ -33,6 +33,11 @@ class Source:
         return None
 
     @property
+    def root(self) -> Source:
+        """Where the path begins."""
+        return self if self.base is None else self.base.root
+
+    @property
     def key_source(self) -> Source | None:
         """A second path that the step needs, whose text stands for ``{key}`` in the expression."""
         return None

@@ -11,7 +11,7 @@ import torch
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import Guard
-from gradsplit.compile_core.ir.sources import LocalSource, Source
+from gradsplit.compile_core.ir.sources import LocalSource
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExplainedGuard:
 
     @staticmethod
     def of(guard: Guard) -> ExplainedGuard:
-        where = {"local" if isinstance(_root(source), LocalSource) else "global" for source in guard.sources}
+        where = {"local" if isinstance(source.root, LocalSource) else "global" for source in guard.sources}
         names = ", ".join(str(source) for source in guard.sources)
         return ExplainedGuard(names, "local" if where == {"local"} else "global", [guard.text])
 
@@ -122,9 +122,3 @@ class ExplainOutput:
         lines += [f"  {name}: {count}" for name, count in self.fallbacks.items()]
         lines += ["Not Fused:", *(f"  {pair}" for pair in self.unfused)]
         return "\n".join([*lines, f"Compile Times: {self.compile_times}", ""])
-
-
-def _root(source: Source) -> Source:
-    while source.base is not None:
-        source = source.base
-    return source
