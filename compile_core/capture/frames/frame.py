@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 from collections.abc import Callable
 from typing import Any
@@ -38,13 +37,22 @@ def value_opcodes(table: dict[str, Callable[..., Value | None]]) -> None:
     first; what it returns is pushed.
     """
     for name, function in table.items():
-        opcode(name)(functools.partial(_replace_values, function, function.__code__.co_argcount - 2))
+        opcode(name)(_value_handler(function, function.__code__.co_argcount - 2))
 
 
-def _replace_values(function: Callable[..., Any], count: int, frame: Frame, instruction: Instruction) -> None:
-    made = function(frame, instruction, *frame.pop_many(count))
-    if made is not None:
-        frame.push(made)
+def _value_handler(function: Callable[..., Any], count: int) -> OpcodeHandler:
+    if count == 0:
+        return lambda frame, instruction: frame.stack.append(function(frame, instruction))
+
+    def replace(frame: Frame, instruction: Instruction) -> None:
+        stack = frame.stack
+        values = stack[-count:]
+        del stack[-count:]
+        made = function(frame, instruction, *values)
+        if made is not None:
+            stack.append(made)
+
+    return replace
 
 
 class BreakRequested(Exception):
