@@ -26,8 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=200, help="programs")
-    parser.add_argument("--first", "--seed", type=int, default=0, help="the first program's seed")
+    parser.add_argument("--count", type=int, help="programs (200), or samples (all)")
+    parser.add_argument("--first", "--seed", type=int, default=0, help="the first program's seed, or sample")
     parser.add_argument("--operators", action="store_true", help="the operator database's samples")
     parser.add_argument("--every", type=int, default=1, help="of the samples only every so many")
     parser.add_argument("--match", default="", help="samples only of operators whose name has this")
@@ -49,8 +49,10 @@ def main() -> int:
             if requests is None:
                 print("The operator database cannot be imported here:", search.reason)
                 return 0
+            requests = requests[arguments.first :][: arguments.count]
         else:
-            requests = [{"seed": n} for n in range(arguments.first, arguments.first + arguments.count)]
+            seeds = range(arguments.first, arguments.first + (arguments.count or 200))
+            requests = [{"seed": n} for n in seeds]
         search.run(itertools.chain(requests), arguments.workers)
     print(search.summary())
     return int(bool(search.findings))

@@ -58,6 +58,8 @@ class Worker:
         self._asked += 1
         process = self._process
         assert process.stdin is not None and process.stdout is not None
+        # Who dies before there is a program dies of plain PyTorch, which writes it.
+        self._current.unlink(missing_ok=True)
         received, end = b"", time.monotonic() + self._timeout_s
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -80,6 +82,22 @@ class Worker:
     def _died(self, kind: str, detail: str) -> dict[str, Any]:
         source = self._current.read_text() if self._current.exists() else ""
         return {"kind": kind, "detail": detail, "source": source}
+
+    def check(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request for a program; "skipped" where plain PyTorch crashes or hangs, too."""
+        answer = self.ask(request)
+        if not answer["kind"].startswith(("crash", "hang")):
+            return answer
+        source = answer["source"]
+        if "seed" in request and not source and not answer["kind"].startswith("crash 1"):
+            return {
+                **answer,
+                "kind": "skipped",
+                "detail": "plain PyTorch crashes while the program is written",
+            }
+        if source and self.ask({"plain": source})["kind"] != "same":
+            return {**answer, "kind": "skipped", "detail": "plain PyTorch crashes or hangs, too"}
+        return answer
 
     def stop(self) -> None:
         if self._process is not None:
@@ -150,7 +168,7 @@ class Search:
             if request is None:
                 worker.stop()
                 return
-            answer = worker.ask(request)
+            answer = worker.check(request)
             label = "_".join(f"{key}{value}" for key, value in request.items())
             with self._lock:
                 kind = answer["kind"]
@@ -186,7 +204,7 @@ class Search:
             return ""
 
         def differs(text: str) -> bool:
-            again = worker.ask({"source": text})
+            again = worker.check({"source": text})
             same_kind = again["kind"] == answer["kind"]
             if same_kind and again["kind"].startswith("raises"):
                 same_kind = again["detail"][:60] == answer["detail"][:60]

@@ -1,11 +1,14 @@
 """A few random programs on each run; ``python -m tests.differential`` runs as many as one likes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import gradsplit
 from tests.differential.compare import check
 from tests.differential.reduce_program import reduce_program
+from tests.differential.search import Search
 from tests.differential.write_program import write_program
 
 _FIRST, _GROUPS, _IN_GROUP = 130, 4, 10
@@ -20,6 +23,13 @@ def test_a_random_program_is_the_same_compiled(group: int) -> None:
             kind = verdict.kind
             smaller = reduce_program(source, lambda text: check(text).kind == kind, 20.0)  # noqa: B023
             pytest.fail(f"seed {seed}: {verdict.kind}: {verdict.detail}\n{smaller}")
+
+
+def test_what_crashes_or_is_luck_in_plain_pytorch_is_no_finding(tmp_path: Path) -> None:
+    search = Search(tmp_path, tmp_path, 60.0, 0, False)
+    # The writing crashes; memory behind a tensor's own was read.
+    search.run([{"seed": 19025}, {"seed": 6040}], 1)
+    assert not search.findings and sum(search.kinds.values()) == 2
 
 
 def test_zeros_without_memory_as_a_gradient() -> None:

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 
 import gradsplit
-from tests.differential.compare import check
+from tests.differential.compare import check, run_plainly
 from tests.differential.operator_samples import count_samples, write_sample
 from tests.differential.write_program import write_program
 
 
 def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
-    """Checks ``{"seed": n}``, ``{"operator": n, "sample": n}`` or ``{"source": text}``; ``{"count": name}`` counts."""
+    """Checks ``{"seed": n}``, ``{"operator": n, "sample": n}`` or ``{"source": text}``; ``{"plain": text}`` is only run
+    with plain PyTorch; ``{"count": name}`` counts."""
     begin = time.monotonic()
+    if "plain" in request:
+        run_plainly(request["plain"])
+        return {"kind": "same"}
     if "count" in request:
         try:
             return {"samples": count_samples(request["count"])}

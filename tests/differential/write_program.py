@@ -42,6 +42,7 @@ _NUMBERS = [
 ]
 _NUMBERS += ["float('inf')", "float('nan')"]
 _HOLE = r"\{([a-z])\}"
+_AS_STRIDED = r"(\w+)\.as_strided\((\(.*?\)),(\(.*?\))(?:,(\d+))?\)"
 
 
 class ProgramWriter:
@@ -172,6 +173,8 @@ class ProgramWriter:
 
     def run(self, text: str) -> Exception | None:
         """Runs a statement in the scope; what it raised."""
+        if any(self.overreaches(match) for match in re.finditer(_AS_STRIDED, text)):
+            return Exception("memory behind a tensor, which is there or not as kernels please")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -181,6 +184,17 @@ class ProgramWriter:
         finally:
             self.scope.pop("__builtins__", None)
         return None
+
+    def overreaches(self, match: re.Match[str]) -> bool:
+        """Whether a call of ``as_strided`` reads what no tensor of the program has: storages may be larger."""
+        value = self.scope.get(match[1])
+        if not isinstance(value, torch.Tensor):
+            return False
+        whole = value if value._base is None else value._base
+        offset = value.storage_offset() if match[4] is None else int(match[4])
+        reach = offset + 1 + sum((n - 1) * s for n, s in zip(eval(match[2]), eval(match[3]), strict=True))
+        sides = zip(whole.shape, whole.stride(), strict=True)
+        return not whole.numel() or reach > whole.storage_offset() + 1 + sum((n - 1) * s for n, s in sides)
 
     def add(self, text: str) -> bool:
         """Writes a statement that runs, or now and then one that does not as the last one."""

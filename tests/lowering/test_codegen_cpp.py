@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gradsplit
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import Gather
@@ -340,3 +341,16 @@ def test_powers_of_integers_wrap(folder: Path) -> None:
     source = generate_cpp(*case)
     storages = {"x": torch.arange(-20, 20) * 5, "y": torch.arange(40) + 7, "z": torch.zeros(40, dtype=I64)}
     check(case, source, build([source], folder)[source.name], storages)
+
+
+def test_spilled_vectors_are_aligned() -> None:
+    """A compiler's bug, in a kernel without calls whose sum over checked gathers spills vectors."""
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.23, 0.078], dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(2, 1, 5, dtype=torch.float64)
+
+    def loss(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (torch.nanquantile(x, q, dim=0, keepdim=True) * weights).sum()
+
+    found = torch.autograd.grad(gradsplit.compile(loss)(x, q), (x, q))
+    torch.testing.assert_close(found, torch.autograd.grad(loss(x, q), (x, q)))

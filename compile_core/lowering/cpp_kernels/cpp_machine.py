@@ -88,7 +88,9 @@ def kernel_flags() -> tuple[str, ...]:
     # g++ prefers 256-bit vectors on most machines that have 512-bit ones; elementary functions gain a factor
     # of 1.8.
     wide = ("-mprefer-vector-width=512",) if " avx512f " in f"{_cpu_features()} " else ()
-    return (*_FLAGS, *wide)
+    # g++ 12 forgets to align a vector that it spills into the red zone, and the aligned store crashes.
+    spills = ("-mno-red-zone",) if platform.machine().lower() in ("x86_64", "amd64") else ()
+    return (*_FLAGS, *wide, *spills)
 
 
 @cache
