@@ -31,9 +31,9 @@ from gradsplit.compile_core.ir.graphs import (
     resolve_sizes,
     resolve_spec,
 )
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.numbers import expression_of, has_backed_symbols, is_number, symbol_places
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
 logger = logging.getLogger(__name__)
 

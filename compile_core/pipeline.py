@@ -31,7 +31,7 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.communicator import Communicator
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
+from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
 from gradsplit.compile_core.ir.regions import graph_inputs, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
@@ -43,6 +43,7 @@ from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphCh
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
 from gradsplit.compile_core.torch_facts.fake_examples import fakes_like
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradsplit.compile_core.torch_facts.cuda import sleep
 from gradsplit.distributed.streams import current_stream
 
 # About two milliseconds.
@@ -53,7 +54,7 @@ class DeviceClock:
 
     def let_host_get_ahead(self) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            sleep(_HEAD_START_CYCLES)
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         # They may lie on different streams.

@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsplit.compile_core.torch_facts.process_groups import run_ddp_forward
 from gradsplit.distributed.ddp_module import process_group
 from gradsplit.distributed.group_backend import backend_of
 from gradsplit.distributed.reducer.parked_reducer import has_hook_in_c
@@ -114,7 +115,7 @@ def has_own_forward(ddp: DistributedDataParallel) -> bool:
     kind = type(ddp)
     return (
         kind.forward is not DistributedDataParallel.forward
-        or kind._run_ddp_forward is not DistributedDataParallel._run_ddp_forward
+        or kind._run_ddp_forward is not run_ddp_forward
         or "forward" in vars(ddp)
     )
 

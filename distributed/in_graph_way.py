@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_graph
+from gradsplit.compile_core.torch_facts.process_groups import to_device
 from gradsplit.distributed.agreement.agreement import agreement_of
 from gradsplit.distributed.agreement.failure_watch import describe_error
 from gradsplit.distributed.collectives.averaging import Averaging
@@ -174,7 +174,7 @@ class InGraphWay:
         if not ddp.device_ids:
             return args, kwargs
         device = torch.device(ddp.device_type, ddp.device_ids[0])
-        moved = _to_kwargs(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
+        moved = to_device(tuple(args), kwargs, device, ddp.use_side_stream_for_tensor_copies)
         return moved[0][0], moved[1][0]
 
     def _compile_local(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Any:

@@ -7,10 +7,12 @@ from functools import cache
 
 import torch
 
+from gradsplit.compile_core.torch_facts.cuda import current_stream_parts
+
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """As ``torch.cuda.current_stream``, of a device with an index; the same object for the same stream."""
-    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+    return _stream(*current_stream_parts(device.index))
 
 
 @cache

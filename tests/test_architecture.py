@@ -34,8 +34,8 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "options": ("errors",),
-    "ir": ("errors", "options"),
-    "torch_facts": ("ir",),
+    "torch_facts": ("errors",),
+    "ir": ("errors", "options", "torch_facts"),
     "toolchain": BASE,
     "capture": (*BASE, "toolchain"),
     "autograd": BASE,
@@ -218,6 +218,17 @@ FOREIGN_COMPILERS = (
     "torch._functorch.partitioners",
 )
 FOREIGN_COMPILER_BRIDGE = "compile_core/backends/inductor.py"
+
+# The one door to private names of torch, and those that are as stable as public ones and stand everywhere.
+DOOR = "compile_core.torch_facts"
+STABLE_NAMES = (
+    "torch._decomp",
+    "torch._ops",
+    "torch._subclasses.fake_tensor",
+    "torch.ops",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree",
+)
 
 OPTIONAL_PACKAGES = ("triton", "mpi4py", "matplotlib")
 MAXIMUM_LINES = 500
@@ -444,6 +455,43 @@ def check_file_sizes(modules: list[Module]) -> list[str]:
     ]
 
 
+def names_of_torch(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What a file names of torch, dotted, where it imports it and where it reads attributes of what it imports."""
+    imported = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                if within(full, "torch"):
+                    imported[alias.asname or alias.name] = full
+                    yield full, node.lineno
+    within_longer: set[ast.AST] = set()
+    for node in ast.walk(tree):  # from the outside inwards
+        parts: list[str] = []
+        place: ast.AST = node
+        while isinstance(place, ast.Attribute) and place not in within_longer:
+            within_longer.add(place)
+            parts.insert(0, place.attr)
+            place = place.value
+        if parts and isinstance(place, ast.Name) and place.id in imported:
+            yield ".".join([imported[place.id], *parts]), node.lineno
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    return any(part.startswith("_") and not part.endswith("__") for part in parts)
+
+
+def check_one_door(modules: list[Module]) -> list[str]:
+    return [
+        f"{module.path}:{line}: {name} is private to torch; look it up in {DOOR}, with what happens without it"
+        for module in modules
+        if not within(module.name, DOOR) and module.path != FOREIGN_COMPILER_BRIDGE
+        for name, line in sorted(set(names_of_torch(module.tree)))
+        if is_private(name) and not any(within(name, stable) for stable in STABLE_NAMES)
+    ]
+
+
 def check_file_names(modules: list[Module]) -> list[str]:
     return [
         f"{module.path}:1: a file is named after its one concept, so not {Path(module.path).name}"
@@ -458,6 +506,7 @@ CHECKS: tuple[Callable[[list[Module]], list[str]], ...] = (
     check_layers,
     check_no_imports_inside_functions,
     check_no_foreign_compiler,
+    check_one_door,
     check_acyclic,
     check_optional_packages_in_one_place,
     check_file_sizes,
@@ -563,6 +612,8 @@ BROKEN_TREES = [
         {"launch/a.py": "import mpi4py\n", "launch/b.py": "from mpi4py import MPI\n"},
         "launch/a.py:1, launch/b.py:1:",
     ),
+    (check_one_door, {"launch/a.py": "import torch\n\ntorch._C.x\n"}, "launch/a.py:3:"),
+    (check_one_door, {"launch/a.py": "from torch.nn.modules import _x\n"}, "launch/a.py:1:"),
     (check_file_sizes, {"launch/a.py": "\n" * 501}, "launch/a.py:501:"),
     (check_file_names, {"launch/utils.py": ""}, "launch/utils.py:1:"),
 ]

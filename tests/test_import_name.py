@@ -85,6 +85,7 @@ def test_a_wheel_holds_one_package_with_all_files(wheel: Path) -> None:
         "give_way.py",
         "public_names.py",
         "py.typed",
+        "support.py",
     }
     assert expected <= {name.removeprefix("gradsplit/") for name in files}
 

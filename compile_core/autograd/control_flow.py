@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
@@ -31,6 +29,7 @@ from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph, resol
 from gradsplit.compile_core.ir.kept_calls import KeptCall, in_layout
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.higher_order_operators import cond_operator, while_loop_operator
 from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 TraceBody = Callable[[GraphModule, Sequence[torch.Tensor]], JointGraph]
@@ -56,10 +55,10 @@ class ControlFlow:
         return {
             control_flow.cond: self._cond,
             control_flow.while_loop: self._while_loop,
-            cond_op: lambda predicate, on_true, on_false, operands=(): self._cond(
+            cond_operator: lambda predicate, on_true, on_false, operands=(): self._cond(
                 predicate, on_true, on_false, *operands
             ),
-            while_loop_op: lambda condition, step, carried, read: self._while_loop(
+            while_loop_operator: lambda condition, step, carried, read: self._while_loop(
                 condition, step, len(carried), *carried, *read
             ),
         }

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
@@ -58,10 +57,11 @@ from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.fake_results import kernels_of_sizes
+from gradsplit.compile_core.torch_facts.functionalization import has_data_mutation
+from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 # torch exports it without declaring it.
-functionalize_has_data_mutation: Any = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 
 def trace_joint(
@@ -127,7 +127,7 @@ def _trace(
         mutated.extend(
             position
             for position, given in enumerate(passed)
-            if isinstance(given, torch.Tensor) and functionalize_has_data_mutation(given)
+            if isinstance(given, torch.Tensor) and has_data_mutation(given)
         )
         updated = [passed[position] for position in mutated]
         gradients: Sequence[torch.Tensor | None] = ()

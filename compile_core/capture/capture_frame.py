@@ -41,6 +41,7 @@ from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
 from gradsplit.compile_core.torch_facts.fake_results import quiet_fakes
+from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches, turn_back
 
 # How far back a break is looked for at first, where the instruction without a rule cannot end the graph.
@@ -228,7 +229,7 @@ def _interpret(
         for mode in reversed(state.open_modes):
             mode.__exit__(None, None, None)
         turn_back(state.switches_at_start)
-        torch._C._set_grad_enabled(grad_mode)
+        set_grad_enabled(grad_mode)
 
 
 def _note_step(watch: _Watch, state: Capture, frame: Frame, call: _Call) -> None:

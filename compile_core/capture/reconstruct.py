@@ -44,6 +44,7 @@ from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir.captured import RunnerCode
 from gradsplit.compile_core.ir.sources import variable_of
+from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import preserved_switches
 
 
@@ -331,8 +332,8 @@ class RunnerWriter(SourceWriter):
         turned = self.state.turned
         if not turned:
             return ["out = graph(*inputs)"]
-        if turned == {torch._C._set_grad_enabled}:
+        if turned == {set_grad_enabled}:
             # Grad mode is guarded, so it is the same at every call.
-            turn_back = f"    {self.constant(torch._C._set_grad_enabled)}({torch.is_grad_enabled()})"
+            turn_back = f"    {self.constant(set_grad_enabled)}({torch.is_grad_enabled()})"
             return ["try:", "    out = graph(*inputs)", "except BaseException:", turn_back, "    raise"]
         return [f"with {self.constant(preserved_switches)}():", "    out = graph(*inputs)"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._device import _device_constructors
 
 from gradsplit.compile_core.capture import rule_files  # noqa: F401  (whoever has a state has the rules)
 from gradsplit.compile_core.capture.frames.binding import bind_arguments
@@ -48,6 +47,7 @@ from gradsplit.compile_core.capture.wrap import wrap
 from gradsplit.compile_core.errors import InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import Guard
 from gradsplit.compile_core.ir.sources import Source
+from gradsplit.compile_core.torch_facts.thread_state import device_constructors
 
 _DEPTH_LIMIT = 120
 
@@ -174,7 +174,7 @@ class Capture(CaptureState):
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
         if (
             self.default_device is not None
-            and target in _device_constructors()
+            and target in device_constructors()
             and graph_kwargs.get("device") is None
         ):
             graph_kwargs["device"] = self.default_device

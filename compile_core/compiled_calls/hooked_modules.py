@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
-from gradsplit.compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
+from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES, call_with_hooks
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -43,7 +43,7 @@ class HookedCalls:
         self.forward = forward
         self._compiled_form = compiled_form
         frames = PlainFrames(self._form_of, inner_functions=True)
-        self._call: Callable[..., Any] = frames.form_of(torch.nn.Module._call_impl)
+        self._call: Callable[..., Any] = frames.form_of(call_with_hooks)
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._call(module, *args, **kwargs)

@@ -13,6 +13,7 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.export.conditions import ExportedTensor, compile_condition
 from gradsplit.compile_core.export.module_tree import CONSTANTS, Tree, fill_modules
 from gradsplit.compile_core.export.structures import Structure, build, collect
+from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
 
 class ExportedModule(nn.Module):
@@ -131,7 +132,7 @@ def _run_function(graph: fx.Graph, count: int) -> Callable[..., tuple[torch.Tens
 def _without_grad_switches(graph: fx.Graph, count: int) -> Callable[..., Any] | None:
     """What runs where gradients are disabled, if it is something else. The program's ``no_grad`` blocks end by enabling
     them again, as they were when it was exported; here they must stay as they are."""
-    switches = [node for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    switches = [node for node in graph.nodes if node.target is set_grad_enabled]
     if not switches:
         return None
     if [node.args[0] for node in switches] != [False, True] * (len(switches) // 2):

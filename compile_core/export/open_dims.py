@@ -108,6 +108,7 @@ def _bounds(said: Any, place: str, dim: int, tensor: torch.Tensor) -> tuple[int 
 
 
 def _tensors(call: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
-    for path, leaf in tree_flatten_with_path(call)[0]:
+    pairs: list[Any] = tree_flatten_with_path(call)[0]
+    for path, leaf in pairs:
         if isinstance(leaf, torch.Tensor):
             yield leaf, ("args", "kwargs")[path[0].idx] + keystr(path[1:])

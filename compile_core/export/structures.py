@@ -49,18 +49,19 @@ def describe(value: Any, leaf: Callable[[Any], Structure | None]) -> Structure:
     Raises:
         TypeError: something in it has no structure; the message names its class.
     """
-    found = leaf(value)
+    found: Any = leaf(value)
     if found is not None:
         return found
     inner = functools.partial(describe, leaf=leaf)
+    shape: Any = value
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return {"value": value}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"named": [type(value).__name__, list(value._fields), list(map(inner, value))]}
+        return {"named": [type(value).__name__, list(shape._fields), list(map(inner, shape))]}
     if type(value) in (tuple, list):
-        return {type(value).__name__: list(map(inner, value))}
+        return {type(value).__name__: list(map(inner, shape))}
     if type(value) in (dict, OrderedDict):
-        return {"dict": [[_key(key), inner(item)] for key, item in value.items()]}
+        return {"dict": [[_key(key), inner(item)] for key, item in shape.items()]}
     if type(value) in _pytree.SUPPORTED_NODES and isinstance(value, dict):
         # Attributes of such a class are its items, or None where it has no item of the name.
         return {"record": [type(value).__name__, [[_key(key), inner(item)] for key, item in value.items()]]}

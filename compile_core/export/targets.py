@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.amp import autocast_mode
+
+from gradsplit.compile_core.torch_facts.bindings import NATIVE_NN, VARIABLE_FUNCTIONS, torch_native
 
 # Reads files, shares memory with processes, or calls what it is given.
 _NEVER = {
@@ -37,9 +38,9 @@ _PLACES: dict[str, tuple[Any, tuple[str, ...] | None]] = {
     "torch.fft": (torch.fft, None),
     "torch.linalg": (torch.linalg, None),
     "torch.special": (torch.special, None),
-    "torch._C._nn": (torch._C._nn, None),
-    "torch._C": (torch._C, ("_set_grad_enabled",)),
-    "torch.amp.autocast_mode": (autocast_mode, ("_enter_autocast", "_exit_autocast")),
+    "torch._C._nn": (NATIVE_NN, None),
+    "torch._C": (torch_native, ("_set_grad_enabled",)),
+    "torch.amp.autocast_mode": (torch.amp.autocast_mode, ("_enter_autocast", "_exit_autocast")),
     "operator": (operator, None),
     "math": (math, None),
 }
@@ -50,7 +51,7 @@ _OF_NUMBERS = ("sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not
 def _functions(place: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     module, names = _PLACES[place]
     if names is None:
-        native = dir(torch._C._VariableFunctions)
+        native = dir(VARIABLE_FUNCTIONS)
         names = tuple(name for name in (*native, *_OF_NUMBERS)) if place == "torch" else tuple(dir(module))
         names = tuple(name for name in names if not name.startswith("__") and name not in _NEVER)
     for name in names:

@@ -26,6 +26,7 @@ from gradsplit.compile_core.interface.module_compilers import (
     compile_claimed,
     compile_for_callers,
 )
+from gradsplit.compile_core.interface.supported_here import say_once, why_nothing_is_compiled
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.observer import Observer
@@ -104,9 +105,16 @@ def _compile_callable(model: Any, request: CompileRequest, disable: bool) -> Any
             raise Unsupported("script-module", "TorchScript has compiled the module already")
         logger.warning("a TorchScript module is compiled already, and runs as it is")
         return model
+    claimed = claim(model) if isinstance(model, torch.nn.Module) else None
+    reason = why_nothing_is_compiled()
+    if reason is not None and request.fullgraph:
+        raise Unsupported("missing-part-of-torch", reason)
+    say_once(reason)
+    if reason is not None:
+        return model
     if not isinstance(model, torch.nn.Module):
         return _compile_plain(model, request)
-    run = _compile_plain(model, request) if claim(model) is None else compile_claimed(model, request)
+    run = _compile_plain(model, request) if claimed is None else compile_claimed(model, request)
     return wrap_module(model, run)
 
 

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
 from gradsplit.compile_core.bind_sizes import GraphOfManySizes
 from gradsplit.compile_core.ir.captured import is_symbolic_number
-from gradsplit.compile_core.ir.numbers import value_at_compilation
 from gradsplit.compile_core.options import CompileOptions, parse_options
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
 from gradsplit.compile_core.torch_facts.fake_examples import fakes_like
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 logger = logging.getLogger(__name__)
 

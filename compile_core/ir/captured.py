@@ -3,7 +3,7 @@ holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -124,7 +124,7 @@ class ResumePoint:
     """
 
     name: str
-    rest: Hashable
+    rest: Any
     cells_argument: bool
 
 

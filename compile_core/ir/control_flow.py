@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gradsplit.compile_core.ir.higher_order import BodyFunction
+from gradsplit.compile_core.torch_facts.higher_order_operators import cond_operator, while_loop_operator
 
 
 def cond(
@@ -98,4 +97,4 @@ class _Depend(torch.autograd.Function):
 
 
 # The data decide how these run, so no trace can go through them. The last two are what torch's own front end writes.
-DATA_DEPENDENT = (cond, while_loop, cond_op, while_loop_op)
+DATA_DEPENDENT = (cond, while_loop, cond_operator, while_loop_operator)

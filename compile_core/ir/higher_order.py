@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils import checkpoint as torch_checkpoint
+
+from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 
 BodyFunction = Callable[..., tuple[torch.Tensor, ...]]
 

@@ -10,7 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.interp import sympy_interp
+
+from gradsplit.compile_core.torch_facts.symbolic_numbers import interpret_expression
 
 MakeNode = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 
@@ -74,6 +75,6 @@ def number_node(
         NotImplementedError: an operation has no node.
     """
     try:
-        return sympy_interp(_Nodes(make_node), leaves, expression)
+        return interpret_expression(_Nodes(make_node), leaves, expression)
     except (AttributeError, KeyError) as error:
         raise NotImplementedError(str(expression)) from error

@@ -23,11 +23,6 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), SYMBOLIC_NUMBERS)
 
 
-def value_at_compilation(number: Any) -> Any:
-    """An integer as it is at the call that is compiled for: to weigh by, at the price of no condition."""
-    return number.node.hint if isinstance(number, torch.SymInt) else number
-
-
 def expression_of(number: torch.SymInt) -> sympy.Expr:
     """The number over the symbols of its ShapeEnv, with what is known of them by now."""
     return number.node.expr

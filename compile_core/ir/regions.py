@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.schedule import Compute, Schedule
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 
 
 def graph_inputs(module: GraphModule) -> list[Node]:

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from gradsplit.compile_core.ir.numbers import value_at_compilation
+from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ class TensorSpec:
     @property
     def memory_order(self) -> tuple[list[int], list[int]]:
         """The dims as they lie in memory, outermost first, and the permutation back from that order."""
-        order = sorted(range(len(self.shape)), key=lambda dim: -value_at_compilation(self.stride[dim]))
-        return order, [order.index(dim) for dim in range(len(order))]
+        return memory_order(self.stride)
 
     def empty(self) -> torch.Tensor:
         """A tensor of this spec with whatever its memory holds."""

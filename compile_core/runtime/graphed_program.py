@@ -34,6 +34,7 @@ from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
+from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, storage_use_count
 from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
@@ -47,8 +48,6 @@ _MOST_EVER = 16  # recordings made of one program, those forgotten included
 _MOST_IN_PROCESS = 128
 
 # torch exports these without declaring them.
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-_foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
 
 
 class Recorder(Protocol):
@@ -141,7 +140,7 @@ class Recording:
             if isinstance(result, torch.Tensor):
                 self._results_in.setdefault(_storage(result), []).append(position)
         # Holders of each storage while nobody outside holds it.
-        self._idle = {storage: _use_count(storage) for storage in self._results_in}
+        self._idle = {storage: storage_use_count(storage) for storage in self._results_in}
 
     def reads(self, source: Recording | None) -> bool:
         """Whether it computes from what this recording of the forward kept."""
@@ -154,7 +153,9 @@ class Recording:
     def held(self) -> list[list[int]]:
         """For each piece of memory that somebody outside holds, the positions of the results in it."""
         return [
-            self._results_in[storage] for storage, idle in self._idle.items() if _use_count(storage) != idle
+            self._results_in[storage]
+            for storage, idle in self._idle.items()
+            if storage_use_count(storage) != idle
         ]
 
     def read(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -421,7 +422,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         by_dtype.setdefault(target.dtype, []).append((target, source))
     with torch.no_grad():
         for group in by_dtype.values():
-            _foreach_copy([target for target, _ in group], [source for _, source in group])
+            foreach_copy([target for target, _ in group], [source for _, source in group])
 
 
 def _extent(tensor: torch.Tensor) -> int:

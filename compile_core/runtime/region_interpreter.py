@@ -20,6 +20,7 @@ import torch
 from gradsplit.compile_core.runtime.encode_program import EncodedProgram
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
 from gradsplit.compile_core.toolchain.torch_library import LoadErrors, load_library
+from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,13 @@ class RegionInterpreter:
 
 def _on_device(run: Callable[..., Any], device: torch.device) -> Run:
     """Launches on the current stream of the device, whichever device is current."""
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     index = device.index
 
     def run_on_device(arguments: list[torch.Tensor]) -> Sequence[Any]:
         if current_device() == index:
-            return run(arguments, stream_of(index))
+            return run(arguments, current_raw_stream(index))
         with torch.cuda.device(index):
-            return run(arguments, stream_of(index))
+            return run(arguments, current_raw_stream(index))
 
     return run_on_device
 

@@ -24,6 +24,7 @@ from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.options import default_cache_folder
 from gradsplit.compile_core.toolchain.cpp_compiler import run_compiler
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
+from gradsplit.compile_core.torch_facts.bindings import LIBRARY_FILE
 
 # What loading raises where it does not work here.
 LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)
@@ -158,4 +159,4 @@ def address_of(symbol: str) -> int | None:
 
 @cache
 def _torch_symbols() -> ctypes.CDLL:
-    return ctypes.CDLL(torch._C.__file__)  # a look-up in it goes on to the libraries that it depends on
+    return ctypes.CDLL(LIBRARY_FILE)  # a look-up in it goes on to the libraries that it depends on

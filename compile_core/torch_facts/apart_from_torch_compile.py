@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from gradsplit.compile_core.torch_facts.private_parts import private
 
 # By which torch's front end knows a function that no graph holds.
 DISABLED = "_torchdynamo_disable"
@@ -20,8 +20,13 @@ _DISABLED_FOR_TORCH = "gradsplit"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-_LEFT_ALONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_frames = private(
+    "torch._C._dynamo:eval_frame",
+    "keeping torch.compile out of this package where a program uses both",
+    "torch.compile around compiled functions of gradsplit looks into gradsplit itself",
+    False,
+)
+_LEFT_ALONE = _frames and _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
 def apart_from_torch_compile(function: _Function) -> _Function:
@@ -29,5 +34,6 @@ def apart_from_torch_compile(function: _Function) -> _Function:
     while it runs are shown to torch's front end. A function that ``torch.compile`` made and that is called there is
     compiled by it nevertheless. The capture of this package looks into such functions as into all others."""
     setattr(function, DISABLED, _DISABLED_FOR_TORCH)
-    _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)  # type: ignore[attr-defined]
+    if _frames:
+        _frames.set_code_exec_strategy(function.__code__, _LEFT_ALONE)  # type: ignore[attr-defined]
     return function

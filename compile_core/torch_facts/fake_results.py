@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
+from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order
 
 aten = torch.ops.aten
 
@@ -106,7 +105,8 @@ def _normalised(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Ten
 
 def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
-    return in_memory_order(result, TensorSpec.of(torch.eq(args[0], args[1])))
+    order, back = memory_order(torch.eq(args[0], args[1]).stride())
+    return result.permute(order).contiguous().permute(back)
 
 
 def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:

@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-_C: Any = torch._C
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    set_saved_tensors_hooks_tracing,
+    top_saved_tensors_hooks,
+)
+from gradsplit.compile_core.torch_facts.dispatcher import ForceDispatchKeyGuard, excluded_keys, included_keys
+from gradsplit.compile_core.torch_facts.private_parts import private
+from gradsplit.compile_core.torch_facts.thread_state import (
+    fp32_precision_getter,
+    fp32_precision_setter,
+    set_default_dtype,
+)
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -61,23 +72,32 @@ _PAIRS = [
     ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
 ]
 
+
+def _pairs() -> Iterator[tuple[str, Any, Any]]:
+    """Each setter's name, the getter, and the setter; ``False`` for what this torch does not have."""
+    for names in _PAIRS:
+        get, put = (
+            private(
+                f"torch._C:{name}", "a guard: switches of torch's kernels", "torch has no such switch", False
+            )
+            for name in names
+        )
+        yield names[1], get, put
+
+
 SWITCHES: tuple[Switch, ...] = (
-    Switch(torch.get_default_dtype, _C._set_default_dtype),
+    Switch(torch.get_default_dtype, set_default_dtype),
     Switch(_anomaly, torch.set_anomaly_enabled),
-    *(
-        Switch(getattr(_C, get), getattr(_C, put), concerns_kernels="_sdp_" not in put)
-        for get, put in _PAIRS
-        if hasattr(_C, get) and hasattr(_C, put)
-    ),
+    *(Switch(get, put, concerns_kernels="_sdp_" not in name) for name, get, put in _pairs() if get and put),
     *(
         Switch(
-            _C._get_fp32_precision_getter,
-            _C._set_fp32_precision_setter,
+            fp32_precision_getter,
+            fp32_precision_setter,
             (backend, "all"),
             concerns_kernels=True,
         )
         for backend in ("cuda", "mkldnn")
-        if hasattr(_C, "_get_fp32_precision_getter")
+        if fp32_precision_getter and fp32_precision_setter
     ),
 )
 
@@ -149,8 +169,8 @@ def preserved_switches() -> Iterator[None]:
 @contextmanager
 def preserved_dispatch_keys() -> Iterator[None]:
     """Which of torch's keys a call is dispatched to is afterwards as before, in this thread."""
-    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
-    with _C._ForceDispatchKeyGuard(included, excluded):
+    included, excluded = included_keys(), excluded_keys()
+    with ForceDispatchKeyGuard(included, excluded):
         try:
             yield
         except Exception as error:
@@ -187,13 +207,13 @@ def without_autocast() -> Iterator[None]:
 def without_saved_tensor_hooks() -> Iterator[None]:
     """The hooks of ``torch.autograd.graph.saved_tensors_hooks`` are for the program's tensors, not for the fake ones
     that a capture or a trace computes with."""
-    before = _C._autograd._saved_tensors_hooks_set_tracing(True)
+    before = set_saved_tensors_hooks_tracing(True)
     try:
         yield
     finally:
-        _C._autograd._saved_tensors_hooks_set_tracing(before)
+        set_saved_tensors_hooks_tracing(before)
 
 
 def saved_tensor_hooks_are_active() -> bool:
     """Whether the program has hooks for what autograd saves, at this place of this thread."""
-    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_hooks(False) is not None

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.torch_facts.process_groups import world
 from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, store_has_ended
 from gradsplit.distributed.agreement.failure_watch import LINGER_S, FailureWatch, describe_error
 from gradsplit.distributed.agreement.gloo_connections import GlooConnections
@@ -342,7 +342,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
                 connections.cut()
 
         def is_over() -> bool:
-            return reference() not in _world.pg_map
+            return reference() not in world.pg_map
 
         ranks = dist.get_process_group_ranks(group)
         on_device = "nccl" in dist.get_backend_config(group)

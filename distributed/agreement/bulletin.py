@@ -25,10 +25,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.torch_facts.process_groups import store_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Bulletin:
     @staticmethod
     def of_group(group: dist.ProcessGroup) -> Bulletin:
         """A connection of its own to the group's store: another one may be held by who waits for something."""
-        store = _get_process_group_store(group).clone()  # pyright: ignore[reportAttributeAccessIssue]
+        store = store_of(group).clone()
         store.set_timeout(timedelta(seconds=SILENCE_S))
         return Bulletin(store)
 

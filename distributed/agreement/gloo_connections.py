@@ -15,7 +15,8 @@ from itertools import filterfalse
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+
+from gradsplit.compile_core.torch_facts.process_groups import store_of
 
 _DESCRIPTORS, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
@@ -25,7 +26,7 @@ class GlooConnections:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Read now: the store may be gone when it matters.
-        store, key = _get_process_group_store(group), f"cpu//0/{group.rank()}"
+        store, key = store_of(group), f"cpu//0/{group.rank()}"
         self._entry = store.get(key) if store.check([key]) else b""
 
     def cut(self) -> None:

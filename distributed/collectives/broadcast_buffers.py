@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.bucketing.bucket import ALIGNMENT_BYTES
+from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy
 
 # torch exports it without declaring it.
-_foreach_copy: Any = torch._foreach_copy_  # type: ignore[attr-defined]
 
 _address_of = torch.Tensor.data_ptr
 _size_of = torch.Tensor.numel
@@ -104,11 +104,11 @@ class _Message:
 
     def pack(self) -> None:
         for parts, buffers in self._copies.values():
-            _foreach_copy(parts, buffers)
+            foreach_copy(parts, buffers)
 
     def unpack(self) -> None:
         for parts, buffers in self._copies.values():
-            _foreach_copy(buffers, parts)
+            foreach_copy(buffers, parts)
 
 
 class _Tables:

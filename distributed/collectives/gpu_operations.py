@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from gradsplit.compile_core.torch_facts.cuda import current_device
 from gradsplit.distributed.collectives.driver_queue import DriverQueue
 from gradsplit.distributed.collectives.mean_kernel import MeanKernel
 from gradsplit.distributed.collectives.stream_meeting import StreamMeeting
@@ -32,7 +33,7 @@ class GpuOperations:
 
     def queue(self, stream: torch.cuda.Stream) -> None:
         """What was noted is queued on a stream of this GPU. Raises RuntimeError where the driver cannot."""
-        if torch._C._cuda_getDevice() == self._device.index:
+        if current_device() == self._device.index:
             self._queue.queue(stream.cuda_stream)
         else:
             with torch.cuda.device(self._device):

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+
+from gradsplit.compile_core.torch_facts.process_groups import SymmetricMemory
 
 # At which parts begin, so that copies and kernels find them aligned.
 _ALIGNMENT_ELEMENTS = 64
@@ -70,9 +71,9 @@ def part_of(numel: int, ranks: int, rank: int) -> tuple[int, int]:
 def share(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> SharedBuffer:
     """Zeros, on all ranks; a collective."""
     # Not ``symm_mem.empty``, whose pool hands freed memory out again, perhaps in another order on another rank.
-    mine = _SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device).zero_()
+    mine = SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, device).zero_()
     torch.cuda.current_stream(device).synchronize()
-    handle = _SymmetricMemory.rendezvous(mine, group.group_name)
+    handle = SymmetricMemory.rendezvous(mine, group.group_name)
     rank = group.rank()
     ranks = range(group.size())
     return SharedBuffer(

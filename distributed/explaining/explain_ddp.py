@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from gradsplit.bucketing.bucket import BucketPlan, pack_bucket
 from gradsplit.bucketing.simulate import simulate
@@ -18,6 +17,7 @@ from gradsplit.bucketing.timeline import Timeline
 from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.interface.api import compile
+from gradsplit.compile_core.torch_facts.process_groups import find_tensors
 from gradsplit.distributed.compile_ddp import CompiledDDP, inspect_ddp
 from gradsplit.distributed.ddp_module import process_group
 from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation, Segment
@@ -153,7 +153,7 @@ def _wait_for_all(ddp: DistributedDataParallel) -> None:
 
 def _sum_of_results(results: Any) -> torch.Tensor:
     tensors = [
-        tensor for tensor in _find_tensors(results) if tensor.requires_grad and tensor.is_floating_point()
+        tensor for tensor in find_tensors(results) if tensor.requires_grad and tensor.is_floating_point()
     ]
     if not tensors:
         raise CompileError("no result of the module needs gradients, so there are none to reduce")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradsplit.compile_core.torch_facts.autograd_engine import will_engine_execute_node
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
-from gradsplit.distributed.gradients.running_backward import will_run
 
 
 class Anchors:
@@ -56,4 +56,4 @@ class Anchors:
 
     def are_reached(self) -> bool:
         """Whether the backward that runs comes to any of the programs' anchors."""
-        return any(will_run(node) for _, node in self._anchors.values())
+        return any(will_engine_execute_node(node) for _, node in self._anchors.values())

@@ -19,18 +19,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import _ImperativeEngine  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.ir.communicator import WantedValues
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.autograd_engine import ImperativeEngine, current_graph_task_id
+from gradsplit.compile_core.torch_facts.patches import is_patched, patch
 from gradsplit.distributed.gradients.accumulation_nodes import hooks_came_late, put_first
 from gradsplit.distributed.gradients.anchors import Anchors
 from gradsplit.distributed.gradients.paths_of_backward import backward_is_whole, paths_begin_at
 from gradsplit.distributed.gradients.rounds_of_backward import rounds_end_here
-from gradsplit.distributed.gradients.running_backward import backward_number
 from gradsplit.distributed.streams import current_stream
 
 
@@ -96,7 +96,7 @@ class AskedGradients:
         numbers: list[int] = []
 
         def begins(*_: Any) -> None:
-            numbers.append(backward_number())
+            numbers.append(current_graph_task_id())
             _under_way[numbers[-1]] = self
 
         handles = [node.register_prehook(begins) for node in nodes if node is not None]
@@ -118,7 +118,7 @@ _living: weakref.WeakSet[Anchors] = weakref.WeakSet()
 
 def asked_now() -> AskedGradients | None:
     """What the backward that runs is asked for; ``None`` if it is for no parameters of buckets in particular."""
-    return _under_way.get(backward_number()) if _under_way else None
+    return _under_way.get(current_graph_task_id()) if _under_way else None
 
 
 def returns_values() -> bool:
@@ -157,11 +157,11 @@ def notice_for(anchors: Anchors) -> None:
 
 def notice_backwards() -> None:
     """From now on it is known where backwards begin."""
-    if not isinstance(Variable._execution_engine, _NoticingEngine):
-        Variable._execution_engine = _NoticingEngine()
+    if not is_patched(Variable, "_execution_engine"):
+        patch(Variable, "_execution_engine", _NoticingEngine(), "backwards that are for certain parameters")
 
 
-class _NoticingEngine(_ImperativeEngine):
+class _NoticingEngine(ImperativeEngine):
     """Autograd's engine; only what starts a backward differs, and what is heard of one that raises."""
 
     @apart_from_torch_compile

@@ -11,12 +11,12 @@ import torch
 from gradsplit.bucketing.bucket import ALIGNMENT_BYTES, BucketPlan
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.torch_facts.autograd_engine import storage_use_count
 from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount
 # torch exports it without declaring it.
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 class BucketBuffers:
@@ -156,7 +156,7 @@ class BucketBuffers:
 
 def _views_of(flat: torch.Tensor) -> int:
     """How many tensors there are in its memory."""
-    return _use_count(flat.untyped_storage()._cdata)
+    return storage_use_count(flat.untyped_storage()._cdata)
 
 
 def described(tensor: torch.Tensor, device: object) -> str:

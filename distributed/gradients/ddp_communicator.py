@@ -22,6 +22,12 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.bucketing.bucket import BucketPlan
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    call_after_backward,
+    current_autograd_node,
+    current_graph_task_id,
+    will_engine_execute_node,
+)
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
 from gradsplit.distributed.gradients.anchors import Anchors
 from gradsplit.distributed.gradients.asked_gradients import notice_for, returns_values, unasked, wanted_values
@@ -30,7 +36,6 @@ from gradsplit.distributed.gradients.paths_of_backward import reached_by_some
 from gradsplit.distributed.gradients.program_run import ProgramRun
 from gradsplit.distributed.gradients.round import Round
 from gradsplit.distributed.gradients.rounds_of_backward import round_begins, round_ended
-from gradsplit.distributed.gradients.running_backward import backward_number, current_node, will_run
 
 
 class DDPCommunicator:
@@ -91,7 +96,7 @@ class DDPCommunicator:
 
     def begin_forward(self) -> None:
         """A call of the module begins: what an unfinished backward has left is cleared away."""
-        if backward_number() == -1:
+        if current_graph_task_id() == -1:
             self.break_off()
             self._await_broken()
         if self.buckets.stepper is not None and self._round is None:
@@ -175,14 +180,14 @@ class DDPCommunicator:
         self.buckets.buffers.restore_places()
         announced = Counter[str]()
         if self._programs_store():
-            current = current_node()
+            current = current_autograd_node()
             for node, names in [*self._programs.items()]:
-                if node is current or will_run(node):
+                if node is current or will_engine_execute_node(node):
                     announced.update(names)
         round_ = Round(self.buckets, self._nodes, announced)
         round_begins(self, round_)
         self._round = round_
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
+        call_after_backward(self._end_round)
         round_.begin()
         return round_
 

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gradsplit.compile_core.autograd.bound_graphs.compiled_call import edges_behind
-from gradsplit.distributed.gradients.running_backward import backward_number, will_run
+from gradsplit.compile_core.torch_facts.autograd_engine import current_graph_task_id, will_engine_execute_node
 
 Roots = Sequence[torch.Tensor | GradientEdge]
 # Of the backwards that run, by their start; and whether each is for all leaves.
@@ -44,7 +44,7 @@ def backward_is_whole() -> bool:
 
 def reached_results(node: Any) -> set[int]:
     """The results of a node of autograd's graph to which the backward that runs has a path. A leaf has one."""
-    number = backward_number()
+    number = current_graph_task_id()
     if number not in _reached:
         _reached[number] = _find_reached()
     return _reached[number].get(node, set())
@@ -65,7 +65,9 @@ def _find_reached() -> dict[Any, set[int]]:
         if edge[0] is not None and edge not in seen:
             seen.add(edge)
             pending += [
-                behind for behind in edges_behind(*edge) if behind[0] is not None and will_run(behind[0])
+                behind
+                for behind in edges_behind(*edge)
+                if behind[0] is not None and will_engine_execute_node(behind[0])
             ]
     reached: dict[Any, set[int]] = {}
     for node, position in seen:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from gradsplit.compile_core.torch_facts.autograd_engine import current_graph_task_id, will_engine_execute_node
 from gradsplit.distributed.collectives.work import Work
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
 from gradsplit.distributed.gradients.asked_gradients import reduces_what_it_reaches, unasked
@@ -27,7 +28,6 @@ from gradsplit.distributed.gradients.earlier_gradients import EarlierGradients
 from gradsplit.distributed.gradients.late_hooks import LateHooks
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
 from gradsplit.distributed.gradients.rounds_of_backward import is_next
-from gradsplit.distributed.gradients.running_backward import backward_number, will_run
 from gradsplit.distributed.gradients.writing_streams import WritingStreams
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -57,11 +57,11 @@ class Round:
         self._nodes = nodes
         self.parameters: Mapping[str, torch.nn.Parameter] = buckets.parameters
         self.group = buckets.group
-        self.backward = backward_number()
+        self.backward = current_graph_task_id()
         self._factor = buckets.averaging.factor
         # Those with hooks of the program's come through the engine, so that the hooks see them accumulated.
         self._hooked = nodes.hooked()
-        self._by_engine = {name for name, node in nodes.by_name.items() if will_run(node)}
+        self._by_engine = {name for name, node in nodes.by_name.items() if will_engine_execute_node(node)}
         by_programs = frozenset(announced)
         self._by_programs = by_programs - self._hooked
         self._late_hooks = LateHooks(

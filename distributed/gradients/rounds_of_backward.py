@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.distributed.gradients.running_backward import backward_number
+from gradsplit.compile_core.torch_facts.autograd_engine import current_graph_task_id
 
 
 class Owner(Protocol):
@@ -58,7 +58,7 @@ def rounds_end_here() -> Iterator[None]:
 
     Where another thread runs one, it is not known whose rounds they are: those are left to the next forwards.
     """
-    if backward_number() != -1:
+    if current_graph_task_id() != -1:
         yield
         return
     thread = threading.get_ident()

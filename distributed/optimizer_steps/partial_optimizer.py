@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
+
+from gradsplit.compile_core.torch_facts.optimizers import global_post_hooks, global_pre_hooks
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # By which a GradScaler tells whether an optimizer takes scaled gradients.
@@ -77,7 +78,7 @@ class PartialOptimizer:
         self._take()
         optimizer = self._optimizer
         hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name).values()]
-        for of_all in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for of_all in (global_pre_hooks, global_post_hooks):
             hooks += of_all.values()
         if any(hook is not _refuse_call for hook in hooks):
             raise RuntimeError(

@@ -24,6 +24,7 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.pipeline import compile_graph, compile_pieces
+from gradsplit.compile_core.torch_facts.process_groups import active_ddp_module, delayed_all_reduce_hook
 from gradsplit.distributed.reducer.split_forward import SplitForward
 from gradsplit.distributed.reducer.stock_buckets import are_final, stock_buckets
 from gradsplit.distributed.reducer.unreached_parameters import look_at_unreached
@@ -98,7 +99,7 @@ class GraphInDDP:
 
     def form_for(self, inputs: Sequence[Any]) -> Form:
         """The form that runs now."""
-        ddp = DistributedDataParallel._get_active_ddp_module()
+        ddp = active_ddp_module()
         if ddp is not None and torch.is_grad_enabled():
             look_at_unreached(ddp)
         form = self._whole if ddp is None else self._forms.get(ddp)
@@ -164,7 +165,7 @@ class GraphInDDP:
 def _starts_delayed_all_reduces(inputs: Sequence[Any]) -> bool:
     """Whether DDP all-reduces what is in its buffer when the gradient of one of these has come, which must come behind
     those that lie there, as in plain PyTorch: a compiled backward gives all of a piece at once."""
-    start = DistributedDataParallel._delayed_all_reduce_hook
+    start = delayed_all_reduce_hook
     hooks = [given._backward_hooks for given in inputs if isinstance(given, torch.nn.Parameter)]
     return any(
         getattr(hook, "__func__", None) is start for found in hooks if found for hook in found.values()

@@ -18,6 +18,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.torch_facts.patches import is_patched, patch
 from gradsplit.distributed.reducer.wrapped_parameters import (
     as_wrapped,
     forget_parameters,
@@ -27,6 +28,7 @@ from gradsplit.distributed.reducer.wrapped_parameters import (
 # The logger holds the reducer, too.
 _ATTRIBUTES = ("reducer", "logger")
 _MARK = "_gradsplit_parked_reducer"
+_PURPOSE = "memory of stock DDP's buckets, where it does not reduce"
 
 
 def park_reducer(ddp: DistributedDataParallel) -> None:
@@ -85,10 +87,11 @@ class _MadeOnDemand:
         return vars(ddp)[self._name]
 
 
-@functools.cache
 def _prepare_class() -> None:
+    if is_patched(DistributedDataParallel, "__getstate__"):
+        return
     for name in _ATTRIBUTES:
-        setattr(DistributedDataParallel, name, _MadeOnDemand(name))
+        patch(DistributedDataParallel, name, _MadeOnDemand(name), _PURPOSE)
     get_state: Any = DistributedDataParallel.__getstate__
 
     @functools.wraps(get_state)
@@ -107,7 +110,7 @@ def _prepare_class() -> None:
         forget_parameters(state)
         return state
 
-    DistributedDataParallel.__getstate__ = state_without_reducer  # pyright: ignore[reportAttributeAccessIssue]
+    patch(DistributedDataParallel, "__getstate__", state_without_reducer, _PURPOSE)
 
 
 def _make(ddp: DistributedDataParallel) -> None:

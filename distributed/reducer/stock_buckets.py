@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsplit.compile_core.torch_facts.process_groups import FIRST_BUCKET_BYTES, assign_buckets
 from gradsplit.distributed.reducer.wrapped_parameters import as_wrapped, looks_for_unused
 
 
@@ -27,7 +27,7 @@ def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
     if limits:
         return list(limits)
     limit = ddp.bucket_bytes_cap
-    return [min(limit, _DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else limit, limit]
+    return [min(limit, FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else limit, limit]
 
 
 def stock_buckets(
@@ -47,7 +47,7 @@ def stock_buckets(
     place_of = {parameter: place for place, parameter in enumerate(parameters)}
     ready = [place_of[parameter] for parameter in ready_order if parameter in place_of]
     order = [*ready, *sorted(set(place_of.values()) - set(ready), reverse=True)]
-    assigned, _ = _compute_bucket_assignment_by_size(
+    assigned, _ = assign_buckets(
         [parameters[place] for place in order], bucket_limits(ddp), are_sparse, order
     )
     return [[parameters[place] for place in bucket] for bucket in assigned]

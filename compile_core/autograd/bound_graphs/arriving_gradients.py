@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.torch_facts.functorch import is_batched_by_autograd, top_transform
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tenso
 
 def are_batched(gradients: Sequence[torch.Tensor | None]) -> bool:
     """Whether many gradients arrive as one tensor of ``vmap`` (``is_grads_batched``), which has no memory itself."""
-    return peek_interpreter_stack() is not None or any(
-        gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients
+    return top_transform() is not None or any(
+        gradient is not None and is_batched_by_autograd(gradient) for gradient in gradients
     )
 
 

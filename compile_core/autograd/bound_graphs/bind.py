@@ -18,9 +18,9 @@ from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program,
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
+from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
 # torch exports it without declaring it.
-set_grad_enabled: Any = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.autograd_engine import SavedTensor
 
 # Torch 2.11 does not unpack a saved tensor by itself, with a look at its version.
-_UNPACKS_ONE = hasattr(torch._C._autograd.SavedTensor, "unpack")  # type: ignore[attr-defined]
+_UNPACKS_ONE = hasattr(SavedTensor, "unpack")  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

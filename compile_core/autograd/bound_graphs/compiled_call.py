@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from gradsplit.compile_core.autograd.bound_graphs.absent_hooks import HooksOfResult, spare_leaves
 from gradsplit.compile_core.autograd.bound_graphs.arriving_gradients import (
@@ -30,7 +29,7 @@ from gradsplit.compile_core.autograd.bound_graphs.independent_results import Ind
 from gradsplit.compile_core.autograd.bound_graphs.later_changes import LaterChanges
 from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
-from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults, keeps_graph
+from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
@@ -38,6 +37,9 @@ from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pick import Pick, picker
 from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.autograd_engine import graph_task_keeps_graph, register_hook_dict
+from gradsplit.compile_core.torch_facts.functorch import are_transforms_active
+from gradsplit.compile_core.torch_facts.thread_state import is_any_autocast_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
 
@@ -146,7 +148,7 @@ class DifferentiableProgram:
                 else primal
                 for k, primal in enumerate(primals)
             )
-        if torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             return CompiledCall.apply(self, *primals)
         if self.stored is not None:
             return _apply(self, primals, self.stored.anchor, *self.stored.pick_others(primals))
@@ -329,7 +331,7 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[Any]:
     except RuntimeError as error:
         kept = getattr(ctx, "kept", None)
         if kept is not None and "second time" in str(error):
-            found = kept.take(absent, keeps_graph())
+            found = kept.take(absent, graph_task_keeps_graph())
             if found is None:
                 raise
             return found
@@ -343,7 +345,7 @@ def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[Any]:
         if found is None:
             raise
         return found
-    if absent and program.independent is not None and not keeps_graph():
+    if absent and program.independent is not None and not graph_task_keeps_graph():
         ctx.kept = program.independent.keep(saved, absent)
     return saved
 
@@ -384,7 +386,7 @@ def _gradients_with_history(
 
 def call_program(program: Program, arguments: list[Any]) -> Sequence[Any]:
     """Runs a program, whose casts are operations of its own, without the caller's autocast."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return program(arguments)
     with without_autocast():
         return program(arguments)
@@ -406,7 +408,7 @@ def standalone_outputs(outputs: Sequence[Any], open_sizes: int) -> tuple[Any, ..
 def _register_hook_dict(node: Any, result: Any) -> None:
     """What ``Tensor.register_hook`` calls when a result gets its first hook."""
     result._backward_hooks = HooksOfResult.of(result)
-    BackwardCFunction._register_hook_dict(node, result)
+    register_hook_dict(node, result)
 
 
 # The class of the nodes, which torch makes of the function's.

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    current_graph_task_id,
+    graph_task_keeps_graph,
+    will_engine_execute_node,
+)
 
-_backward_number: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 # Whether the backward that runs keeps what is saved (``retain_graph``).
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,11 @@ class _Call:
 
     def arrive(self, result: int, gradient: torch.Tensor | None) -> None:
         with self.lock:
-            self.rounds.setdefault(_backward_number(), _Round()).arrived[result] = gradient
+            self.rounds.setdefault(current_graph_task_id(), _Round()).arrived[result] = gradient
 
     def gradients(self, of: frozenset[int], positions: tuple[int, ...]) -> list[torch.Tensor | None]:
         """Of the inputs at these positions, which depend on these results."""
-        number = _backward_number()
+        number = current_graph_task_id()
         with self.lock:
             round = self.rounds[number]
             if not round.nodes:
@@ -152,7 +154,7 @@ class _Call:
 
     def _everything(self) -> _Everything | None:
         """What is needed to run again, where the node of the call will give it up."""
-        if keeps_graph():
+        if graph_task_keeps_graph():
             return None
         try:
             return _Everything(self.node.saved_tensors)
@@ -162,7 +164,7 @@ class _Call:
 
 def _runs(node: weakref.ref[Any]) -> bool:
     alive = node()
-    return alive is not None and _will_run(alive)
+    return alive is not None and will_engine_execute_node(alive)
 
 
 class _Inputs(torch.autograd.Function):

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.amp import autocast_mode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -32,6 +31,7 @@ from gradsplit.compile_core.autograd.captured_graphs.pieces import is_passable, 
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
+from gradsplit.compile_core.torch_facts.thread_state import enter_autocast
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 
 
@@ -170,7 +170,7 @@ class _Run:
     def _last_direct_use(self, node: Node) -> int:
         """The last node that needs this one's value beside it: of no matter where it can be passed."""
         value = self._values[node]
-        if is_passable(value) or node.target is autocast_mode._enter_autocast:
+        if is_passable(value) or node.target is enter_autocast:
             return -1
         users: Iterable[Node] = node.users
         if is_sequence_of_tensors(value):

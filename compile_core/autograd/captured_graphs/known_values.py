@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.autograd.operators.ancestors import ancestors
 from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
+from gradsplit.compile_core.torch_facts.thread_state import DisableTorchFunction, disable_current_modes
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def known_values(
     needed = ancestors(wanted) - set(given)
     changed = _changed_memory(module) if needed else set()
     values: dict[Node, Any] = dict(given)
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _ComputeKnown():
+    with disable_current_modes(), DisableTorchFunction(), torch.no_grad(), _ComputeKnown():
         for node in module.graph.nodes:
             if node not in needed:
                 continue

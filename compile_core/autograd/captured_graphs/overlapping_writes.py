@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.functorch import is_wrapped_by_transform
 
 _EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors"])
 
@@ -62,10 +62,10 @@ def _writes_wrapped(function: Any, given: Sequence[torch.Tensor]) -> bool:
     """Whether it writes to one of torch.func's tensors, whose versions do not tell."""
     name = getattr(function, "__name__", "")
     is_in_place = name == "__setitem__" or name.startswith("__i") or name.endswith("_") > name.endswith("__")
-    return is_in_place and any(map(is_functorch_wrapped_tensor, given))
+    return is_in_place and any(map(is_wrapped_by_transform, given))
 
 
 def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if is_functorch_wrapped_tensor(one) or is_functorch_wrapped_tensor(other):
+    if is_wrapped_by_transform(one) or is_wrapped_by_transform(other):
         return one._is_view()
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -14,13 +14,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch.amp import autocast_mode
 from torch.fx import Graph, GraphModule, Node
 
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.numbers import NumberSource, expression_of, has_backed_symbols, symbol_places
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
+from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 
@@ -179,12 +179,12 @@ class _PieceWriter:
                 self._copies[node] = self._made_again(node)
         for node in own:
             self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
-            if node.target is autocast_mode._enter_autocast:
+            if node.target is enter_autocast:
                 entered.append(node)
-            elif node.target is autocast_mode._exit_autocast:
+            elif node.target is exit_autocast:
                 entered.remove(node.args[0])  # type: ignore[arg-type]
         for node in reversed(entered):
-            left = self._graph.call_function(autocast_mode._exit_autocast, (self._copies[node],))
+            left = self._graph.call_function(exit_autocast, (self._copies[node],))
             left.meta["example_value"] = None
         outputs = [node for node in own if self._is_output(node)]
         self._graph.output(tuple(self._copies[node] for node in outputs))
@@ -238,14 +238,14 @@ class _PieceWriter:
         for node in self._module.graph.nodes:
             if node is own[0]:
                 break
-            if node.target is autocast_mode._enter_autocast:
+            if node.target is enter_autocast:
                 entered.append(node)
-            elif node.target is autocast_mode._exit_autocast:
+            elif node.target is exit_autocast:
                 entered.remove(node.args[0])  # type: ignore[arg-type]
         return entered
 
     def _made_again(self, node: Node) -> Any:
-        if node.op == "get_attr" or node.target is autocast_mode._enter_autocast:
+        if node.op == "get_attr" or node.target is enter_autocast:
             return self._graph.node_copy(node, self._copies.__getitem__)
         value = node.meta["example_value"]
         if not is_passable(value):

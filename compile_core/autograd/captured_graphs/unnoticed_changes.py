@@ -19,7 +19,7 @@ def unnoticed(
         roots: results of a run with autograd, which lives as long as these.
         groups: tensors of this run.
     """
-    nodes = [root.grad_fn for root in roots]
+    nodes: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     memories: set[int] = set()
     while nodes:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from gradsplit.compile_core.autograd.operators.kinds import packet
-from gradsplit.compile_core.ir.numbers import value_at_compilation
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 
 def operations_of(node: Node) -> int:

@@ -31,8 +31,9 @@ from gradsplit.compile_core.autograd.operators.kinds import (
     packet,
 )
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import Order
-from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
+from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 # A saved input costs no new memory, but one tensor more to keep track of.
 _PRIMAL_BYTES = 1

@@ -16,8 +16,8 @@ from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, byt
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import find_orders
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 

@@ -27,9 +27,9 @@ from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.ancestors import ancestors
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 aten = torch.ops.aten

@@ -25,7 +25,8 @@ from torch.fx.node import map_arg
 from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view
 from gradsplit.compile_core.ir.graphs import JointGraph
-from gradsplit.compile_core.ir.numbers import is_number, value_at_compilation
+from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 aten = torch.ops.aten
 

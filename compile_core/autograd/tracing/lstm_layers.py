@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.torch_facts.autograd_engine import AutoDispatchBelowAutograd
+
 aten = torch.ops.aten
 
 _library = torch.library.Library("gradsplit", "FRAGMENT")
@@ -20,7 +22,7 @@ _library.define("lstm_layer" + _SCHEMA[_SCHEMA.index("(") :], tags=(torch.Tag.pt
 
 def _run(*arguments: Any) -> Any:
     # Nothing is differentiated here: no history is to be made of what the program knows to require gradients.
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with AutoDispatchBelowAutograd(), torch.enable_grad():
         output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*arguments)
     # Torch 2.11's states have another dimension of size 1 where gradients are enabled.
     _, _, _, _, _, hidden_before, cell_before, *_ = arguments

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.grad_mode import _enter_inference_mode
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as node_metadata
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
+from gradsplit.compile_core.torch_facts.thread_state import enter_inference_mode, set_default_dtype
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
 
-_set_default_dtype: Any = torch._C._set_default_dtype  # type: ignore[attr-defined]
 _DEFAULT = "default_dtype"
 
 
@@ -33,7 +32,7 @@ def refuse_modes(module: GraphModule) -> None:
     """
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
-        if node.target is _enter_inference_mode:
+        if node.target is enter_inference_mode:
             raise Unsupported("inference-mode", "the program enters inference mode")
         for switch in SWITCHES:
             if switch.concerns_kernels and _turns(node, switch):
@@ -49,11 +48,11 @@ def _turns(node: Node, switch: Switch) -> bool:
 
 def noted_default_dtypes() -> Mapping[Any, Callable[..., Any]]:
     """What is run in the place of calls of the captured graph, for ``settle_default_dtypes``."""
-    return {_set_default_dtype: _set_and_note}
+    return {set_default_dtype: _set_and_note}
 
 
 def _set_and_note(dtype: torch.dtype) -> None:
-    _set_default_dtype(dtype)
+    set_default_dtype(dtype)
     if node_metadata.has_preserved_node_meta():
         noted = node_metadata.current_meta.get("custom", {})
         node_metadata.current_meta["custom"] = {**noted, _DEFAULT: dtype}

@@ -28,13 +28,13 @@ from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    _CachingTorchDispatchMode,
 )
 
 from gradsplit.compile_core.autograd.operators.region_marks import RegionMark, is_marking, mark_of, marked
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.thread_state import CachingDispatchMode
 
 _numbers = itertools.count()
 
@@ -85,7 +85,7 @@ def _policy_of(context_fn: Callable[[], tuple[Any, Any]] | None) -> Policy | Non
     if context_fn is None:
         return None
     context, _ = context_fn()
-    if type(context) is _CachingTorchDispatchMode:
+    if type(context) is CachingDispatchMode:
         return context.policy_fn
     if type(context) is nullcontext:
         return None

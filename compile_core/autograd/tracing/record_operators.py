@@ -21,25 +21,28 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.lazy_modules import lazy_module
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
+from gradsplit.compile_core.torch_facts.autograd_engine import current_autograd_node
+from gradsplit.compile_core.torch_facts.dispatcher import has_kernel_for_key
 from gradsplit.compile_core.torch_facts.fake_results import corrected
-
-_C: Any = torch._C
+from gradsplit.compile_core.torch_facts.functionalization import (
+    disable_functionalization,
+    enable_functionalization,
+    from_functional,
+    is_functional,
+    mirror_autograd_meta,
+    sync,
+    to_functional,
+)
+from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
+from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
 # torch exports these without declaring them.
-_to_functional: Any = torch._to_functional_tensor  # type: ignore[attr-defined]
-_from_functional: Any = torch._from_functional_tensor  # type: ignore[attr-defined]
-_is_functional: Any = torch._is_functional_tensor  # type: ignore[attr-defined]
-_mirror_autograd_meta: Any = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
-_sync: Any = torch._sync  # type: ignore[attr-defined]
-_enable_functionalization: Any = torch._enable_functionalization  # type: ignore[attr-defined]
-_disable_functionalization: Any = torch._disable_functionalization  # type: ignore[attr-defined]
 
 aten = torch.ops.aten
 
@@ -85,39 +88,39 @@ def record(
     table = {**_OF_EVERY_TRACE, **decompositions}
     recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
     placeholders = [recorder.placeholder(given) for given in inputs]
-    _enable_functionalization(reapply_views=True)
+    enable_functionalization(reapply_views=True)
     try:
         with recorder:
             results = [_unwrapped(result) for result in function(*map(_wrapped, placeholders))]
     finally:
-        _disable_functionalization()
+        disable_functionalization()
     return recorder.finish(results)
 
 
 def _wrapped(given: Any) -> Any:
     if not isinstance(given, torch.Tensor):
         return given
-    functional = _to_functional(given)
-    _mirror_autograd_meta(given, functional)
+    functional = to_functional(given)
+    mirror_autograd_meta(given, functional)
     return functional
 
 
 def _unwrapped(result: Any) -> Any:
-    if not isinstance(result, torch.Tensor) or not _is_functional(result):
+    if not isinstance(result, torch.Tensor) or not is_functional(result):
         return result
-    _sync(result)
-    return _from_functional(result)
+    sync(result)
+    return from_functional(result)
 
 
 @contextmanager
 def outside_of_recording() -> Iterator[None]:
     """For what a recorded function does that is no part of the record, such as recording another function."""
-    _disable_functionalization()
+    disable_functionalization()
     try:
-        with _disable_current_modes():
+        with disable_current_modes():
             yield
     finally:
-        _enable_functionalization(reapply_views=True)
+        enable_functionalization(reapply_views=True)
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -158,7 +161,7 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
-        if func is aten.unfold_backward.default and _C._current_autograd_node() is None:
+        if func is aten.unfold_backward.default and current_autograd_node() is None:
             _check_windows(*args)
         decompose = self._decompositions.get(func)
         if decompose is not None:
@@ -241,10 +244,8 @@ def _is_composite(func: Any) -> bool:
     """Whether autograd would have decomposed it; below autograd, as inside a decomposition, nobody did."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        and not any(
-            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA")
-        )
+        and has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
+        and not any(has_kernel_for_key(func.name(), key) for key in ("CPU", "CUDA"))
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 
 VERSION = sys.version_info[:2]
+# Of others the bytecode is not known: programs run as plain Python there.
+KNOWN_VERSIONS = ((3, 11), (3, 12), (3, 13))
 
 # FOR_ITER at the end of the iteration: 3.11 pops the iterator and jumps. Later versions leave it with a
 # placeholder on the stack and jump to END_FOR, which pops this many values (3.13 follows it by a POP_TOP).

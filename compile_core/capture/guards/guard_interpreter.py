@@ -19,6 +19,7 @@ import torch
 
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
 from gradsplit.compile_core.toolchain.torch_library import LoadErrors, find_place, load_library
+from gradsplit.compile_core.torch_facts.dispatcher import dispatch_keys
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _place_fields(library: ctypes.CDLL) -> dict[tuple[bool, bool], int]:
         plain = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
         conjugated, negated = plain.conj(), plain.conj().imag
         tensors = (plain, conjugated, negated, torch.empty(2, device="meta"), torch.nn.Parameter(plain))
-    keys = [torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors]
+    keys = [dispatch_keys(tensor).raw_repr() for tensor in tensors]
     keys_place = find_place(range(16, 184, 8), [tensor._cdata for tensor in tensors], keys)
     conj, neg = keys[1] & ~keys[0], keys[2] & ~keys[0]
     ctypes.c_int64.in_dll(library, "gs_keys_offset").value = keys_place

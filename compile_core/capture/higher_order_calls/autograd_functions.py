@@ -27,10 +27,11 @@ from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
+from gradsplit.compile_core.torch_facts.autograd_engine import SingleLevelFunction
 
 # Until torch 2.13 a class method in Python, whose function the rule is for; from 2.14 on a built-in class method.
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
-_BASE = torch.autograd.function._SingleLevelFunction
+_BASE = SingleLevelFunction
 
 
 @call_rule(getattr(_APPLY, "__func__", _APPLY))

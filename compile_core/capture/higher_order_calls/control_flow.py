@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.cond import cond, cond_op
-from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import Node
 
 from gradsplit.compile_core.capture.higher_order_calls.bodies import (
@@ -24,9 +22,10 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir import control_flow as nodes
+from gradsplit.compile_core.torch_facts.higher_order_operators import cond, cond_operator, while_loop
 
 
-@answer_to(cond, cond_op)
+@answer_to(cond, cond_operator)
 def _cond(
     state: CaptureState, pred: Value, true_fn: Value, false_fn: Value, operands: Value | None = None
 ) -> Any:

@@ -24,6 +24,7 @@ from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.torch_facts.bindings import broadcast_and_flatten
 
 
 class TransformedValue(Value):
@@ -145,7 +146,7 @@ def _samples(state: CaptureState, arguments: _Template, in_dims: Any) -> list[to
     """What one sample sees of each tensor; keywords are not mapped."""
     args, _ = arguments.structure
     leaves, spec = pytree.tree_flatten(args)
-    in_dims = pytree._broadcast_to_and_flatten(list(in_dims) if isinstance(in_dims, list) else in_dims, spec)
+    in_dims = broadcast_and_flatten(list(in_dims) if isinstance(in_dims, list) else in_dims, spec)
     if in_dims is None:
         raise PlainCall("vmap: in_dims do not fit the arguments")
     dims = {

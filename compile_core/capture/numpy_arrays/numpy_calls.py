@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import _numpy
 
-torch_numpy: Any = _numpy
+from gradsplit.compile_core.torch_facts.bindings import numpy_of_torch as torch_numpy
 
 # The types of elements that torch._numpy knows.
 DTYPES = frozenset(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules import module as module_registry
 
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
@@ -13,22 +12,13 @@ from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, 
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.ir.sources import ItemSource, ModuleEntrySource, Source, path_words
+from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES, GLOBAL_HOOKS, call_with_hooks
 
 # Why a graph ends where a module is called that has a compiled form of its own.
 COMPILED_APART = "compiled-apart"
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-
-GLOBAL_HOOK_TABLES: tuple[dict[Any, Any], ...] = tuple(
-    getattr(module_registry, name)
-    for name in (
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-    )
-)
 
 _GLOBAL_TABLES_OF_FORWARD = (
     "_global_forward_hooks",
@@ -142,7 +132,7 @@ class ModuleValue(InstanceValue):
             return super().call(state, args, kwargs)
         if isinstance(self.real, torch.jit.ScriptModule):
             raise state.unsupported("script-module", f"{self.describe()} is a TorchScript module")
-        if self.cls._call_impl is not torch.nn.Module._call_impl:
+        if self.cls._call_impl is not call_with_hooks:
             return self.get_attribute(state, "_call_impl").call(state, args, kwargs)
         if not self.has_hooks(state):
             return self.get_attribute(state, "forward").call(state, args, kwargs)
@@ -166,19 +156,19 @@ class ModuleValue(InstanceValue):
         """``torch.nn.Module._call_impl``, which runs the hooks; they are guarded as all that it reads."""
         for table in ("_backward_hooks", "_backward_pre_hooks"):
             hooks = self.own_attribute(state, table)
-            if getattr(module_registry, f"_global{table}") or (hooks is not None and hooks.truth(state)):
+            if GLOBAL_HOOKS[f"_global{table}"] or (hooks is not None and hooks.truth(state)):
                 raise state.unsupported(
                     "module-hooks", f"{self.describe()} has backward hooks", "use hooks of tensors instead"
                 )
         for name in _GLOBAL_TABLES_OF_FORWARD:
-            table = getattr(module_registry, name)
+            table = GLOBAL_HOOKS[name]
             state.wrap(table, state.reference_source(name, table))
-        run = state.wrap(torch.nn.Module._call_impl, None)
+        run = state.wrap(call_with_hooks, None)
         try:
             return run.call(state, [self, *args], kwargs)
         except SymbolicRaise:
             always = self.own_attribute(state, "_forward_hooks_always_called")
-            if module_registry._global_forward_hooks_always_called or (always and always.truth(state)):
+            if GLOBAL_HOOKS["_global_forward_hooks_always_called"] or (always and always.truth(state)):
                 raise state.unsupported(
                     "module-hooks", f"{self.describe()} raises and has hooks that run all the same"
                 ) from None

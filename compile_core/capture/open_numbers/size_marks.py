@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -79,13 +80,14 @@ def mark_static(tensor: torch.Tensor, index: int | Sequence[int] | None = None) 
 @contextmanager
 def marked(tensor: torch.Tensor, dims: Mapping[int, tuple[int | None, int | None]]) -> Iterator[None]:
     """Inside, these dims are dynamic, with their least and greatest size, and the tensor has no other marks of ours."""
-    before = tensor.__dict__.pop(_ATTRIBUTE, None)
+    attributes: Any = tensor.__dict__
+    before = attributes.pop(_ATTRIBUTE, None)
     try:
         for dim, (least, greatest) in dims.items():
             mark_dynamic(tensor, dim, least, greatest)
         yield
     finally:
-        tensor.__dict__.pop(_ATTRIBUTE, None)
+        attributes.pop(_ATTRIBUTE, None)
         if before is not None:
             setattr(tensor, _ATTRIBUTE, before)
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-from torch.utils._sympy.printers import PythonPrinter
+
+from gradsplit.compile_core.torch_facts.symbolic_numbers import PythonPrinter
 
 
 class SizePrinter(PythonPrinter):

@@ -16,12 +16,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch._guards import SLoc
-from torch._guards import Source as TorchSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.capture.open_numbers.size_history import SPECIAL_SIZES, SizeHistory
@@ -35,6 +31,8 @@ from gradsplit.compile_core.ir.sources import (
     ModuleEntrySource,
     Source,
 )
+from gradsplit.compile_core.torch_facts.symbolic_numbers import Source as TorchSource
+from gradsplit.compile_core.torch_facts.symbolic_numbers import SourceLocation, ValueRanges, integer_infinity
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,10 @@ class _LocatedShapeEnv(ShapeEnv):
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.location = location
 
-    def _get_stack_summary(
-        self, is_debug: bool = False, framework_loc: str | None = None
-    ) -> tuple[SLoc, str]:
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[Any, str]:
         del is_debug, framework_loc
         place = self.location()
-        return SLoc(None, None if place is None else str(place)), ""
+        return SourceLocation(None, None if place is None else str(place)), ""
 
 
 def _nowhere() -> CodeLocation | None:
@@ -182,7 +178,9 @@ class SymbolicSizes:
         if symbol.least is None:
             made = self.shape_env.create_unspecified_symbol(symbol.value, name, DimDynamic.DYNAMIC)
         else:
-            limits = ValueRanges(symbol.least, int_oo if symbol.greatest is None else symbol.greatest)
+            limits = ValueRanges(
+                symbol.least, integer_infinity if symbol.greatest is None else symbol.greatest
+            )
             constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
             made = self.shape_env.create_symbol(symbol.value, name, DimDynamic.DYNAMIC, constraint)
         assert isinstance(made, sympy.Symbol)

@@ -15,11 +15,12 @@ from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rul
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.torch_facts.thread_state import pop_function_mode, push_function_mode
 
 _BY_TENSORS = ("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex")
 
 
-@answer_to(torch._C._push_on_torch_function_stack)
+@answer_to(push_function_mode)
 def _push(state: CaptureState, mode: Value) -> Any:
     cls = mode.python_type()
     if (cls.__module__, cls.__qualname__) != _BY_TENSORS:
@@ -30,7 +31,7 @@ def _push(state: CaptureState, mode: Value) -> Any:
     return ConstantValue(None)
 
 
-@call_rule(torch._C._pop_torch_function_stack)
+@call_rule(pop_function_mode)
 def _pop(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
     if args or kwargs or not state.function_modes:
         raise state.unsupported("torch-function-mode", "the end of a mode that the capture has not entered")

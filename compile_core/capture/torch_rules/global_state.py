@@ -7,30 +7,33 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.overrides import _pop_mode_temporarily
-from torch.utils._device import DeviceContext
 
-from gradsplit.compile_core.capture.object_model.modules import GLOBAL_HOOK_TABLES
 from gradsplit.compile_core.capture.run_only import is_run_only
 from gradsplit.compile_core.errors import CompileError
+from gradsplit.compile_core.torch_facts.functorch import top_transform
+from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES
+from gradsplit.compile_core.torch_facts.thread_state import (
+    DeviceContext,
+    deterministic_algorithms,
+    deterministic_only_warns,
+    function_mode_at,
+    is_any_autocast_enabled,
+    is_forward_mode,
+    is_tracing,
+    number_of_dispatch_modes,
+    number_of_function_modes,
+    pop_mode_temporarily,
+)
 from gradsplit.compile_core.torch_facts.torch_switches import (
     preserved_dispatch_keys,
     without_saved_tensor_hooks,
 )
 from gradsplit.compile_core.torch_facts.torchs_stance import stance
 
-_is_grad_enabled = torch._C.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _get_default_dtype = torch.get_default_dtype
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
-_function_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_stack = peek_interpreter_stack
-_is_tracing = torch._C._is_tracing
+_functorch_stack = top_transform
 
 _accelerator = torch.accelerator.current_accelerator()
 _AUTOCAST_DEVICES = {"cpu", "cuda", *([] if _accelerator is None else [_accelerator.type])}
@@ -43,20 +46,15 @@ def global_state() -> tuple[Any, ...]:
         _is_grad_enabled(),
         _is_inference_mode_enabled(),
         _get_default_dtype(),
-        _is_any_autocast_enabled() and autocast_state(),
-        _deterministic(),
-        _deterministic_warns(),
-        _function_modes() and (_function_modes(), default_device()),
-        _dispatch_modes(),
+        is_any_autocast_enabled() and autocast_state(),
+        deterministic_algorithms(),
+        deterministic_only_warns(),
+        number_of_function_modes() and (number_of_function_modes(), default_device()),
+        number_of_dispatch_modes(),
         _functorch_stack() is None,
-        _is_forward_mode(),
+        is_forward_mode(),
         any(GLOBAL_HOOK_TABLES),
     )
-
-
-def _is_forward_mode() -> bool:
-    """Whether tensors may carry tangents of ``torch.autograd.forward_ad``, which compiled kernels would lose."""
-    return forward_ad._current_level >= 0
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -87,9 +85,9 @@ def default_device() -> torch.device | None:
 
     It is a mode that gives factory functions their ``device``; capture writes the device into the graph instead.
     """
-    if _function_modes() != 1:
+    if number_of_function_modes() != 1:
         return None
-    mode = torch._C._get_function_stack_at(0)
+    mode = function_mode_at(0)
     return mode.device if type(mode) is DeviceContext else None
 
 
@@ -98,7 +96,7 @@ def normal_tensors() -> Iterator[None]:
     """Fake tensors are made and traced outside inference mode, whose tensors have no version, on the devices that the
     graph says, and unseen by the program's saved-tensor hooks; grad mode stays."""
     grad_mode = torch.is_grad_enabled()
-    no_device = nullcontext() if default_device() is None else _pop_mode_temporarily()
+    no_device = nullcontext() if default_device() is None else pop_mode_temporarily()
     with (
         preserved_dispatch_keys(),
         torch.inference_mode(False),
@@ -120,6 +118,6 @@ def must_run_plain() -> bool:
         raise CompileError("a call would be compiled, and the stance is fail_on_recompile")
     if is_run_only() or stance() == "eager_on_recompile":
         return True
-    modes = _function_modes() and default_device() is None
-    transformed = _functorch_stack() is not None or _is_forward_mode()
-    return bool(modes or _dispatch_modes() or transformed or _is_tracing())
+    modes = number_of_function_modes() and default_device() is None
+    transformed = _functorch_stack() is not None or is_forward_mode()
+    return bool(modes or number_of_dispatch_modes() or transformed or is_tracing())

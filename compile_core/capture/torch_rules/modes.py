@@ -7,7 +7,6 @@ import types
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
@@ -16,6 +15,7 @@ from gradsplit.compile_core.capture.torch_rules.global_state import autocast_sta
 from gradsplit.compile_core.capture.values.base import CaptureState, SymbolicRaise, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, fold
+from gradsplit.compile_core.torch_facts.thread_state import enter_autocast, exit_autocast, set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES
 
 
@@ -107,7 +107,7 @@ class GradMode(ModeValue):
 
 
 def set_grad_mode(state: CaptureState, enabled: bool) -> None:
-    state.call_state_op(torch._C._set_grad_enabled, (enabled,))
+    state.call_state_op(set_grad_enabled, (enabled,))
 
 
 def _grad_mode_rule(cls: type, enabled: bool) -> CallRule:
@@ -151,7 +151,7 @@ def _set_grad_enabled(state: CaptureState, mode: Value) -> Any:
     return made
 
 
-@answer_to(torch._C._set_grad_enabled)
+@answer_to(set_grad_enabled)
 def _raw_set_grad_enabled(state: CaptureState, mode: Value) -> Any:
     set_grad_mode(state, _flag(state, mode))
     return ConstantValue(None)
@@ -208,7 +208,7 @@ def restore_modes(state: CaptureState, writer: Any, grad_mode: bool) -> list[str
     enabled = torch.is_grad_enabled()
     if enabled != grad_mode:
         set_grad_mode(state, grad_mode)
-        lines.append(f"{writer.constant(torch._C._set_grad_enabled)}({enabled})")
+        lines.append(f"{writer.constant(set_grad_enabled)}({enabled})")
     for switch, before in zip(SWITCHES, state.switches_at_start, strict=True):
         values = switch.read()
         if values != before:
@@ -233,11 +233,11 @@ class AutocastMode(ModeValue):
     def enter(self, state: CaptureState) -> None:
         if None in self.arguments[1:]:
             guard_autocast(state)
-        self.node = state.call_state_op(autocast_mode._enter_autocast, self.arguments)
+        self.node = state.call_state_op(enter_autocast, self.arguments)
         state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
-        state.call_state_op(autocast_mode._exit_autocast, (self.node,))
+        state.call_state_op(exit_autocast, (self.node,))
         state.entered_modes.remove(self)
 
     def rebuild(self, writer: SourceWriter) -> str:

@@ -9,6 +9,7 @@ import torch
 from gradsplit.compile_core.capture.object_model.modules import ModuleValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import answer_to
+from gradsplit.compile_core.torch_facts.bindings import log_api_usage_once
 
 
 @answer_to(torch.nn.Module.__getattr__)
@@ -19,4 +20,4 @@ def _getattr(state: CaptureState, module: Value, name: Value) -> Any:
     return module.registered_attribute(state, name.as_constant())
 
 
-answer_to(torch._C._log_api_usage_once)(lambda state, *args: None)
+answer_to(log_api_usage_once)(lambda state, *args: None)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as library
-from torch._compile import _disable_dynamo
 
 from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
@@ -22,11 +21,18 @@ from gradsplit.compile_core.capture.values.call_rules import answer_to, decorato
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue
 from gradsplit.compile_core.capture.values.mappings import DictValue, new_dict
+from gradsplit.compile_core.torch_facts.bindings import disable_torch_compile, group_by_device_and_dtype
+from gradsplit.compile_core.torch_facts.optimizers import (
+    global_post_hooks,
+    global_pre_hooks,
+    group_tensors,
+    use_grad_for_differentiable,
+)
 
 _SCOPE = "torch.optim."
 _GLOBAL_HOOKS = {
-    "_optimizer_step_pre_hooks": library._global_optimizer_pre_hooks,
-    "_optimizer_step_post_hooks": library._global_optimizer_post_hooks,
+    "_optimizer_step_pre_hooks": global_pre_hooks,
+    "_optimizer_step_post_hooks": global_post_hooks,
 }
 
 
@@ -41,7 +47,7 @@ answer_to(torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)(
 )
 
 
-@decorator_rule(_disable_dynamo(lambda: None))
+@decorator_rule(disable_torch_compile(lambda: None))
 def _disable_compiler(decorated: types.FunctionType) -> Any:
     """Parts of optimizers are excluded from torch's compiler for its own reasons; everything else that is
     excluded stays so."""
@@ -55,7 +61,7 @@ def _disable_compiler(decorated: types.FunctionType) -> Any:
     return call
 
 
-@decorator_rule(library._use_grad_for_differentiable(lambda: None))
+@decorator_rule(use_grad_for_differentiable(lambda: None))
 def _use_grad(decorated: types.FunctionType) -> Any:
     """A step runs with gradients only where the optimizer is differentiable."""
     function = _wrapped(decorated, "func")
@@ -110,7 +116,7 @@ for _name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_he
         answer_to(getattr(library.Optimizer, _name))(lambda state, *args, **kwargs: None)
 
 
-@answer_to(library.Optimizer._group_tensors_by_device_and_dtype, torch._C._group_tensors_by_device_and_dtype)
+@answer_to(group_tensors, group_by_device_and_dtype)
 def _group_tensors(state: CaptureState, lists: Value, with_indices: Value | None = None) -> Any:
     """Lists of tensors side by side, cut into groups by the device and dtype of the first list."""
     columns = [state.items_of(column) for column in state.items_of(lists)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import grad_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
@@ -17,6 +16,11 @@ from gradsplit.compile_core.capture.torch_rules.modes import ModeValue
 from gradsplit.compile_core.capture.values.base import CaptureState, Value, constants_of
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answers, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.torch_facts.thread_state import (
+    enter_inference_mode,
+    exit_inference_mode,
+    set_grad_enabled,
+)
 from gradsplit.compile_core.torch_facts.torch_switches import SWITCHES, Switch
 
 
@@ -133,17 +137,17 @@ class InferenceMode(ModeValue):
 
     def enter(self, state: CaptureState) -> None:
         self.before = torch.is_grad_enabled(), state.inference_mode
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         state.inference_mode = True
-        state.turned.add(grad_mode._enter_inference_mode)
-        self.node = state.add_scalar_node("call_function", grad_mode._enter_inference_mode, (True,), None)
+        state.turned.add(enter_inference_mode)
+        self.node = state.add_scalar_node("call_function", enter_inference_mode, (True,), None)
         state.entered_modes.append(self)
 
     def leave(self, state: CaptureState) -> None:
         state.entered_modes.remove(self)
         grad_enabled, state.inference_mode = self.before
-        torch._C._set_grad_enabled(grad_enabled)
-        state.add_scalar_node("call_function", grad_mode._exit_inference_mode, (self.node,), None)
+        set_grad_enabled(grad_enabled)
+        state.add_scalar_node("call_function", exit_inference_mode, (self.node,), None)
 
     def rebuild(self, writer: SourceWriter) -> str:
         return writer.bind(f"{writer.constant(torch.inference_mode)}()")

@@ -12,8 +12,7 @@ from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRul
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import METHOD_RULES, MethodRule, TensorValue, method_rule
-
-_C: Any = torch._C
+from gradsplit.compile_core.torch_facts.dispatcher import is_alias_of
 
 _METADATA_CHANGES = (
     "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_",
@@ -73,9 +72,7 @@ def _as_strided(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs
         raise state.unsupported("storage-offset", f"as_strided with an offset in {tensor.describe()}")
     examples = (record.entry.example for record in state.graph.records)
     own = tensor.fake if tensor.fake._base is None else tensor.fake._base
-    whole = next(
-        (e for e in examples if isinstance(e, torch.Tensor) and _C._is_alias_of(e, tensor.fake)), own
-    )
+    whole = next((e for e in examples if isinstance(e, torch.Tensor) and is_alias_of(e, tensor.fake)), own)
     found = state.call_tensor_op("call_method", "as_strided", [tensor, *args], kwargs)
     if not whole.is_contiguous() or (
         isinstance(found, TensorValue) and _end(found.fake) > whole.storage_offset() + whole.numel()
@@ -103,7 +100,7 @@ def _guard_beginning(state: CaptureState, tensor: TensorValue) -> int:
     """Guards where in its storage an input begins, if ``tensor`` lies in an input's memory."""
     for record in state.graph.records:
         example = record.entry.example
-        if isinstance(example, torch.Tensor) and _C._is_alias_of(example, tensor.fake):
+        if isinstance(example, torch.Tensor) and is_alias_of(example, tensor.fake):
             offset = int(example.storage_offset())
             source = record.entry.source
             condition = f"{{0}}.storage_offset() == {offset}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.overrides
-from torch import _jit_internal
 from torch.nn import functional
 
 from gradsplit.compile_core.capture.torch_rules.global_state import attention_kernels
@@ -22,6 +21,8 @@ from gradsplit.compile_core.capture.values.call_rules import (
 )
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.torch_facts.bindings import NATIVE_SCOPES, assert_function, is_scripting
+from gradsplit.compile_core.torch_facts.thread_state import get_tracing_state, privateuse1_backend_name
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.
 _FACTORIES = [
@@ -97,9 +98,6 @@ def _tensor_functions() -> frozenset[Any]:
 
 
 # Generated bindings of native operators. A result that is not a tensor is refused when it is recorded.
-_NATIVE_SCOPES = tuple(
-    getattr(torch._C, name) for name in ("_VariableFunctions", "_nn", "_linalg", "_fft", "_special")
-)
 _NOT_NATIVE_OPERATIONS = ("from_file", "frombuffer", "_cufft", "_use_cudnn", "_debug", "_print", "set_")
 
 
@@ -108,7 +106,7 @@ def is_tensor_function(function: Any) -> bool:
         name = function.__name__
         if not name.startswith(_NOT_NATIVE_OPERATIONS) and name not in _NOT_OPERATIONS:
             # Bound methods of the scope are made anew at each look-up, so they are compared by equality.
-            return any(getattr(scope, name, None) == function for scope in _NATIVE_SCOPES)
+            return any(getattr(scope, name, None) == function for scope in NATIVE_SCOPES)
         return False
     try:
         return function in _tensor_functions()
@@ -180,14 +178,14 @@ _STATE_QUERIES = (
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
     torch.is_deterministic_algorithms_warn_only_enabled,
-    torch._C._get_tracing_state,
-    torch._C._get_privateuse1_backend_name,
+    get_tracing_state,
+    privateuse1_backend_name,
 )
 CALL_RULES.update({function: fold_rule(function) for function in _STATE_QUERIES})
 
 
 for _function in (
-    _jit_internal.is_scripting,
+    is_scripting,
     *(getattr(torch.jit, name) for name in ("is_scripting", "is_tracing")),
     torch.overrides.has_torch_function,
     torch.overrides.has_torch_function_unary,
@@ -199,7 +197,7 @@ answer_to(torch.is_inference_mode_enabled)(lambda state: state.inference_mode)
 answer_to(torch.is_tensor)(lambda state, value: isinstance(value, TensorValue))
 
 
-@answer_to(torch._assert)
+@answer_to(assert_function)
 def _assert(state: CaptureState, condition: Value, message: Value) -> Any:
     if condition.truth(state):
         return ConstantValue(None)

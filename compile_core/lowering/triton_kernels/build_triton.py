@@ -30,6 +30,7 @@ from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
 from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
 from gradsplit.compile_core.toolchain.processors import usable_processors
+from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 _MODULE = "kernel.py"
 # Eager rounds a product before it adds.
@@ -190,7 +191,7 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
         return BuiltKernel(_nothing, 0)
     keep_tritons_cache_private()
     device = _device_of(source)
-    stream_of, device_of_thread = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    stream_of, device_of_thread = current_raw_stream, current_device
     index = device.index
     grid_x, grid_y, grid_z = source.grid
     kernels: dict[bool, Any] = {True: aligned}

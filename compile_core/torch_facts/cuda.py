@@ -1,0 +1,23 @@
+"""The CUDA device and stream of this thread, without the checks of the public functions."""
+
+from __future__ import annotations
+
+import torch
+
+from gradsplit.compile_core.torch_facts.private_parts import private
+
+_WITHOUT_CUDA = "kernels for GPUs are not launched; there are none in a torch without CUDA"
+
+current_raw_stream = private(
+    "torch._C:_cuda_getCurrentRawStream", "launching kernels on the current stream", _WITHOUT_CUDA
+)
+current_device = private(
+    "torch._C:_cuda_getDevice",
+    "the device of this thread",
+    "the public function, which is slower",
+    torch.cuda.current_device,
+)
+current_stream_parts = private(
+    "torch._C:_cuda_getCurrentStream", "overlap of collectives on GPUs", _WITHOUT_CUDA
+)
+sleep = private("torch.cuda:_sleep", "measuring clocks of several streams", _WITHOUT_CUDA)

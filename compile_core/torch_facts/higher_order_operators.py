@@ -1,0 +1,19 @@
+"""Operators that take functions: branches, loops and checkpointed regions, as nodes of a graph."""
+
+from __future__ import annotations
+
+from gradsplit.compile_core.torch_facts.private_parts import PROGRAMS_RUN_PLAIN, private
+
+cond = private("torch._higher_order_ops.cond:cond", "torch.cond in programs", PROGRAMS_RUN_PLAIN)
+cond_operator = private("torch._higher_order_ops.cond:cond_op", "torch.cond in programs", PROGRAMS_RUN_PLAIN)
+while_loop = private(
+    "torch._higher_order_ops.while_loop:while_loop", "torch.while_loop in programs", PROGRAMS_RUN_PLAIN
+)
+while_loop_operator = private(
+    "torch._higher_order_ops.while_loop:while_loop_op", "torch.while_loop in programs", PROGRAMS_RUN_PLAIN
+)
+tag_activation_checkpoint = private(
+    "torch._higher_order_ops.wrap:tag_activation_checkpoint",
+    "checkpointed regions in programs",
+    PROGRAMS_RUN_PLAIN,
+)
