@@ -33,12 +33,20 @@ from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, store_
 from gradsplit.distributed.agreement.failure_watch import LINGER_S, FailureWatch, describe_error
 from gradsplit.distributed.agreement.gloo_connections import GlooConnections
 from gradsplit.distributed.agreement.operations import Operations
-from gradsplit.distributed.agreement.session import ARRIVED, HandOut, device_of, meet
+from gradsplit.distributed.agreement.session import (
+    ARRIVED,
+    HandOut,
+    device_of,
+    meet,
+    wait_until_all_know,
+)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _DIFFERENCES_SHOWN = 3
 # How long the others have to come, too, after a failure. Rounds have other numbers then.
 _COME_BACK_S = 20.0
+# How long a rank that knows of an end waits for those that do not; named within half a minute are also silent ones.
+_ALL_KNOW_S = 8.0
 _ROUNDS_OF_TERM = 10**9
 
 
@@ -178,7 +186,7 @@ class Agreement:
                 return f"rank {names} has ended, or its connection has, and did not come to an agreement while {waits}"
             return _did_not_come(ranks, timeout_s, waits)
 
-        voice = self.watch.voice
+        voice, began_s = self.watch.voice, time.monotonic()
         try:
             with self.watch.doing(ARRIVED):
                 meet(self._bulletin, self._rank, self._ranks, self._hand_out, self._turns(timeout_s), absent)
@@ -188,7 +196,9 @@ class Agreement:
             with suppress(StoreLost):
                 voice.say()
             self._abort()
-            time.sleep(LINGER_S)
+            # The job's store may end with this process: those who come here yet are to see whom they wait for.
+            is_late = time.monotonic() > began_s + timeout_s
+            wait_until_all_know(self._bulletin, self._ranks, LINGER_S if is_late else _ALL_KNOW_S)
             raise
         if len(self._ranks) > 1:
             voice.met()

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.distributed.agreement.bulletin import Bulletin
+from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
+from gradsplit.distributed.agreement.rank_process import State, state_of
 from gradsplit.distributed.agreement.ring import Watched, describe
 
 _SECRET_BYTES = 32
@@ -27,6 +29,7 @@ _SECRET_BYTES = 32
 _LOOK_S, _LOOKS = 1.0, 32
 # How long one whose connection has ended looks for who has ended.
 _EXPLAIN_S = 4.0
+_ENDED = (State.GONE, State.STOPPED)
 # What a rank does that waits here for the others.
 ARRIVED = "waits for the other ranks"
 
@@ -90,6 +93,22 @@ def meet(
     except RuntimeError as error:  # of a connection, where a rank has ended
         raise CompileError(message or others.why(work.is_completed(), absent)) from error
     bulletin.enter(bytes(values.tolist()))
+
+
+def wait_until_all_know(bulletin: Bulletin, ranks: Sequence[int], at_most_s: float) -> None:
+    """Returns when each of the ranks has told its program that they did not meet, or has ended."""
+    until_s = time.monotonic() + at_most_s
+    with suppress(StoreLost):
+        for rank in ranks:
+            while time.monotonic() < until_s:
+                said = bulletin.said_by(rank)
+                if said is not None and (
+                    said["failed"] or said["left"] or state_of(said["process"]) in _ENDED
+                ):
+                    break
+                time.sleep(_LOOK_S / 5)
+    # Who has said so is still to print it, and launchers end all when one ends.
+    time.sleep(_LOOK_S / 5)
 
 
 class _Others:

@@ -195,7 +195,14 @@ def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
     variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PRTE_MCA_plm_ssh_agent": str(agent)}
     variables |= {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(agent)}
     script = """
+import pathlib, time
+sys.stdout.flush()
+shown = pathlib.Path(sys.argv[0]).parent / ("shown" + os.environ["TORCHELASTIC_RESTART_COUNT"])
+shown.mkdir(exist_ok=True)
+(shown / os.environ["RANK"]).touch()
 if os.environ["RANK"] == "2":
+    while len(os.listdir(shown)) < 4:  # a failure ends the others, who are to be seen
+        time.sleep(0.05)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise ValueError("broken")
     sys.exit(7)

@@ -32,6 +32,7 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from gradsplit.distributed.agreement import bulletin, ring
+from gradsplit.distributed.agreement.failure_watch import LINGER_S
 from tests.multi_process.faults import Faults
 from tests.start_ranks import ROOT
 
@@ -97,6 +98,11 @@ class Fault:
             sys.exit(0)
         else:
             raise ValueError("a fault of the program")
+
+    def comes_late(self) -> None:
+        """The last of four ranks gets to the others when they know of the fault."""
+        if self._case.kind == "killed" and dist.get_rank() == 3:
+            time.sleep(2 * LINGER_S)
 
 
 class InForward(torch.autograd.Function):
@@ -192,6 +198,7 @@ def install_capture_fault(fault: Fault) -> None:
 
     def faulty(*arguments: Any, **keywords: Any) -> Any:
         fault.at("capture")
+        fault.comes_late()
         return capture(*arguments, **keywords)
 
     compiled_code.capture = faulty
