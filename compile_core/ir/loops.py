@@ -50,7 +50,8 @@ class View:
 
 @dataclass(frozen=True)
 class Gather:
-    """An address term ``value * stride`` with ``value`` in ``[-size, size)``; negative values count from the end.
+    """An address term ``value * stride`` with ``value`` in ``[0, size)``, or, if it ``wraps``, in ``[-size, size)``,
+    where negative values count from the end.
 
     Generated code traps an index out of that range instead of reading outside the buffer.
     """
@@ -58,6 +59,7 @@ class Gather:
     value: int
     stride: int
     size: int
+    wraps: bool = True
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,10 @@ def print_statement(number: int, statement: Statement) -> str:
 def print_access(access: Access) -> str:
     """``buffer[offset + axis * stride + gathered * stride]``."""
     terms = _terms(access.offset, access.strides)
-    terms += [f"{gather.stride}*(%{gather.value} < {gather.size})" for gather in access.gathers]
+    terms += [
+        f"{gather.stride}*({-gather.size if gather.wraps else 0} <= %{gather.value} < {gather.size})"
+        for gather in access.gathers
+    ]
     return f"{access.buffer}[{' + '.join(terms) or '0'}]"
 
 

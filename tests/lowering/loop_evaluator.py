@@ -164,7 +164,7 @@ def run_nest(nest: LoopNest, buffers: Buffers, noisy: Noise | None = None) -> No
                 total = total + grid[axis] * stride
         for gather in access.gathers:
             index = values[gather.value].long()
-            bad = (index < -gather.size) | (index >= gather.size)
+            bad = (index < (-gather.size if gather.wraps else 0)) | (index >= gather.size)
             if (bad if mask is None else bad & mask).any():
                 raise IndexError(f"gather from {access.buffer}")
             index = torch.where(index < 0, index + gather.size, index)

@@ -35,7 +35,7 @@ def test_an_index_out_of_range() -> None:
         compiled(table, torch.tensor([0, 4, 1]))
 
 
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "beginning": lambda x: x[:3],
     "end": lambda x: x[2:],
     "every second": lambda x: x[::2],
@@ -43,21 +43,62 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "diagonal": lambda x: x.diagonal(1),
     "transposed": lambda x: x.t(),
     "window": lambda x: x.unfold(0, 2, 1),
+    "flipped": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(2, 0),
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 0, 2, 3)),
+    "written to": lambda x: torch.slice_scatter(x, x[:2], 0, 1, 3),
+    "overwritten": lambda x: x.copy_(x[1].clone()),
+    "repeated": lambda x: x[1].expand(5, 4),
+    "single": lambda x: x[2:3],
+    "constant": lambda x: torch.full_like(x, 3.0),
+    "counted": lambda x: torch.arange(5.0),
+    "masked": lambda x: torch.where(torch.arange(5)[:, None] > 7, x, 0.0),
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_an_index_into_a_view_of_what_is_computed(name: str) -> None:
+@pytest.mark.parametrize("name", COMPUTED)
+def test_an_index_into_what_is_computed(name: str) -> None:
     def program(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return VIEWS[name](table * 2)[index]
+        return COMPUTED[name](table * 2)[index]
 
     table = torch.randn(5, 4)
-    length = len(VIEWS[name](table))
+    length = len(COMPUTED[name](table))
     compiled = gradsplit.compile(program, fullgraph=True)
     inside = torch.tensor([0, length - 1, -1, -length])
     assert torch.equal(compiled(table, inside), program(table, inside))
+    for outside in (length, -length - 1, 99, -99):
+        with pytest.raises(IndexError):
+            compiled(table, torch.tensor([0, outside, 0, 0]))
+
+
+READERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gather": lambda x, index: x.gather(0, index[:, None]),
+    "index_select": lambda x, index: x.index_select(0, index),
+    "embedding": lambda x, index: torch.nn.functional.embedding(index, x),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x * 2, lambda x: x.flip(0)])
+def test_operators_that_count_no_index_from_the_end(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def program(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return READERS[name](change(table), index)
+
+    table, inside = torch.randn(5, 4), torch.tensor([0, 4, 2])
+    compiled = gradsplit.compile(program, fullgraph=True)
+    assert torch.equal(compiled(table, inside), program(table, inside))
+    for outside in (-1, 5, 99):
+        with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+            compiled(table, torch.tensor([0, outside, 0]))
+
+
+def test_an_index_into_nothing() -> None:
+    compiled = gradsplit.compile(lambda table, index: (table * 2)[index], fullgraph=True)
+    assert compiled(torch.zeros(0, 3), torch.tensor([], dtype=torch.int64)).shape == (0, 3)
     with pytest.raises(IndexError):
-        compiled(table, torch.tensor([0, length, 0, 0]))
+        compiled(torch.zeros(0, 3), torch.tensor([0]))
 
 
 def test_an_index_into_what_is_padded_behind() -> None:

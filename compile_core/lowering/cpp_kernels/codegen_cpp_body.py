@@ -287,7 +287,8 @@ class BodyWriter:
             chosen = f"int64_t({value(gather.value)})"
             if self._is_of_truth_values(gather.value):
                 chosen = f"not_of_a_vector({chosen})"
-            index = f"checked_index({chosen}, {gather.size}LL, {active}, bad)"
+            function = "wrapped_index" if gather.wraps else "checked_index"
+            index = f"{function}({chosen}, {gather.size}LL, {active}, bad)"
             lines.append(f"const int64_t x{n}_{k} = {index};")
             terms.append(f"x{n}_{k} * {gather.stride}LL")
         return lines, f"p{self.pointers[access.buffer]}[{' + '.join(terms) or '0'}]"

@@ -312,12 +312,15 @@ INLINE int64_t not_of_a_vector(int64_t index) {
   return index;
 }
 
-// A checked index: negative ones count from the end; one out of range sets `bad` and reads element 0 instead.
+// A checked index: one out of range sets `bad` and reads element 0 instead.
 INLINE int64_t checked_index(int64_t index, int64_t size, bool active, int &bad) {
-  int64_t wrapped = index < 0 ? index + size : index;
-  bool outside = uint64_t(wrapped) >= uint64_t(size);
+  bool outside = uint64_t(index) >= uint64_t(size);
   bad |= int(outside & active);
-  return outside ? 0 : wrapped;
+  return outside ? 0 : index;
+}
+// Negative ones count from the end.
+INLINE int64_t wrapped_index(int64_t index, int64_t size, bool active, int &bad) {
+  return checked_index(index < 0 ? index + size : index, size, active, bad);
 }
 
 // Calls body(begin, end) on ranges that cover [0, count), one a thread, none below `grain` items. The number

@@ -71,7 +71,7 @@ def _iota(args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, 
 def _embedding(
     args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str
 ) -> LazyTensor | None:
-    return _index((args[0], [args[1]]), kwargs, result, origin)
+    return _gathered(args[0], [args[1]], result, origin, wraps=False)
 
 
 def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torch.Tensor) -> Cost:
@@ -89,26 +89,38 @@ def _index_select(
     source, dim, indices = args
     if not source.shape or not indices.shape:
         return None
-    return _index((source, [None] * (dim % len(source.shape)) + [indices]), kwargs, result, origin)
+    return _gathered(source, [None] * (dim % len(source.shape)) + [indices], result, origin, wraps=False)
 
 
 def _gather(
     args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str
 ) -> LazyTensor | None:
     source, dim, indices = args[:3]
-    if not source.shape or not indices.shape:
+    if not source.numel or not source.shape or not indices.shape:
         return None
     dim %= len(source.shape)
 
     def emit(emitter: Emitter, index: Index) -> int:
-        entry = emitter.indirect(emitter.element(indices, index), source.shape[dim])
-        return emitter.element(source, (*index[:dim], entry, *index[dim + 1 :]))
+        entry = emitter.indirect(emitter.element(indices, index), source.shape[dim], wraps=False)
+        return emitter.gathered(source, (*index[:dim], entry, *index[dim + 1 :]))
 
     return pointwise(result, origin, emit, _gather_cost(source, [indices], result))
 
 
 def _index(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str) -> LazyTensor | None:
-    source, indices = args
+    return _gathered(args[0], args[1], result, origin, wraps=True)
+
+
+def _gathered(
+    source: LazyTensor,
+    indices: Sequence[LazyTensor | None],
+    result: torch.Tensor,
+    origin: str,
+    wraps: bool,
+) -> LazyTensor | None:
+    """The elements at the indices that dims have; torch's kernels raise where there is none."""
+    if not source.numel:
+        return None
     used = [d for d, tensor in enumerate(indices) if tensor is not None]
     if any(indices[d].dtype in (torch.bool, torch.uint8) for d in used):
         return None
@@ -120,12 +132,12 @@ def _index(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, orig
         chosen = index[first : first + len(broadcast)]
         rest = iter((*index[:first], *index[first + len(broadcast) :]))
         entries = [
-            emitter.indirect(emitter.broadcast(indices[d], chosen), source.shape[d])
+            emitter.indirect(emitter.broadcast(indices[d], chosen), source.shape[d], wraps)
             if d in used
             else next(rest)
             for d in range(len(source.shape))
         ]
-        return emitter.element(source, tuple(entries))
+        return emitter.gathered(source, tuple(entries))
 
     return pointwise(result, origin, emit, _gather_cost(source, [indices[d] for d in used], result))
 

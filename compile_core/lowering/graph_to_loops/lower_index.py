@@ -47,10 +47,11 @@ class Affine:
 
 @dataclass(frozen=True)
 class Indirect:
-    """The body's integer value ``value``, in ``[-size, size)``."""
+    """The body's integer value ``value``; see ``Gather``."""
 
     value: int
     size: int
+    wraps: bool = True
 
 
 Entry = Affine | Indirect

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from gradsplit.compile_core.ir.loops import Access, Gather, View
+from gradsplit.compile_core.ir.loops import Access, Gather, Load, View
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
     Affine,
     Entry,
@@ -23,6 +23,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_index import (
     NotAffineError,
 )
 from gradsplit.compile_core.lowering.nests.body_builder import BodyBuilder
+from gradsplit.compile_core.lowering.nests.live_statements import live_statements
 
 EmitValue = Callable[["Emitter", Index], int]
 Reindex = Callable[["Emitter", Index], Index]
@@ -158,7 +159,7 @@ class Emitter(BodyBuilder):
         gathers = []
         for entry, stride, size in zip(index, view.stride, view.shape, strict=True):
             if isinstance(entry, Indirect):
-                gathers.append(Gather(entry.value, stride, size))
+                gathers.append(Gather(entry.value, stride, size, entry.wraps))
             else:
                 address = address.plus(entry.scaled(stride))
         return Access(view.buffer, self._strides(address), address.offset, tuple(gathers))
@@ -173,7 +174,7 @@ class Emitter(BodyBuilder):
         self._affine_of[value] = entry
         return value
 
-    def indirect(self, value: int, size: int) -> Entry:
+    def indirect(self, value: int, size: int, wraps: bool) -> Entry:
         """An integer value as an index into a dim of ``size``; plain affine where the value is one and in
         range.
         """
@@ -185,7 +186,23 @@ class Emitter(BodyBuilder):
             low, high = entry.bounds(self.extents)
             if low >= 0 and high < size:
                 return entry
-        return Indirect(value, size)
+        return Indirect(value, size, wraps)
+
+    def gathered(self, tensor: LazyTensor, index: Index) -> int:
+        """The element at an index with entries that the program made: it raises where one is out of range.
+
+        A body may shift such an entry or leave it out; then only the memory of the whole tensor can be read by it.
+        """
+        view = tensor.located()
+        if view is not None:
+            return self.load(self.access(view, index), self._mask)
+        value = self.element(tensor, index)
+        used = [self.statements[n] for n in live_statements(self.statements, (value,))]
+        loads = [s for s in used if isinstance(s, Load) and s.mask in (None, self._mask)]
+        checked = {(g.value, g.size, g.wraps) for load in loads for g in load.access.gathers}
+        if all((e.value, e.size, e.wraps) in checked for e in index if isinstance(e, Indirect)):
+            return value
+        raise NeedsMemoryError(tensor)
 
     def shifted(self, entry: Entry, factor: int, shift: int, size: int) -> Entry:
         """``entry * factor + shift`` as an index into a dim of ``size``."""
@@ -203,6 +220,8 @@ class Emitter(BodyBuilder):
         if isinstance(entry, Affine):
             return self.affine_value(entry)
         value = self.cast(entry.value, torch.int64)
+        if not entry.wraps:
+            return value
         wrapped = self.apply("add", (value, self.constant(entry.size, torch.int64)), torch.int64)
         negative = self.apply("lt", (value, self.constant(0, torch.int64)), torch.bool)
         return self.apply("where", (negative, wrapped, value), torch.int64)

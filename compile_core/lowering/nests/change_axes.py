@@ -16,7 +16,6 @@ from gradsplit.compile_core.ir.loops import (
     Access,
     Apply,
     Constant,
-    Gather,
     Load,
     LoopNest,
     Position,
@@ -96,7 +95,7 @@ class Transplant:
         return tuple(moved)
 
     def _access(self, access: Access, values: Sequence[int], axes: AxisMap) -> Access:
-        gathers = tuple(Gather(values[gather.value], gather.stride, gather.size) for gather in access.gathers)
+        gathers = tuple(replace(gather, value=values[gather.value]) for gather in access.gathers)
         return Access(access.buffer, self._strides(access.strides, axes), access.offset, gathers)
 
 

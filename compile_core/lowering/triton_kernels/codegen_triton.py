@@ -385,7 +385,8 @@ class TritonWriter:
         for k, gather in enumerate(access.gathers):
             index = f"x{n}_{k}"
             lines.append(f"{index} = v{gather.value}.to(tl.int64)")
-            lines.append(f"{index} = tl.where({index} < 0, {index} + {gather.size}, {index})")
+            if gather.wraps:
+                lines.append(f"{index} = tl.where({index} < 0, {index} + {gather.size}, {index})")
             lines.append(f"{index}_inside = ({index} >= 0) & ({index} < {gather.size})")
             valid.append(f"{index}_inside")
             terms.append(f"{index} * {gather.stride}")
