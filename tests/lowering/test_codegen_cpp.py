@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -341,6 +342,23 @@ def test_powers_of_integers_wrap(folder: Path) -> None:
     source = generate_cpp(*case)
     storages = {"x": torch.arange(-20, 20) * 5, "y": torch.arange(40) + 7, "z": torch.zeros(40, dtype=I64)}
     check(case, source, build([source], folder)[source.name], storages)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_numbers_that_an_integer_does_not_hold(dtype: torch.dtype) -> None:
+    """Also where a compiler knows them."""
+    wide = [300.7, -300.7, 70000.0, 3000000077.0, -3000000077.0, 1e19, math.inf, -math.inf, math.nan]
+
+    def program(x: torch.Tensor, nothing: torch.Tensor) -> list[torch.Tensor]:
+        constants = [torch.tensor(number, dtype=torch.float64) for number in wide]
+        constants += [torch.full((20,), number).float() * 1.5 for number in wide]
+        return [value.to(dtype) for value in (x, x.float(), nothing.mean(), *constants)]
+
+    arguments = torch.tensor(wide * 9, dtype=torch.float64), torch.zeros(0)
+    for found, expected in zip(
+        gradsplit.compile(program, fullgraph=True)(*arguments), program(*arguments), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 def test_spilled_vectors_are_aligned() -> None:

@@ -138,6 +138,9 @@ _INTEGER = {
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
 }
 
+# The direct conversion of what a narrow type does not hold is undefined; torch's kernels go by way of these.
+_TRUNCATED_TO = {torch.uint8: torch.int64, torch.int8: torch.int32, torch.int16: torch.int32}
+
 
 def value_type(dtype: torch.dtype) -> str:
     try:
@@ -191,10 +194,9 @@ def converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
         return f"({value} != 0)"
     if source == torch.bool and target.is_floating_point:
         return f"({value} ? {literal(1, target)} : {literal(0, target)})"  # g++ vectorises no conversion
-    if source.is_floating_point and target in (torch.uint8, torch.int8, torch.int16):
-        return (
-            f"{value_type(target)}(int64_t({value}))"  # a direct conversion of a negative float is undefined
-        )
+    if source.is_floating_point and not target.is_floating_point:
+        wide = _TRUNCATED_TO.get(target, target)
+        return f"{value_type(target)}(truncated<{value_type(wide)}>({value}))"
     return f"{value_type(target)}({value})"
 
 

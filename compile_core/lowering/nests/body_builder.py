@@ -134,7 +134,8 @@ class BodyBuilder:
         if dtype == torch.bool:
             return self.apply("ne", (value, self.constant(0, self.dtype_of(value))), torch.bool)
         known = self.constant_of(value)
-        if known is not None and math.isfinite(known):
+        holds_it = dtype.is_floating_point or not self.dtype_of(value).is_floating_point
+        if known is not None and math.isfinite(known) and (holds_it or abs(known) < 2**31):
             return self.constant(known, dtype)
         return self.add(Apply("cast", (value,), dtype))
 
