@@ -83,7 +83,11 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     """
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_FROM_TORCH))
     table.update(
-        {target: _normalisation(table[target]) for target in table if "_norm" in target._schema.name}
+        {
+            target: _normalisation(target._schema.name, table[target])
+            for target in table
+            if "_norm" in target._schema.name
+        }
     )
     table[aten.linalg_vector_norm.default] = _counting_dims(table[aten.linalg_vector_norm.default])
     table.update(foreach_decompositions())
@@ -108,6 +112,18 @@ def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
     return result.to(self.dtype)
 
 
+def _merged(variance: Tensor, mean: Tensor, input: Tensor, dims: list[int]) -> Tensor:
+    """The variance of rows as torch's kernel for CPUs gives it: no number where the square of the mean is infinite.
+
+    The kernel merges partial sums, one for each lane of a vector and one for elements that are left over; one of no
+    elements adds the squared distance of the means times 0. (It is the mean of a lane; for that of the row to differ
+    as much, the variance must be infinite, too.)
+    """
+    lanes, count = 32 // input.element_size(), prod(input.shape[d] for d in dims)
+    has_empty = input.device.type == "cpu" and (count < lanes or count % lanes == 0)
+    return variance + mean * mean * 0.0 if has_empty else variance
+
+
 def _native_layer_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +131,8 @@ def _native_layer_norm(
     x = input.to(_compute_dtype(input.dtype))
     mean = torch.mean(x, dims, keepdim=True)
     centered = x - mean
-    rstd = torch.rsqrt(torch.mean(centered * centered, dims, keepdim=True) + eps)
+    variance = _merged(torch.mean(centered * centered, dims, keepdim=True), mean, input, dims)
+    rstd = torch.rsqrt(variance + eps)
     result = centered * rstd
     if weight is not None:
         result = result * weight
@@ -201,19 +218,19 @@ def _counting_dims(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-_in_normalisation = ContextVar("_in_normalisation", default=False)
+_normalisation_of = ContextVar("_normalisation_of", default="")
 
 
-def _normalisation(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def _normalisation(name: str, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """Torch's form of an operator whose kernel takes the mean of a sum, though the form asks ``var_mean`` for it."""
 
     @functools.wraps(decomposition)
     def run(*arguments: Any, **named: Any) -> Any:
-        token = _in_normalisation.set(True)
+        token = _normalisation_of.set(name)
         try:
             return decomposition(*arguments, **named)
         finally:
-            _in_normalisation.reset(token)
+            _normalisation_of.reset(token)
 
     return run
 
@@ -236,7 +253,9 @@ def _var_mean(
     squares = torch.sum(centered * centered, dims, keepdim=True)
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = squares / divisor
-    if stepwise and not _in_normalisation.get() and count > 1 and self.device.type == "cpu":
+    if _normalisation_of.get() == "aten::native_group_norm":
+        variance = _merged(variance, mean, self, dims)
+    if stepwise and not _normalisation_of.get() and count > 1 and self.device.type == "cpu":
         # The kernel's mean + (x - mean) / n is NaN behind a first infinity.
         last = x[tuple(slice(-1, None) if d in dims else slice(None) for d in range(x.dim()))]
         only_last = last.isinf() & (torch.sum(x.isinf(), dims, keepdim=True) == 1)
