@@ -103,9 +103,18 @@ def _normalised(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Ten
     return _channels_last_or_row_major(args, results[0]), *results[1:]
 
 
+def _as_input(args: tuple[Any, ...], loss: Tensor) -> Tensor:
+    loss = _dtype_of_input(args, loss)
+    return _as(torch.empty_like(args[0]), loss) if loss.shape == args[0].shape else loss
+
+
 def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
     """As all kernels of two tensors lie that walk over elements, on every device; forms in Python take turns."""
-    order, back = memory_order(torch.eq(args[0], args[1]).stride())
+    return _as(torch.eq(args[0], args[1]), result)
+
+
+def _as(other: Tensor, result: Tensor) -> Tensor:
+    order, back = memory_order(other.stride())
     return result.permute(order).contiguous().permute(back)
 
 
@@ -138,7 +147,8 @@ def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
 _INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}
 
 _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    aten.huber_loss.default: _dtype_of_input,
+    aten.huber_loss.default: _as_input,
+    aten.binary_cross_entropy.default: _as_input,
     aten.soft_margin_loss.default: _dtype_of_input,
     aten.pow.Scalar: _row_major,
     aten.angle.default: _row_major_if_complex,

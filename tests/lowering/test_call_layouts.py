@@ -66,7 +66,7 @@ def test_results_that_lie_otherwise_than_fake_ones(program: Any) -> None:
 def of_two(x: torch.Tensor) -> list[torch.Tensor]:
     """Operators whose forms in Python walk over their arguments in another order than the kernels."""
     operators = [
-        torch.logaddexp, torch.logical_and, torch.xlogy, torch.special.xlog1py, torch.copysign,
+        torch.logaddexp, torch.logaddexp2, torch.logical_and, torch.xlogy, torch.special.xlog1py, torch.copysign,
         lambda a, b: torch.floor_divide(a.detach(), b.detach()), lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     ]  # fmt: skip
     x = x.exp()
@@ -75,11 +75,22 @@ def of_two(x: torch.Tensor) -> list[torch.Tensor]:
     return [*results, torch.heaviside(x.detach(), y.detach()), torch.isin(x, y[0]), torch.isin(x, 1.0)]
 
 
+def losses_of_elements(x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.sigmoid()
+    y, first = x.detach().contiguous(), x[:1].detach().expand_as(x)
+    return [
+        loss(*pair, reduction="none")
+        for loss in (F.binary_cross_entropy, F.huber_loss, F.mse_loss, F.smooth_l1_loss)
+        for pair in ((x, y), (y, x.detach()), (x, first), (first, x.detach()))
+    ]
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     "program",
     [
         of_two,
+        losses_of_elements,
         lambda x: 2**x,
         lambda x: 2 ** x.sin(),
         F.logsigmoid,

@@ -157,3 +157,10 @@ def test_normalised_rows_of_large_numbers(count: int, large: float) -> None:
         return [rows, F.group_norm(x.view(2, 2, count), 2)]
 
     torch.testing.assert_close(decomposed(program)(x), program(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_powers_of_two_add_up_as_in_the_kernel(dtype: torch.dtype) -> None:
+    """It rounds once after a product and a sum, so that two halves are not exactly one."""
+    x = torch.arange(-20, 20, dtype=dtype)
+    assert torch.equal(gradsplit.compile(torch.logaddexp2)(x, x), torch.logaddexp2(x, x))

@@ -60,7 +60,7 @@ _FROM_TORCH = (
     aten._batch_norm_with_update_functional, aten._batch_norm_no_update, aten.batch_norm_backward,
     aten._fused_rms_norm, aten._fused_rms_norm_backward,
     # arithmetic
-    aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp, aten.logaddexp2,
+    aten.addcmul, aten.addcdiv, aten.lerp, aten.rsub, aten.xlogy, aten.logaddexp,
     aten.nan_to_num, aten.frac, aten.sgn, aten.heaviside, aten.sinc, aten.isposinf, aten.isneginf,
     aten.deg2rad, aten.rad2deg, aten.special_entr, aten.masked_fill,
     aten.addr, aten.addmv, aten.mv, aten.dot, aten.vdot,
