@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsplit.compile_core.capture.code_objects.instructions import decode
+from gradsplit.compile_core.capture.code_objects.live_variables import live_variables
 from gradsplit.compile_core.capture.code_objects.resume import (
     FIRST_ARGUMENT,
     HANDLED,
@@ -45,6 +46,7 @@ from gradsplit.compile_core.capture.values.base import (
     LastInstruction,
     Value,
 )
+from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir.captured import ResumePoint
 
 
@@ -136,9 +138,13 @@ class BreakWriter:
             cells = [self.writer.emit(frame.cells[name]) for name in names]
         # The stack parameters of a resume function are dead once its prologue has pushed them.
         local_texts = self._first_argument() if uses_super(self.code) else {}
+        live = live_variables(self.code, frame.index)
         for name in self.code.co_varnames:
-            if frame.locals.get(name, NULL) is not NULL:
-                local_texts[name] = self.writer.emit(frame.locals[name])
+            value = frame.locals.get(name, NULL)
+            # What the graph computes and nobody reads is no result of it: it would have gradients, and stay in memory.
+            is_dead = isinstance(value, TensorValue) and value.source is None and name not in live
+            if value is not NULL and not is_dead:
+                local_texts[name] = self.writer.emit(value)
         return tuple(places), shown, local_texts, cells
 
     def _first_argument(self) -> dict[str, str]:

@@ -31,17 +31,23 @@ def backward_targets(graph: PartitionedGraph) -> set[str]:
 
 
 def test_pointwise_values_are_computed_again():
-    graph = partitioned_graph(lambda x: x.sin().exp().tanh(), leaf(8))
+    graph = partitioned_graph(lambda x: x.sin().exp().tanh() + 1, leaf(8))
     assert saved_targets(graph) == []
     assert graph.saved == (graph_inputs(graph.forward)[0].name,)
     assert graph.saved_bytes == 0
 
 
 def test_products_are_saved():
-    graph = partitioned_graph(lambda x, w: (x @ w).sin().exp(), leaf(8, 8), leaf(8, 8))
+    graph = partitioned_graph(lambda x, w: (x @ w).sin().exp() + 1, leaf(8, 8), leaf(8, 8))
     assert saved_targets(graph) == ["aten.mm.default"]
     assert graph.saved_bytes == 8 * 8 * 4
     assert "aten.sin.default" in backward_targets(graph)
+
+
+def test_a_result_that_plain_pytorch_saves_is_saved():
+    """Its backward reads the result as it is by then. What it computes from that is not saved in its stead."""
+    graph = partitioned_graph(lambda x, y: x**y, leaf(8), leaf(8))
+    assert saved_targets(graph) == ["aten.pow.Tensor_Tensor"]
 
 
 def test_a_narrow_value_is_saved_rather_than_its_wide_source():

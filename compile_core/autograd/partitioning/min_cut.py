@@ -59,6 +59,8 @@ class CutProblem:
         only_backward: what depends on a tangent.
         gradients: the backward's results.
         orders: values about which the program's checkpoints leave no choice.
+        noticed: results in whose memory plain PyTorch saves a value. Its backward reads them as they are by then, also
+            where the program has changed them behind autograd's back, so that ours reads the very same.
     """
 
     graph: Graph
@@ -68,6 +70,16 @@ class CutProblem:
     only_backward: Set[Node]
     gradients: Sequence[Node | None]
     orders: Mapping[Node, Order]
+    noticed: Set[Node] = frozenset()
+
+    def computed_in_backward(self) -> set[Node]:
+        """The values that plain PyTorch's backward computes from the results that it has saved."""
+        found = set[Node]()
+        for node in self.graph.nodes if self.noticed else ():
+            is_free = node not in self.in_forward and node not in self.only_backward and not is_random(node)
+            if is_free and any(source in self.noticed or source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
 
     def needed(self) -> set[Node]:
         """The values of the forward that the backward can be computed from, without numbers: these are all there."""
@@ -99,6 +111,7 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
     free = sources - problem.changed
     needed = problem.needed()
     distances = _distances(graph, only_backward, needed)
+    in_backward = problem.computed_in_backward()
 
     network = networkx.DiGraph()
     from_source, to_sink = set[Any](), set[Any]()
@@ -107,7 +120,7 @@ def choose_saved(problem: CutProblem, recomputed: Set[Node] = frozenset()) -> li
         if node in only_backward or node.op == "output" or node not in needed:
             continue
         order = problem.orders.get(node)
-        unsaved = order is Order.RECOMPUTE
+        unsaved = order is Order.RECOMPUTE or (order is None and node in in_backward)
         capacity = math.inf if unsaved else _capacity(node, free, distances.get(node, 0))
         network.add_edge((node, "in"), (node, "out"), capacity=capacity)
         by_choice = order is None and node not in recomputed and is_pinned(problem, node, needed)
@@ -175,6 +188,8 @@ def is_pinned(problem: CutProblem, node: Node, needed: Set[Node]) -> bool:
     if not node.all_input_nodes and _is_returned(node):
         # The program may change it; the backward makes a constant of its own.
         return not is_recomputable(node)
+    if node in problem.noticed:
+        return True
     return not is_recomputable(node) or _materialised_in_backward(node, problem.only_backward, needed)
 
 

@@ -45,7 +45,12 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
     in_forward = ancestors(node for node in outputs if node is not None)
     orders = find_orders(joint.module.graph, in_forward, only_backward)
     tensors = [node for node in primals if isinstance(node.meta["val"], torch.Tensor)]
-    problem = CutProblem(joint.module.graph, tensors, changed, in_forward, only_backward, gradients, orders)
+    own = joint.num_outputs - len(joint.signature.mutated) - joint.signature.open_sizes
+    computed_results = (outputs[k] for k in range(own) if k not in joint.unnoticed_outputs)
+    noticed = {node for node in computed_results if node is not None and node.op != "placeholder"}
+    problem = CutProblem(
+        joint.module.graph, tensors, changed, in_forward, only_backward, gradients, orders, noticed
+    )
     saved = choose_within_budget(problem, activation_memory_budget)
     computed = [node for node in saved if problem.is_computed(node)]
     numbers = _needed_numbers(joint.module.graph, saved, gradients, only_backward)
