@@ -170,6 +170,9 @@ class _Counting(TorchDispatchMode):
         noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
         scale = _RELATIVE.get(value.dtype, 1e-9) / 1e3
         torch.ops.aten.mul_.Tensor(value, (1 + noise * scale).to(value.dtype))
+        # The sign of what is no number is left to the order of operands, which kernels choose as they like.
+        if value.is_floating_point():
+            value.copy_(torch.where(value.isnan(), value.copysign(noise.to(value.dtype)), value))
 
 
 # ---- running -------------------------------------------------------------------------------------------
