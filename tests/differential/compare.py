@@ -207,7 +207,7 @@ def observe(
         known = [*_tensors(arguments), *leaves]
         _note(seen, f"result {call}", result, known)
         try:
-            _backward(namespace, _tensors(result), leaves, seen)
+            _backward(namespace, _tensors(result), leaves, seen, call)
         except Exception as error:
             seen[f"backward {call} raises"] = error
             return seen
@@ -231,6 +231,7 @@ def _backward(
     results: list[torch.Tensor],
     leaves: list[torch.Tensor],
     seen: dict[str, Any],
+    call: int,
 ) -> None:
     results = [r for r in results if r.requires_grad]
     picks = {"all": slice(None), "first": slice(1), "last": slice(-1, None), "odd": slice(1, None, 2)}
@@ -248,7 +249,7 @@ def _backward(
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = torch.autograd.grad(results, wanted, weights, allow_unused=True) if wanted else ()
         for index, gradient in enumerate(found):
-            _note(seen, f"gradient asked for {index}", gradient)
+            _note(seen, f"gradient asked for by {call} {index}", gradient)
     else:
         torch.autograd.backward(results, weights, retain_graph=way == "twice")
         if way == "twice":

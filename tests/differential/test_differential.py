@@ -36,3 +36,22 @@ def test_zeros_without_memory_as_a_gradient() -> None:
     x = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
     result = gradsplit.compile(lambda x: torch.tensordot(x, x, 1).sgn())(x)
     assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.zeros_like(x))
+
+
+_TWO_CALLS = """
+import torch
+OPTIONS, CALLS, BACKWARD, CHOSEN = {}, 2, "grad", "all"
+
+def state():
+    leaf = torch.ones(1, 4, requires_grad=True)
+    return [leaf.clone()], [leaf]
+
+def program(log, x):
+    x.view(-1).add_(0.5)
+    return x.exp()
+"""
+
+
+def test_gradients_of_one_call_are_not_those_of_another() -> None:
+    """The second backward, through what the first has freed, raises in plain PyTorch alone."""
+    assert check(_TWO_CALLS).kind == "lenient"

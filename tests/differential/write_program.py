@@ -261,6 +261,8 @@ class ProgramWriter:
     def into_memory(self) -> bool:
         call = self.fill(self.random.choice(TABLES["OUT"]).replace("{o}", "MEMORY"))
         memory = self.fill("{o}")
+        if call.startswith(("torch.mm", "torch.matmul")) and not memory.startswith("torch.zeros"):
+            return False  # products read what they have overwritten
         name, where = self.name(), self.name()
         if not self.add(f"{where} = {memory}"):
             return False
