@@ -8,9 +8,9 @@ is not negative is a register, a negative one the constant of index ``~operand``
     VIEW     register, base, offset from where the base begins, dimensions, sizes, strides
     RUN      address of a C function of the buffers' addresses, function, count, a register and an offset in bytes each
     LAUNCH   kernel's handle, function, count, the grid's three sizes, threads, shared bytes, registers and offsets
-    OPERATOR address, words until the next instruction, and until the one behind that, which follows if this succeeds,
-             counts of arguments and of results, two doubles, a kind and a value for each argument (of a list how
-             many words behind OPERATOR it stands), registers of results or -1, lists; see ``native_operators``
+    OPERATOR address, signature, words until the next instruction, and until the one after that, which follows if this
+             succeeds, counts of arguments and of results, a word for each argument (of a list how many words after
+             OPERATOR it stands), registers of results or -1, lists; see ``native_operators``
     CALL     function, names of keywords or -1, line, count of operands, count of results, operands, results
     PACK     register, whether a list (or a tuple), count, operands
     FREE     count, registers
@@ -47,13 +47,15 @@ from gradsplit.compile_core.runtime.instructions import (
     may_alias,
     returns_sequence,
 )
-from gradsplit.compile_core.runtime.native_operators import Kind, argument_names, native_call
+from gradsplit.compile_core.runtime.native_operators import argument_names, native_call
 from gradsplit.compile_core.toolchain.torch_library import device_codes, dtype_code
 
 Kernel = Callable[..., None]
 
 
-class _Instruction(IntEnum):
+class Opcode(IntEnum):
+    """The first word of an instruction. C++ gets these numbers when it is built."""
+
     CONSTANT = 0
     ALLOCATE = 1
     VIEW = 2
@@ -113,7 +115,7 @@ class _Encoder:
 
     def encode(self, first_line: int) -> None:
         for name, tensor in self._program.constants.items():
-            self._emit(_Instruction.CONSTANT, self._registers[name], self._constant(tensor))
+            self._emit(Opcode.CONSTANT, self._registers[name], self._constant(tensor))
         for line, instruction in enumerate(self._instructions.steps, first_line):
             match instruction:
                 case Allocate(buffer):
@@ -126,7 +128,7 @@ class _Encoder:
                     self._free([self._registers[name] for name in buffers])
         self._return(first_line + len(self._instructions.steps))
 
-    def _emit(self, instruction: _Instruction, *words: int) -> None:
+    def _emit(self, instruction: Opcode, *words: int) -> None:
         self.words += (instruction, *words)
 
     def _constant(self, value: Any) -> int:
@@ -141,7 +143,7 @@ class _Encoder:
 
     def _free(self, registers: Sequence[int]) -> None:
         if registers:
-            self._emit(_Instruction.FREE, len(registers), *registers)
+            self._emit(Opcode.FREE, len(registers), *registers)
 
     def _allocate(self, name: str) -> None:
         spec = self._instructions.buffers[name]
@@ -149,7 +151,7 @@ class _Encoder:
         register = self._registers[name]
         if spec.device.type == "cpu" or (spec.device.type == "cuda" and spec.device.index is not None):
             codes = (dtype_code(spec.dtype), *device_codes(spec.device), self._constant(function))
-            self._emit(_Instruction.ALLOCATE, register, *codes, len(spec.shape), *spec.shape, *spec.stride)
+            self._emit(Opcode.ALLOCATE, register, *codes, len(spec.shape), *spec.shape, *spec.stride)
         else:
             self._call_function(function, (), (), (register,), 0)
 
@@ -162,12 +164,10 @@ class _Encoder:
         if isinstance(kernel, BuiltKernel) and kernel.address and self._is_launched_here(kernel.launch):
             words = (kernel.address, self._constant(kernel.call), len(registers))
             if kernel.launch is None:
-                self._emit(_Instruction.RUN, *words, *pairs)
+                self._emit(Opcode.RUN, *words, *pairs)
             else:
                 launch = kernel.launch
-                self._emit(
-                    _Instruction.LAUNCH, *words, *launch.grid, launch.threads, launch.shared_bytes, *pairs
-                )
+                self._emit(Opcode.LAUNCH, *words, *launch.grid, launch.threads, launch.shared_bytes, *pairs)
             return
         function = kernel.call if isinstance(kernel, BuiltKernel) else kernel
         if any(offsets):
@@ -205,32 +205,23 @@ class _Encoder:
         if native is None:
             return
         places = [] if call.out else [*results, *(-1 for _ in call.outputs)][: len(call.outputs)]
-        # Lists stand behind everything else; where, is counted from the instruction.
-        own_words = 8 + 2 * len(native.arguments) + len(places)
+        # Lists stand after everything else; where, is counted from the instruction.
+        own_words = 7 + len(native.arguments) + len(places)
         arguments: list[int] = []
         lists: list[int] = []
-        for kind, value in native.arguments:
-            if kind in (Kind.TENSOR, Kind.TENSOR_ADDRESS):
-                arguments += (kind, operands[value])
-            elif kind == Kind.NUMBER:
-                arguments += (kind, value)
-            else:
-                arguments += (kind, own_words + len(lists))
+        for value in native.arguments:
+            if isinstance(value, str):
+                arguments.append(operands[value])
+            elif isinstance(value, tuple):
+                arguments.append(own_words + len(lists))
                 lists += value
+            else:
+                arguments.append(value)
         own_words += len(lists)
-        words_to_skip = own_words + 6 + len(operands) + len(results)
-        counts = (len(native.arguments), len(places))
-        doubles = array("q", array("d", (*native.doubles, 0.0, 0.0)[:2]).tobytes())
+        lengths = (own_words, own_words + 6 + len(operands) + len(results))
+        counts = (len(arguments), len(places))
         self._emit(
-            _Instruction.OPERATOR,
-            native.address,
-            own_words,
-            words_to_skip,
-            *counts,
-            *doubles,
-            *arguments,
-            *places,
-            *lists,
+            Opcode.OPERATOR, native.address, native.signature, *lengths, *counts, *arguments, *places, *lists
         )
 
     def _call_function(
@@ -243,7 +234,7 @@ class _Encoder:
     ) -> None:
         names = self._constant(keywords) if keywords else -1
         counts = (len(operands), len(results))
-        self._emit(_Instruction.CALL, self._constant(function), names, line, *counts, *operands, *results)
+        self._emit(Opcode.CALL, self._constant(function), names, line, *counts, *operands, *results)
 
     def _operand(self, value: Any, make_view: Callable[[View], int], temporary: list[int]) -> int:
         """The operand for an argument; registers that are needed for it are noted."""
@@ -255,7 +246,7 @@ class _Encoder:
         if isinstance(value, (list, tuple)) and any(views_in(value)):
             items = [self._operand(item, make_view, temporary) for item in value]
             temporary.append(self._new_register())
-            self._emit(_Instruction.PACK, temporary[-1], isinstance(value, list), len(items), *items)
+            self._emit(Opcode.PACK, temporary[-1], isinstance(value, list), len(items), *items)
             return temporary[-1]
         return ~self._constant(value)
 
@@ -263,7 +254,7 @@ class _Encoder:
         register = self._new_register()
         spec = (*view.shape, *view.stride)
         base = self._registers[view.buffer]
-        self._emit(_Instruction.VIEW, register, base, view.offset, len(view.shape), *spec)
+        self._emit(Opcode.VIEW, register, base, view.offset, len(view.shape), *spec)
         return register
 
     def _view_with_base(self, view: View, line: int) -> int:
@@ -288,7 +279,7 @@ class _Encoder:
                 operands.append(self._view(view))
             else:
                 operands.append(self._view_with_base(view, line))
-        self._emit(_Instruction.RETURN, len(operands), *operands)
+        self._emit(Opcode.RETURN, len(operands), *operands)
 
 
 def _as_strided(tensor: torch.Tensor, view: View) -> torch.Tensor:

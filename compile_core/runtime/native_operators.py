@@ -8,10 +8,11 @@ arguments than its function in C was written for is called from Python.
 
 from __future__ import annotations
 
-import sys
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,13 +44,52 @@ _TAKES_OPTIONAL_LISTS = TorchVersion(torch.__version__) >= "2.13"
 
 
 class Kind(IntEnum):
-    """What an argument of the function is."""
+    """What an argument of a function is, and so its type in C++: ``argument`` of ``region_interpreter.cpp``."""
 
-    NUMBER = 0
-    TENSOR = 1
-    TENSOR_ADDRESS = 2
-    LIST = 3
-    LIST_ADDRESS = 4
+    INTEGER = 0
+    BOOL = 1
+    DOUBLE = 2
+    TENSOR = 3
+    OPTIONAL_TENSOR = 4
+    INTEGERS = 5
+    OPTIONAL_INTEGERS = 6
+    BOOLS = 7
+    RESULT = 8
+
+
+# The type of an operator's argument -> the function's arguments for it. After a list comes its length.
+_KINDS = {
+    "int": (Kind.INTEGER,),
+    "bool": (Kind.BOOL,),
+    "number": (Kind.DOUBLE,),
+    "Tensor": (Kind.TENSOR,),
+    "Optional[Tensor]": (Kind.OPTIONAL_TENSOR,),
+    "List[int]": (Kind.INTEGERS, Kind.INTEGER),
+    "Optional[List[int]]": (Kind.OPTIONAL_INTEGERS, Kind.INTEGER),
+    "List[bool]": (Kind.BOOLS, Kind.INTEGER),
+}
+# The words for what is missing.
+_NOTHING = {Kind.OPTIONAL_TENSOR: (-1,), Kind.OPTIONAL_INTEGERS: (0, 0)}
+
+
+def _kinds_of(operator: Any, wanted: str) -> tuple[tuple[Kind, ...], ...]:
+    """What the function takes for each argument, and last where results go; nothing if the operator is another one."""
+    types = {argument.name: str(argument.type) for argument in operator._schema.arguments}
+    if types.keys() != set(wanted.split()) or not _KINDS.keys() >= set(types.values()):
+        return ()
+    has_out = any(argument.is_out for argument in operator._schema.arguments)
+    results = 0 if has_out else len(operator._schema.returns)
+    return (*(_KINDS[types[name]] for name in wanted.split()), (Kind.RESULT,) * results)
+
+
+# The types of functions' arguments. The interpreter has a typed call for each.
+SIGNATURES = tuple(
+    dict.fromkeys(
+        tuple(chain(*kinds))
+        for operator, (_, wanted) in _FUNCTIONS.items()
+        if (kinds := _kinds_of(operator, wanted))
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -58,53 +98,51 @@ class NativeCall:
 
     Attributes:
         address: the function's.
-        arguments: a number; the name of the operator's argument that is a tensor; or a list's 64-bit words.
-        doubles: the arguments that are floats, which are passed apart from the others.
+        signature: which of ``SIGNATURES`` is its.
+        arguments: for each a number; the name of the operator's argument that is a tensor; or a list's 64-bit words.
     """
 
     address: int
-    arguments: tuple[tuple[Kind, Any], ...]
-    doubles: tuple[float, ...]
+    signature: int
+    arguments: tuple[int | str | tuple[int, ...], ...]
 
 
 def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
     """The call of an operator as one of C, or None where there is no such."""
-    if call.target not in _FUNCTIONS or sys.platform != "linux":
-        return None  # other systems pass arguments of mixed sizes in another way
-    name, wanted = _FUNCTIONS[call.target]
-    schema = {argument.name: argument for argument in call.target._schema.arguments}
-    address = address_of(f"aoti_torch_{device_type}_{name}")
-    if address is None or set(wanted.split()) != set(schema):
+    if call.target not in _FUNCTIONS:
         return None
-    given = argument_names(call)
-    arguments: list[tuple[Kind, Any]] = []
-    doubles: list[float] = []
-    for name in wanted.split():
-        value = given.get(name, schema[name].default_value)
-        kind = str(schema[name].type)
-        if kind == "number":
-            if not isinstance(value, (int, float)):
-                return None
-            doubles.append(float(value))
-            continue
-        is_optional = kind.startswith("Optional")
-        if isinstance(value, View):
-            arguments.append((Kind.TENSOR_ADDRESS if is_optional else Kind.TENSOR, name))
-        elif isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
-            if is_optional and not _TAKES_OPTIONAL_LISTS:
-                return None
-            words = _words(value, is_bool=kind == "List[bool]")
-            arguments.append((Kind.LIST_ADDRESS if is_optional else Kind.LIST, words))
-            arguments.append((Kind.NUMBER, len(value)))
-        elif value is None and is_optional:
-            arguments.append((Kind.NUMBER, 0))
-            if kind != "Optional[Tensor]":
-                arguments.append((Kind.NUMBER, 0))
-        elif isinstance(value, int) and not is_optional:
-            arguments.append((Kind.NUMBER, int(value)))
+    name, wanted = _FUNCTIONS[call.target]
+    address = address_of(f"aoti_torch_{device_type}_{name}")
+    kinds = _kinds_of(call.target, wanted)
+    if address is None or not kinds:
+        return None
+    defaults = {argument.name: argument.default_value for argument in call.target._schema.arguments}
+    given = {**defaults, **argument_names(call)}
+    arguments: list[int | str | tuple[int, ...]] = []
+    for name, (kind, *_) in zip(wanted.split(), kinds[:-1], strict=True):
+        value = given[name]
+        if value is None and kind in _NOTHING:
+            arguments += _NOTHING[kind]
+        elif isinstance(value, View) and kind in (Kind.TENSOR, Kind.OPTIONAL_TENSOR):
+            arguments.append(name)
+        elif isinstance(value, (int, float)) and kind is Kind.DOUBLE:
+            arguments += struct.unpack("q", struct.pack("d", value))
+        elif isinstance(value, int) and kind in (Kind.INTEGER, Kind.BOOL):
+            arguments.append(int(value))
+        elif _is_list(value) and (kind in (Kind.INTEGERS, Kind.BOOLS) or _takes_list(kind)):
+            arguments += (_words(value, kind is Kind.BOOLS), len(value))
         else:
             return None
-    return NativeCall(address, tuple(arguments), tuple(doubles))
+    arguments += range(len(kinds[-1]))
+    return NativeCall(address, SIGNATURES.index(tuple(chain(*kinds))), tuple(arguments))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value)
+
+
+def _takes_list(kind: Kind) -> bool:
+    return kind is Kind.OPTIONAL_INTEGERS and _TAKES_OPTIONAL_LISTS
 
 
 def argument_names(call: ExternCall) -> Mapping[str, Any]:

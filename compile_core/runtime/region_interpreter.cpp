@@ -9,19 +9,19 @@
 // Torch's functions are C symbols whose addresses the loader fills in; see toolchain/torch_library.py.
 
 #include <alloca.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include <utility>
+
+#include "opcodes.h"
 #include "python_objects.h"
 
 extern "C" {
 
-// Filled in by the loader. A tensor's handle is the address of a pointer to its implementation.
-typedef void** Handle;
+// Filled in by the loader.
 int (*gs_empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
 int (*gs_view)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*);
 int (*gs_delete)(Handle);
-int (*gs_get_data_ptr)(Handle, void**);
 PyObject* (*gs_wrap)(Handle);      // THPVariable_Wrap
 PyObject* gs_tensor_type;          // torch.Tensor
 // The driver's; null where there is none.
@@ -31,15 +31,6 @@ int (*gs_current_context)(void**);
 }
 
 namespace {
-
-enum Instruction : int64_t { CONSTANT, ALLOCATE, VIEW, RUN, LAUNCH, OPERATOR, CALL, PACK, FREE, RETURN };
-
-enum Kind : int64_t { NUMBER, TENSOR, TENSOR_ADDRESS, LIST, LIST_ADDRESS };
-
-constexpr int MOST_ARGUMENTS = 24, MOST_RESULTS = 4;
-
-typedef int64_t W;
-typedef int (*Operator)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, double, double);
 
 struct Register {
     PyObject* object;  // owned; null: the handle is
@@ -51,9 +42,60 @@ bool is_tensor(PyObject* object) {
     return object->type == gs_tensor_type || PyType_IsSubtype(object->type, gs_tensor_type);
 }
 
-Handle handle_in(PyObject* object) {
-    return reinterpret_cast<Handle>(reinterpret_cast<char*>(object) + gs_implementation_offset);
+// What the words of an OPERATOR refer to.
+struct Operands {
+    const int64_t* instruction;
+    Register* registers;
+    Handle* results;
+    const int64_t* optional_list;
+};
+
+// An argument of an operator in C, of the type that the operator takes.
+template <Kind kind> auto argument(Operands& operands, int64_t word) {
+    if constexpr (kind == INTEGER) {
+        return word;
+    } else if constexpr (kind == BOOL) {
+        return int32_t(word);
+    } else if constexpr (kind == DOUBLE) {
+        double number;
+        memcpy(&number, &word, sizeof number);
+        return number;
+    } else if constexpr (kind == TENSOR) {
+        return operands.registers[word].tensor;
+    } else if constexpr (kind == OPTIONAL_TENSOR) {
+        return word < 0 ? nullptr : &operands.registers[word].tensor;
+    } else if constexpr (kind == INTEGERS) {
+        return operands.instruction + word;
+    } else if constexpr (kind == OPTIONAL_INTEGERS) {
+        operands.optional_list = operands.instruction + word;
+        return word ? &operands.optional_list : nullptr;
+    } else if constexpr (kind == BOOLS) {
+        return reinterpret_cast<const int32_t*>(operands.instruction + word);
+    } else {
+        static_assert(kind == RESULT);
+        return &operands.results[word];
+    }
 }
+
+template <Kind... kinds> struct Signature {
+    typedef int (*Function)(decltype(argument<kinds>(std::declval<Operands&>(), 0))...);
+    static_assert((0 + ... + (kinds == OPTIONAL_INTEGERS)) <= 1, "one list at most is kept");
+
+    // What the function returns, 0 if all went well; 1 where an operand is no tensor.
+    static int call(void* function, Operands& operands, const int64_t* words) {
+        return call(function, operands, words, std::make_index_sequence<sizeof...(kinds)>());
+    }
+
+private:
+    template <size_t... k>
+    static int call(void* function, Operands& operands, const int64_t* words, std::index_sequence<k...>) {
+        const bool are_tensors =
+            (... && ((kinds != TENSOR && kinds != OPTIONAL_TENSOR) || words[k] < 0 || operands.registers[words[k]].tensor));
+        return are_tensors ? reinterpret_cast<Function>(function)(argument<kinds>(operands, words[k])...) : 1;
+    }
+};
+
+int (*const SIGNATURES[])(void*, Operands&, const int64_t*) = {GS_SIGNATURES};
 
 class Run {
 public:
@@ -63,17 +105,18 @@ public:
         constants = reinterpret_cast<PyTupleObject*>(parts[1])->items;
         filename = parts[2];
         count = *word++;
-        registers = static_cast<Register*>(calloc(count + 1, sizeof(Register)));
+        registers = static_cast<Register*>(PyMem_RawCalloc(count + 1, sizeof(Register)));
     }
 
     ~Run() {
         hold();
-        for (int64_t index = 0; index < count; ++index) clear(registers[index]);
-        free(registers);
+        for (int64_t index = 0; registers && index < count; ++index) clear(registers[index]);
+        PyMem_RawFree(registers);
     }
 
     // The registers of the inputs. The list is emptied, so that an input is freed after its last use.
     bool read(PyObject* inputs) {
+        if (!registers) return PyErr_NoMemory();
         const intptr_t expected = *word++;
         if (PyList_Size(inputs) != expected)
             return raise(PyExc_TypeError, "a region was called with another number of tensors than it takes");
@@ -111,7 +154,7 @@ public:
                 word += 9 + 2 * at[3];
                 break;
             case OPERATOR:
-                word += operate(at) ? at[3] : at[2];
+                word += operate(at) ? at[4] : at[3];
                 break;
             case CALL:
                 if (!call(at)) return nullptr;
@@ -184,8 +227,7 @@ private:
         PyErr_SetString(type, message);
         return false;
     }
-    bool raise_no_memory() { return raise(PyExc_TypeError, "an operator returned something else than was traced"); }
-
+    bool raise_no_tensor() { return raise(PyExc_TypeError, "an operator returned something else than was traced"); }
 
     // register, dtype, device type, device index, function, dimensions, sizes, strides
     bool allocate(const int64_t* at) {
@@ -205,7 +247,9 @@ private:
     bool view(const int64_t* at) {
         const int64_t* sizes = at + 5;
         Handle base = registers[at[2]].tensor, made;
-        if (!base || gs_view(base, at[4], sizes, sizes + at[4], at[3], &made)) return raise_no_memory();
+        if (!base) return raise_no_tensor();
+        if (gs_view(base, at[4], sizes, sizes + at[4], at[3], &made))
+            return raise(PyExc_MemoryError, "torch could not make a view in a compiled region");
         registers[at[1]].tensor = made;
         return true;
     }
@@ -220,7 +264,7 @@ private:
             Register& place = registers[buffers[2 * index]];
             if (!place.data) {
                 void* data;
-                if (!place.tensor || gs_get_data_ptr(place.tensor, &data)) return raise_no_memory();
+                if (!place.tensor || gs_get_data_ptr(place.tensor, &data)) return raise_no_tensor();
                 place.data = static_cast<char*>(data);
             }
             addresses[index] = place.data + buffers[2 * index + 1];
@@ -262,32 +306,15 @@ private:
         return result != nullptr;
     }
 
-    // An operator in C, which returns 0 if all went well. It takes no more arguments than are given; floats are passed
-    // in registers of their own, so that their place among the others does not matter.
+    // address, signature, words of this instruction, and with the one after it, counts of arguments and of results, a
+    // word for each argument, registers of results, lists
     bool operate(const int64_t* at) {
-        const int64_t arguments = at[4], results = at[5];
-        if (arguments + results > MOST_ARGUMENTS || results > MOST_RESULTS) return false;
-        const int64_t* places = at + 8 + 2 * arguments;
-        W given[MOST_ARGUMENTS] = {};
-        const void* addresses[MOST_ARGUMENTS];
-        Handle made[MOST_RESULTS] = {};
-        for (int64_t index = 0; index < arguments; ++index) {
-            const int64_t kind = at[8 + 2 * index], value = at[9 + 2 * index];
-            const bool is_tensor = kind == TENSOR || kind == TENSOR_ADDRESS;
-            addresses[index] = is_tensor ? static_cast<const void*>(registers[value].tensor) : at + value;
-            if (is_tensor && !addresses[index]) return false;
-            if (kind == NUMBER) given[index] = value;
-            else if (kind == TENSOR || kind == LIST) given[index] = reinterpret_cast<W>(addresses[index]);
-            else given[index] = reinterpret_cast<W>(&addresses[index]);
-        }
-        for (int64_t index = 0; index < results; ++index) given[arguments + index] = reinterpret_cast<W>(&made[index]);
-        double doubles[2];
-        memcpy(doubles, at + 6, sizeof doubles);
+        const int64_t arguments = at[5], results = at[6], *places = at + 7 + arguments;
+        Handle made[results + 1];
+        memset(made, 0, sizeof made);
+        Operands operands = {at, registers, made, nullptr};
         release();
-        const W* g = given;
-        const int status = reinterpret_cast<Operator>(at[1])(
-            g[0], g[1], g[2], g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10], g[11], g[12], g[13], g[14], g[15],
-            g[16], g[17], g[18], g[19], g[20], g[21], g[22], g[23], doubles[0], doubles[1]);
+        const int status = SIGNATURES[at[2]](reinterpret_cast<void*>(at[1]), operands, at + 7);
         for (int64_t index = 0; index < results; ++index) {
             if (!made[index]) continue;
             if (status == 0 && places[index] >= 0)
@@ -313,7 +340,7 @@ private:
             result = PyObject_Vectorcall(constants[at[1]], arguments, operands - named, names);
         }
         if (!result || !store(result, at + 6 + operands, results)) {
-            _PyTraceback_Add("run", PyUnicode_AsUTF8(filename), at[3]);
+            if (const char* name = PyUnicode_AsUTF8(filename)) _PyTraceback_Add("run", name, at[3]);
             return false;
         }
         return true;
@@ -388,7 +415,12 @@ PyObject* addresses(PyObject*, PyObject* const* arguments, intptr_t) {
             Py_DecRef(result);
             return nullptr;
         }
-        PyList_SetItem(result, index, PyLong_FromLongLong(reinterpret_cast<intptr_t>(data)));
+        PyObject* number = PyLong_FromLongLong(reinterpret_cast<intptr_t>(data));
+        if (!number) {
+            Py_DecRef(result);
+            return nullptr;
+        }
+        PyList_SetItem(result, index, number);
     }
     return result;
 }
@@ -396,6 +428,6 @@ PyObject* addresses(PyObject*, PyObject* const* arguments, intptr_t) {
 }  // namespace
 
 extern "C" {
-MethodDefinition gs_addresses = {"addresses", addresses, 0x80, nullptr};
-MethodDefinition gs_run = {"run", run, 0x80, nullptr};  // METH_FASTCALL
+MethodDefinition gs_addresses = {"addresses", addresses, METH_FASTCALL, nullptr};
+MethodDefinition gs_run = {"run", run, METH_FASTCALL, nullptr};
 }

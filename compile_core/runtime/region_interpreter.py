@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.runtime.encode_program import EncodedProgram
+from gradsplit.compile_core.runtime.encode_program import EncodedProgram, Opcode
+from gradsplit.compile_core.runtime.native_operators import SIGNATURES, Kind
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
-from gradsplit.compile_core.toolchain.torch_library import LoadErrors, load_library
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, cpp_enum, load_library
 from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ _TORCH_SYMBOLS = {
 }
 _DRIVER = "libcuda.so.1"
 _DRIVER_SYMBOLS = {"gs_launch_kernel": "cuLaunchKernel", "gs_current_context": "cuCtxGetCurrent"}
+
+_CALLABLE = ", ".join(
+    f"Signature<{', '.join(kind.name for kind in signature)}>::call" for signature in SIGNATURES
+)
+OPCODES = f"{cpp_enum(Opcode)}{cpp_enum(Kind)}#define GS_SIGNATURES {_CALLABLE}\n"
 
 # What a linked region is: it takes inputs and destinations in a list, which it empties.
 Run = Callable[[list[torch.Tensor]], Sequence[Any]]
@@ -70,7 +76,7 @@ def _on_device(run: Callable[..., Any], device: torch.device) -> Run:
 def region_interpreter() -> RegionInterpreter | None:
     """The interpreter, built if need be; None where it cannot be had."""
     try:
-        library = load_library(_SOURCE, _TORCH_SYMBOLS)
+        library = load_library(_SOURCE, _TORCH_SYMBOLS, OPCODES)
     except LoadErrors as error:
         logger.info("regions are run by generated Python: %s", error)
         return None

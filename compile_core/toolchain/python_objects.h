@@ -1,5 +1,5 @@
-// What C++ files built by torch_library.py need of CPython and of a tensor's place in its Python object. They include no
-// header of either, since a user's machine may lack them and torch's take long to compile.
+// What C++ files built by torch_library.py need of CPython and of torch's tensors. They include no header of either, since a
+// user's machine may lack them and torch's take long to compile.
 #pragma once
 
 #include <stddef.h>
@@ -25,7 +25,7 @@ struct MethodDefinition {
 };
 
 extern PyObject PyDict_Type, PyList_Type, PyTuple_Type, _Py_NoneStruct;
-extern PyObject *PyExc_Exception, *PyExc_IndexError, *PyExc_TypeError;
+extern PyObject *PyExc_Exception, *PyExc_IndexError, *PyExc_MemoryError, *PyExc_TypeError;
 void Py_DecRef(PyObject*);
 void Py_IncRef(PyObject*);
 char* PyBytes_AsString(PyObject*);
@@ -36,6 +36,7 @@ intptr_t PyDict_Size(PyObject*);
 void PyErr_Clear(void);
 int PyErr_ExceptionMatches(PyObject*);
 PyObject* PyErr_Occurred(void);
+PyObject* PyErr_NoMemory(void);
 void PyErr_SetString(PyObject*, const char*);
 void PyEval_RestoreThread(void*);
 void* PyEval_SaveThread(void);
@@ -47,6 +48,8 @@ intptr_t PyList_Size(PyObject*);
 void* PyLong_AsVoidPtr(PyObject*);
 PyObject* PyLong_FromLongLong(long long);
 PyObject* PyLong_FromVoidPtr(void*);
+void* PyMem_RawCalloc(size_t, size_t);
+void PyMem_RawFree(void*);
 PyObject* PyObject_GenericGetDict(PyObject*, void*);
 PyObject* PyObject_GetAttr(PyObject*, PyObject*);
 PyObject* PyObject_GetItem(PyObject*, PyObject*);
@@ -62,6 +65,17 @@ int PyTuple_SetItem(PyObject*, intptr_t, PyObject*);
 int PyType_IsSubtype(PyObject*, PyObject*);
 char* PyUnicode_AsUTF8(PyObject*);
 
-// Filled in by the loader: where in its Python object torch keeps a pointer to a tensor's implementation.
+// A tensor's handle is the address of a pointer to its implementation.
+struct AtenTensorOpaque;
+typedef AtenTensorOpaque* Handle;
+
+// Filled in by the loader: where in its Python object torch keeps that pointer, and a function of torch's.
 int64_t gs_implementation_offset;
+int (*gs_get_data_ptr)(Handle, void**);
+}
+
+constexpr int METH_FASTCALL = 0x80;
+
+inline Handle handle_in(PyObject* tensor) {
+    return reinterpret_cast<Handle>(reinterpret_cast<char*>(tensor) + gs_implementation_offset);
 }

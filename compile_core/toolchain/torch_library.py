@@ -15,6 +15,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -34,18 +35,19 @@ _FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-w")
 _TUPLE_ITEMS_OFFSET = 24
 
 
-def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
+def load_library(source: Path, symbols: Mapping[str, str], opcodes: str) -> ctypes.CDLL:
     """Builds a C++ file, or finds it in the cache, and tells it where torch's functions are, and tensors.
 
     Args:
         source: the file.
         symbols: its variable -> the symbol whose address goes there.
+        opcodes: see ``build_library``.
 
     Raises:
         LoadErrors: it does not work here.
     """
     check_python()
-    library = build_library(source)
+    library = build_library(source, opcodes)
     for name, symbol in symbols.items():
         address = address_of(symbol)
         if address is None:
@@ -55,8 +57,12 @@ def load_library(source: Path, symbols: Mapping[str, str]) -> ctypes.CDLL:
     return library
 
 
-def build_library(source: Path) -> ctypes.CDLL:
+def build_library(source: Path, opcodes: str) -> ctypes.CDLL:
     """Builds a C++ file, or finds it in the cache.
+
+    Args:
+        source: the file.
+        opcodes: what it includes as ``opcodes.h``: the tables of Python that it goes by.
 
     Raises:
         LoadErrors: it does not work here.
@@ -64,17 +70,24 @@ def build_library(source: Path) -> ctypes.CDLL:
     text, header = source.read_text(), _HEADER.read_text()
     disk = DiskCache(default_cache_folder())
     key = content_key(
-        source.stem, text, header, " ".join(_FLAGS), platform.machine(), sys.platform, sys.version
+        source.stem, text, header, opcodes, " ".join(_FLAGS), platform.machine(), sys.platform, sys.version
     )
     built = f"{source.stem}.so"
 
     def build(folder: Path) -> None:
         (folder / source.name).write_text(text)
         (folder / _HEADER.name).write_text(header)
+        (folder / "opcodes.h").write_text(opcodes)
         kept = disk.folder / "failed" / f"{key}.cpp"
         run_compiler([*_FLAGS, source.name, "-o", built], folder, kept, text)
 
     return disk.load(key, build, lambda folder: ctypes.CDLL(str(folder / built)))
+
+
+def cpp_enum(numbers: type[IntEnum]) -> str:
+    """The same enumeration in C++."""
+    members = ", ".join(f"{member.name} = {member.value}" for member in numbers)
+    return f"enum {numbers.__name__} : long {{ {members} }};\n"
 
 
 def check_python() -> None:

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum Operation : int64_t { COPY, WRITE, WAIT, LAUNCH };
+#include "opcodes.h"
 
 constexpr int MOST_ARGUMENTS = 16;
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from gradsplit.compile_core.ir.kernels import BuiltKernel
-from gradsplit.compile_core.toolchain.torch_library import build_library
+from gradsplit.compile_core.toolchain.torch_library import build_library, cpp_enum
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _DRIVER = "libcuda.so.1"
@@ -34,7 +34,7 @@ _FUNCTIONS = {
 }
 
 
-class _Operation(IntEnum):
+class Operation(IntEnum):
     COPY = 0
     WRITE = 1
     WAIT = 2
@@ -48,7 +48,7 @@ def load_queue() -> ctypes.CDLL:
     Raises:
         LoadErrors: of ``torch_library``; there is no compiler, or the driver lacks a function.
     """
-    library = build_library(_SOURCE)
+    library = build_library(_SOURCE, cpp_enum(Operation))
     driver = ctypes.CDLL(_DRIVER)
     for name, symbol in _FUNCTIONS.items():
         ctypes.c_void_p.in_dll(library, name).value = ctypes.cast(
@@ -67,15 +67,15 @@ class DriverQueue:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between contiguous tensors of one dtype and as many elements."""
-        self._words += (_Operation.COPY, target.data_ptr(), source.data_ptr(), source.nbytes)
+        self._words += (Operation.COPY, target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def write(self, address: int, value: int) -> None:
         """To a word that other GPUs may reach."""
-        self._words += (_Operation.WRITE, address, value)
+        self._words += (Operation.WRITE, address, value)
 
     def wait(self, address: int, value: int) -> None:
         """Until what is there is at least the value, in the order of a clock of 32 bits."""
-        self._words += (_Operation.WAIT, address, value)
+        self._words += (Operation.WAIT, address, value)
 
     def launch(self, kernel: BuiltKernel, *buffers: torch.Tensor) -> None:
         """A kernel that was built for this GPU.
@@ -88,7 +88,7 @@ class DriverQueue:
         if launch is None or not kernel.address or launch.grid[2] != 1 or any(a & 15 for a in addresses):
             raise ValueError("the driver alone cannot launch this kernel")
         self._words += (
-            _Operation.LAUNCH,
+            Operation.LAUNCH,
             kernel.address,
             *launch.grid[:2],
             launch.threads,

@@ -10,21 +10,21 @@
 #include <alloca.h>
 #include <string.h>
 
+#include "opcodes.h"
 #include "python_objects.h"
 
 extern "C" {
 
-// Filled in by the loader. A tensor's handle is the address of a pointer to its implementation.
-int (*gs_get_dtype)(void*, int32_t*);
-int (*gs_get_layout)(void*, int32_t*);
-int (*gs_get_device_type)(void*, int32_t*);
-int (*gs_get_device_index)(void*, int32_t*);
-int (*gs_get_dim)(void*, int64_t*);
-int (*gs_get_sizes)(void*, int64_t**);
-int (*gs_get_strides)(void*, int64_t**);
-int (*gs_get_numel)(void*, int64_t*);
-int (*gs_get_storage_offset)(void*, int64_t*);
-int (*gs_get_data_ptr)(void*, void**);
+// Filled in by the loader.
+int (*gs_get_dtype)(Handle, int32_t*);
+int (*gs_get_layout)(Handle, int32_t*);
+int (*gs_get_device_type)(Handle, int32_t*);
+int (*gs_get_device_index)(Handle, int32_t*);
+int (*gs_get_dim)(Handle, int64_t*);
+int (*gs_get_sizes)(Handle, int64_t**);
+int (*gs_get_strides)(Handle, int64_t**);
+int (*gs_get_numel)(Handle, int64_t*);
+int (*gs_get_storage_offset)(Handle, int64_t*);
 size_t (*gs_dtype_size)(int32_t);
 bool (*gs_requires_grad)(const void*);
 int64_t gs_keys_offset;  // of the dispatch keys in the implementation
@@ -33,20 +33,11 @@ uint64_t gs_lazy_keys;   // the keys of lazily conjugated and negated tensors
 
 namespace {
 
-enum Instruction : int64_t {
-    ATTRIBUTE, INSTANCE_DICT, ITEM, CALL,
-    EXPRESSION, TYPE, IDENTITY, DISTINCT, EQUAL, LENGTH, KEYS, PRESENT, ABSENT, ALL_FALSE, TENSOR, APART,
-    RETURN,
-};
-
 enum Outcome { FAILS = 0, HOLDS = 1, RAISED = -1 };
 
 constexpr int IS_EQUAL = 2;  // Py_EQ
-constexpr int MAXIMUM_ARGUMENTS = 2048;
 
-void* implementation(PyObject* tensor) {
-    return *reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + gs_implementation_offset);
-}
+void* implementation(Handle tensor) { return *reinterpret_cast<void**>(tensor); }
 
 uint64_t lazy_keys(void* impl) {
     return *reinterpret_cast<uint64_t*>(static_cast<char*>(impl) + gs_keys_offset) & gs_lazy_keys;
@@ -97,31 +88,30 @@ int all_false(PyObject* mapping, PyTupleObject* keys) {
 }
 
 // words: lazy keys, requires_grad, dtype, layout, device type, device index (-1: any), dimensions, sizes, strides
-bool matches(PyObject* tensor, const int64_t* words) {
+bool matches(Handle tensor, const int64_t* words) {
     void* impl = implementation(tensor);
     int32_t number;
     int64_t dimensions, *extent;
     if (lazy_keys(impl) != uint64_t(words[0]) || gs_requires_grad(impl) != bool(words[1])) return false;
-    if (gs_get_dtype(&impl, &number) || number != words[2]) return false;
-    if (gs_get_layout(&impl, &number) || number != words[3]) return false;
-    if (gs_get_device_type(&impl, &number) || number != words[4]) return false;
-    if (words[5] >= 0 && (gs_get_device_index(&impl, &number) || number != words[5])) return false;
-    if (gs_get_dim(&impl, &dimensions) || dimensions != words[6]) return false;
+    if (gs_get_dtype(tensor, &number) || number != words[2]) return false;
+    if (gs_get_layout(tensor, &number) || number != words[3]) return false;
+    if (gs_get_device_type(tensor, &number) || number != words[4]) return false;
+    if (words[5] >= 0 && (gs_get_device_index(tensor, &number) || number != words[5])) return false;
+    if (gs_get_dim(tensor, &dimensions) || dimensions != words[6]) return false;
     const size_t bytes = dimensions * sizeof(int64_t);
-    if (gs_get_sizes(&impl, &extent) || memcmp(extent, words + 7, bytes)) return false;
-    return !gs_get_strides(&impl, &extent) && !memcmp(extent, words + 7 + dimensions, bytes);
+    if (gs_get_sizes(tensor, &extent) || memcmp(extent, words + 7, bytes)) return false;
+    return !gs_get_strides(tensor, &extent) && !memcmp(extent, words + 7 + dimensions, bytes);
 }
 
 // The address of the storage; null where there is nothing to share.
-bool storage_of(PyObject* tensor, char** storage) {
-    void* impl = implementation(tensor);
+bool storage_of(Handle tensor, char** storage) {
     int64_t count, offset;
     int32_t dtype;
     void* data;
-    if (gs_get_numel(&impl, &count)) return false;
+    if (gs_get_numel(tensor, &count)) return false;
     *storage = nullptr;
     if (count == 0) return true;
-    if (gs_get_data_ptr(&impl, &data) || gs_get_storage_offset(&impl, &offset) || gs_get_dtype(&impl, &dtype))
+    if (gs_get_data_ptr(tensor, &data) || gs_get_storage_offset(tensor, &offset) || gs_get_dtype(tensor, &dtype))
         return false;
     *storage = static_cast<char*>(data) - offset * int64_t(gs_dtype_size(dtype));
     return true;
@@ -129,7 +119,7 @@ bool storage_of(PyObject* tensor, char** storage) {
 
 bool apart(PyObject* one, PyObject* other) {
     char *first, *second;
-    return one != other && storage_of(one, &first) && storage_of(other, &second) && (first != second || !first);
+    return one != other && storage_of(handle_in(one), &first) && storage_of(handle_in(other), &second) && (first != second || !first);
 }
 
 // The number of the guard that fails, -1 where a step raises, -2 if all hold; then ``next`` is what RETURN returns.
@@ -159,7 +149,7 @@ long long run(const int64_t*& next, PyObject** constants, PyObject** registers, 
         case CALL:
         case EXPRESSION: {
             const int64_t count = word[3];
-            PyObject* arguments[MAXIMUM_ARGUMENTS];
+            PyObject* arguments[count + 1];
             for (int64_t index = 0; index < count; ++index) arguments[index] = operand(word[4 + index]);
             if (!(found = PyObject_Vectorcall(operand(word[2]), arguments, count, nullptr))) return -1;
             if (word[0] == CALL) {
@@ -215,7 +205,7 @@ long long run(const int64_t*& next, PyObject** constants, PyObject** registers, 
             break;
         case TENSOR: {
             PyObject* tensor = operand(word[2]);
-            holds = tensor->type == operand(word[3]) && matches(tensor, word + 4);
+            holds = tensor->type == operand(word[3]) && matches(handle_in(tensor), word + 4);
             word += 11 + 2 * word[10];
             break;
         }
@@ -253,7 +243,9 @@ PyObject* check(PyObject* self, PyObject* const* arguments, intptr_t count) {
         }
     } else {
         const bool raised = PyErr_Occurred() != nullptr;
-        const bool passes_on = raised && !PyErr_ExceptionMatches(PyExc_Exception);  // KeyboardInterrupt, say
+        // KeyboardInterrupt, say; and a lack of memory, which is no reason to compile anew
+        const bool passes_on =
+            raised && (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError));
         if (raised && !passes_on) PyErr_Clear();
         result = passes_on ? nullptr : PyLong_FromLongLong(failed);
     }
@@ -264,5 +256,5 @@ PyObject* check(PyObject* self, PyObject* const* arguments, intptr_t count) {
 }  // namespace
 
 extern "C" {
-MethodDefinition gs_check = {"check", check, 0x80, nullptr};        // METH_FASTCALL
+MethodDefinition gs_check = {"check", check, METH_FASTCALL, nullptr};
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
-from gradsplit.compile_core.toolchain.torch_library import LoadErrors, find_place, load_library
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, cpp_enum, find_place, load_library
 from gradsplit.compile_core.torch_facts.dispatcher import dispatch_keys
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,28 @@ _TORCH_SYMBOLS = {
     "gs_dtype_size": "aoti_torch_dtype_element_size",
     "gs_requires_grad": "_ZNK3c1010TensorImpl13requires_gradEv",
 }
+
+
+class Opcode(IntEnum):
+    """The first word of an instruction; see ``guard_program``. C++ gets these numbers when it is built."""
+
+    ATTRIBUTE = 0
+    INSTANCE_DICT = 1
+    ITEM = 2
+    CALL = 3
+    EXPRESSION = 4
+    TYPE = 5
+    IDENTITY = 6
+    DISTINCT = 7
+    EQUAL = 8
+    LENGTH = 9
+    KEYS = 10
+    PRESENT = 11
+    ABSENT = 12
+    ALL_FALSE = 13
+    TENSOR = 14
+    APART = 15
+    RETURN = 16
 
 
 class GuardInterpreter:
@@ -67,7 +90,7 @@ def guard_interpreter() -> GuardInterpreter | None:
 
 
 def _load() -> GuardInterpreter:
-    library = load_library(_SOURCE, _TORCH_SYMBOLS)
+    library = load_library(_SOURCE, _TORCH_SYMBOLS, cpp_enum(Opcode))
     return GuardInterpreter(library, _place_fields(library))
 
 

@@ -238,7 +238,8 @@ def compile_python_check(frame: CapturedFrame) -> Callable[..., Any]:
     writer.lines.append(f"return [{', '.join(inputs)}]")
     arguments = ", ".join(map(variable_of, frame.arguments))
     body = "\n".join(f"        {line}" for line in writer.lines)
-    text = f"def check({arguments}):\n    try:\n{body}\n    except Exception:\n        return -1\n"
+    text = f"def check({arguments}):\n    try:\n{body}\n    except MemoryError:\n        raise\n"
+    text += "    except Exception:\n        return -1\n"
     return compile_function(text, "check", writer.constants)
 
 

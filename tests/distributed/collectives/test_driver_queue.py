@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsplit.compile_core.ir.kernels import BuiltKernel, CudaLaunch
-from gradsplit.compile_core.toolchain.torch_library import build_library
+from gradsplit.compile_core.toolchain.torch_library import build_library, cpp_enum
 from gradsplit.distributed.collectives import driver_queue
 from gradsplit.distributed.collectives.driver_queue import DriverQueue
 from gradsplit.distributed.collectives.mean_kernel import MeanKernel
@@ -51,7 +51,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    library = build_library(driver_queue._SOURCE)
+    library = build_library(driver_queue._SOURCE, cpp_enum(driver_queue.Operation))
     held = {name: P.in_dll(library, name).value for name in driver_queue._FUNCTIONS}
     monkeypatch.setattr(driver_queue, "load_queue", lambda: library)
     yield Driver(library)
