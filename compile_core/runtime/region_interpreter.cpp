@@ -97,6 +97,14 @@ private:
 
 int (*const SIGNATURES[])(void*, Operands&, const int64_t*) = {GS_SIGNATURES};
 
+PyObject* wrap(Handle tensor) {
+    try {
+        return gs_wrap(tensor);
+    } catch (...) {  // torch throws where there is no memory for the object
+        return PyErr_NoMemory();
+    }
+}
+
 class Run {
 public:
     Run(PyObject* self, void* stream) : stream(stream) {
@@ -211,7 +219,7 @@ private:
     // Needs Python's lock.
     PyObject* object_of(Register& place) {
         if (!place.object && place.tensor) {
-            PyObject* object = gs_wrap(place.tensor);
+            PyObject* object = wrap(place.tensor);
             if (!object) return nullptr;
             gs_delete(place.tensor);
             place.object = object;

@@ -31,7 +31,7 @@ from gradsplit.compile_core.torch_facts.bindings import LIBRARY_FILE
 LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)
 
 _HEADER = Path(__file__).with_name("python_objects.h")
-_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-w")
+_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-w")
 _TUPLE_ITEMS_OFFSET = 24
 
 
