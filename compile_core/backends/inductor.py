@@ -26,6 +26,7 @@ from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.tensor_spec import same_strides
 from gradsplit.compile_core.observe.diagram import draw_graph
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.stage_times import timed
@@ -194,9 +195,7 @@ def _empty_like(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 def _as_promised(result: Any, strides: tuple[int, ...] | None) -> Any:
     """A result in the strides asked for; TorchInductor keeps to their order, but may put gaps between rows."""
-    if strides is None or result.stride() == strides:
-        return result
-    if all(n == 1 or a == b for n, a, b in zip(result.shape, result.stride(), strides, strict=True)):
+    if strides is None or same_strides(result.shape, result.stride(), strides):
         return result
     promised = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
     # What is expanded lies in memory once.

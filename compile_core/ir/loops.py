@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, same_strides
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class View:
 
     def has_strides(self, stride: Sequence[int]) -> bool:
         """Whether its elements lie as far apart as these strides say."""
-        if 0 in self.shape:
-            return True
-        steps = zip(self.shape, self.stride, stride, strict=True)
-        return all(size == 1 or mine == other for size, mine, other in steps)
+        return 0 in self.shape or same_strides(self.shape, self.stride, stride)
 
 
 @dataclass(frozen=True)

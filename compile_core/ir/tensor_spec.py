@@ -6,6 +6,7 @@ that is compiled for, at the price of a condition in their ShapeEnv where it cou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -106,6 +107,11 @@ def in_memory_order(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The values in a dense tensor whose dims lie in memory in the order of ``spec``; the tensor itself if it does."""
     order, back = spec.memory_order
     return value.permute(order).contiguous().permute(back)
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether elements lie equally far apart; strides of size-1 dims do not count."""
+    return all(n == 1 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def test_each_allocation_that_fails():
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     failures = dict(line.split() for line in shown.stdout.splitlines())
-    assert len(failures) == 3 and all(int(count) >= 5 for count in failures.values()), failures
+    assert len(failures) == 3 and all(int(count) >= 3 for count in failures.values()), failures
 
 
 def test_a_view_that_torch_cannot_make(monkeypatch: pytest.MonkeyPatch):

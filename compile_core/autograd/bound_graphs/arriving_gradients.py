@@ -9,7 +9,7 @@ import torch
 
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order, same_strides
 from gradsplit.compile_core.torch_facts.functorch import is_batched_by_autograd, top_transform
 
 
@@ -52,7 +52,7 @@ def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tenso
         gradient = gradient.to_dense()
     if (
         gradient is not None
-        and _has_layout(gradient, spec)
+        and same_strides(spec.shape, gradient.stride(), spec.stride)
         and not gradient.is_conj()
         and not gradient.is_neg()
     ):
@@ -73,11 +73,3 @@ def batched_as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> tor
     if gradient is None:
         return as_specified(None, spec)
     return in_memory_order(gradient.resolve_conj().resolve_neg(), spec)
-
-
-def _has_layout(tensor: torch.Tensor, spec: TensorSpec) -> bool:
-    stride = tuple(tensor.stride())
-    if stride == spec.stride:
-        return True
-    # Strides of dims of one element say nothing.
-    return all(n == 1 or a == b for n, a, b in zip(spec.shape, stride, spec.stride, strict=True))
