@@ -1,11 +1,10 @@
-"""C functions of torch, where its objects keep what they are made of, and small C++ files that are built against both.
+"""C functions of torch, and small C++ files that are built against them.
 
 Such a file includes no header but ours, since a user's machine may lack the others and torch's take long to compile: it
 builds in a fifth of a second, once for a machine. What it needs of torch are C symbols that torch exports for
 ahead-of-time compiled programs, and a few functions with well-known mangled names; the loader fills in their addresses.
-The place of the tensor in its Python object has no symbol: it is searched for, on a few tensors. Where anything is
-missing or differs (no compiler, another C++ library, another CPython), loading raises, and Python does what C would
-have done.
+What has no symbol is searched for (``torch_facts.layouts``). Where anything is missing or differs (no compiler, another
+C++ library, another CPython), loading raises, and Python does what C would have done.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import ctypes
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -26,6 +25,7 @@ from gradsplit.compile_core.options import default_cache_folder
 from gradsplit.compile_core.toolchain.cpp_compiler import run_compiler
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 from gradsplit.compile_core.torch_facts.bindings import LIBRARY_FILE
+from gradsplit.compile_core.torch_facts.layouts import tensor_offset, word_at
 
 # What loading raises where it does not work here.
 LoadErrors = (CompileError, OSError, AttributeError, ValueError, LookupError)
@@ -53,7 +53,7 @@ def load_library(source: Path, symbols: Mapping[str, str], opcodes: str) -> ctyp
         if address is None:
             raise LookupError(f"torch has no {symbol}")
         ctypes.c_void_p.in_dll(library, name).value = address
-    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = _place_of_tensor()
+    ctypes.c_int64.in_dll(library, "gs_implementation_offset").value = tensor_offset()
     return library
 
 
@@ -102,36 +102,6 @@ def check_python() -> None:
     words = [word_at(id(probe), place) for place in (8, 16, _TUPLE_ITEMS_OFFSET)]
     if words != [id(tuple), len(probe), id(probe[0])]:
         raise ValueError("objects are laid out differently in this Python")
-
-
-@cache
-def _place_of_tensor() -> int:
-    """Where in a Python object torch keeps its tensor, which is a pointer.
-
-    Raises:
-        LookupError: it is not found.
-    """
-    with torch.inference_mode(False):
-        plain = torch.zeros(2, 3, device="cpu")
-        tensors = (plain, plain[1], torch.empty(2, device="meta"), torch.nn.Parameter(plain))
-    return find_place(range(16, 48, 8), [id(tensor) for tensor in tensors], [t._cdata for t in tensors])
-
-
-def find_place(places: range, addresses: Sequence[int], values: Sequence[int]) -> int:
-    """The first place at which every address holds its value.
-
-    Raises:
-        LookupError: there is none.
-    """
-    for place in places:
-        if all(word_at(address, place) == value for address, value in zip(addresses, values, strict=True)):
-            return place
-    raise LookupError("torch lays out its tensors in an unknown way")
-
-
-def word_at(address: int, place: int) -> int:
-    """The 64 bits there."""
-    return ctypes.c_uint64.from_address(address + place).value
 
 
 @cache

@@ -8,10 +8,13 @@ and nothing is compiled in this process (``missing_parts``). ``python -m gradspl
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gradsplit.compile_core.errors import Unsupported
+
+F = TypeVar("F", bound=Callable[[], Any])
 
 NOTHING_IS_COMPILED = "nothing is compiled: programs run as plain Python"
 PROGRAMS_RUN_PLAIN = "programs that use it run as plain Python"
@@ -21,12 +24,21 @@ TESTED_TORCHES = ("2.11", "2.14")
 
 @dataclass(frozen=True)
 class PrivatePart:
-    """One private name of torch, as ``module:attribute``: what it is used for, and what happens without it."""
+    """One private name of torch, as ``module:attribute``, or a fact about its objects that a search finds out: what it is
+    used for, and what happens without it."""
 
     name: str
     purpose: str
     without: str
-    present: bool
+    find: Callable[[], Any]
+
+    @property
+    def present(self) -> bool:
+        try:
+            self.find()
+        except LookupError:
+            return False
+        return True
 
 
 # By name, in the order in which they were looked up.
@@ -42,19 +54,34 @@ def private(name: str, purpose: str, without: str = NOTHING_IS_COMPILED, instead
         without: what happens in a torch that has none.
         instead: what then takes its place.
     """
+    find: Callable[[], Any] = bool
     try:
-        found, present = pkgutil.resolve_name(name), True
+        found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        found, present = _stand_in(name) if instead is None else instead, False
-    PRIVATE_PARTS[name] = PrivatePart(name, purpose, without, present)
+        found, find = _stand_in(name) if instead is None else instead, _raise_lookup_error
+    PRIVATE_PARTS[name] = PrivatePart(name, purpose, without, find)
     return found
+
+
+def probed(name: str, purpose: str, without: str) -> Callable[[F], F]:
+    """Decorates a function that finds a fact out, when it is first asked, and else raises a LookupError."""
+
+    def note(find: F) -> F:
+        PRIVATE_PARTS[name] = PrivatePart(name, purpose, without, find)
+        return find
+
+    return note
 
 
 def missing_parts() -> list[PrivatePart]:
     """Those without which nothing is compiled, and which the torch of this process does not have."""
     return [
-        part for part in PRIVATE_PARTS.values() if not part.present and part.without == NOTHING_IS_COMPILED
+        part for part in PRIVATE_PARTS.values() if part.without == NOTHING_IS_COMPILED and not part.present
     ]
+
+
+def _raise_lookup_error() -> None:
+    raise LookupError("this release of torch has none")
 
 
 def _stand_in(name: str) -> Any:

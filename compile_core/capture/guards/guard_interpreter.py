@@ -2,8 +2,7 @@
 
 A call whose guards hold should cost next to nothing, and most of what a check does is look-ups in dictionaries, which C
 does ten times faster than bytecode. It asks torch for a tensor's metadata through C symbols (see
-``toolchain.torch_library``). Where a tensor keeps its dispatch keys is searched for. Where anything is missing or
-differs, guards are checked by generated Python, with the same answers.
+``toolchain.torch_library``). Where anything is missing or differs, guards are checked by generated Python, with the same answers.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
-from gradsplit.compile_core.toolchain.torch_library import LoadErrors, cpp_enum, find_place, load_library
-from gradsplit.compile_core.torch_facts.dispatcher import dispatch_keys
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, cpp_enum, load_library
+from gradsplit.compile_core.torch_facts.layouts import dispatch_keys_offset
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +88,8 @@ def guard_interpreter() -> GuardInterpreter | None:
 
 def _load() -> GuardInterpreter:
     library = load_library(_SOURCE, _TORCH_SYMBOLS, cpp_enum(Opcode))
-    return GuardInterpreter(library, _place_fields(library))
-
-
-def _place_fields(library: ctypes.CDLL) -> dict[tuple[bool, bool], int]:
-    """Tells the library where a tensor keeps its dispatch keys; returns the keys of the lazy views."""
-    with torch.inference_mode(False):
-        plain = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
-        conjugated, negated = plain.conj(), plain.conj().imag
-        tensors = (plain, conjugated, negated, torch.empty(2, device="meta"), torch.nn.Parameter(plain))
-    keys = [dispatch_keys(tensor).raw_repr() for tensor in tensors]
-    keys_place = find_place(range(16, 184, 8), [tensor._cdata for tensor in tensors], keys)
-    conj, neg = keys[1] & ~keys[0], keys[2] & ~keys[0]
-    ctypes.c_int64.in_dll(library, "gs_keys_offset").value = keys_place
+    offset, conj, neg = dispatch_keys_offset()
+    ctypes.c_int64.in_dll(library, "gs_keys_offset").value = offset
     ctypes.c_uint64.in_dll(library, "gs_lazy_keys").value = conj | neg
-    return {(False, False): 0, (True, False): conj, (False, True): neg, (True, True): conj | neg}
+    keys = {(False, False): 0, (True, False): conj, (False, True): neg, (True, True): conj | neg}
+    return GuardInterpreter(library, keys)
