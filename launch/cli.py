@@ -1,6 +1,7 @@
 """From the command line to the job."""
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -11,10 +12,11 @@ from gradsplit.launch.entry import check_entry
 from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
 from gradsplit.launch.job import run_job
 from gradsplit.launch.launch_spec import DEFAULT_SIGNALS, EntryKind, LaunchSpec
+from gradsplit.launch.mpi_environment import find_mpi
 from gradsplit.launch.mpi_variables import lonely_task, mpi_rank, refuse_lonely_worlds
 from gradsplit.launch.numa_binding import MODES
 from gradsplit.launch.options import parse_options, told_without_effect
-from gradsplit.launch.process_count import parse_process_count
+from gradsplit.launch.process_count import count_devices, parse_process_count
 from gradsplit.launch.rank_output import streams_of
 from gradsplit.launch.worker import run_rank
 
@@ -28,10 +30,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     rank = mpi_rank(os.environ)
+    if list(arguments[:1]) == ["doctor"]:
+        arguments = _of_doctor(arguments[1:], rank)
     exit_code = _run(arguments, rank)
     if exit_code:
         let_rank_0_tell(rank)
     return exit_code
+
+
+def _of_doctor(options: Sequence[str], rank: int | None) -> list[str]:
+    """Return the arguments that start the doctor, after saying which MPI would start ranks on several machines."""
+    if rank is None:
+        try:
+            mpi = find_mpi(os.environ)
+            print(
+                f"MPI: {mpi.flavour}, {mpi.mpiexec}, {mpi.library or 'its library is not in a usual place'}"
+            )
+        except LaunchError as error:
+            print(f"MPI: {error}")
+        if importlib.util.find_spec("mpi4py") is None:
+            print("MPI: mpi4py is not installed; pip install mpi4py")
+        sys.stdout.flush()
+        options = ["--nproc-per-node", str(count_devices("cuda") or 2), *options]
+    return [*options, "-m", "gradsplit.distributed.doctor"]
 
 
 def _run(arguments: Sequence[str], rank: int | None) -> int:

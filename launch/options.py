@@ -10,7 +10,7 @@ from gradsplit.launch.errors import LaunchError
 _DESCRIPTION = """\
 Starts the processes of a training job with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 ...): under mpiexec, mpirun or srun one per rank, elsewhere on this machine, or on those of a hostfile through mpiexec.
-`python -m gradsplit.launch` is the same command."""
+`python -m gradsplit.launch` is the same command. `mpi-torchrun doctor [options]` examines the machines instead."""
 
 _EPILOG = """\
 An option may be spelt with underscores, and be given as a variable: PET_NPROC_PER_NODE=2. The exit code is that of the

@@ -56,6 +56,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
 PARTS = ("agreement", "collectives", "optimizer_steps", "gradients", "reducer", "planning")
 DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     "clocks": ("streams",),
+    "doctor": (),
     "ddp_module": (),
     "group_backend": (),
     "streams": (),

@@ -178,8 +178,8 @@ def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
     assert sorted(job.stdout.splitlines()) == sorted(4 * [*(f"a b c d {i}" for i in range(300)), "e f"])
 
 
-def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
-    """Two machines imitated: the way to them runs its command here, under another host name for Python."""
+def imitated_machines(tmp_path: Path) -> dict[str, str]:
+    """Two machines, in the file ``hosts``: the way to them runs its command here, under another host name for Python."""
     # Else ranks of both have the same files of shared memory: Open MPI names them by the kernel's host name.
     own = f"export OMPI_MCA_btl_sm_backing_directory={tmp_path}/$MACHINE; mkdir $OMPI_MCA_btl_sm_backing_directory\n"
     agent = tmp_path / "agent"
@@ -193,7 +193,21 @@ def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# The machines.\n127.0.0.2\n127.0.0.3\n")
     variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PRTE_MCA_plm_ssh_agent": str(agent)}
-    variables |= {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(agent)}
+    return variables | {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(agent)}
+
+
+def test_the_doctor_examines_two_machines(tmp_path):
+    variables = imitated_machines(tmp_path) | {"PYTHONWARNINGS": ""}
+    options = ["--hostfile", "hosts", "--nproc-per-node=2", "--no-preflight", "--master-addr=127.0.0.1"]
+    job = launch("doctor", *options, cwd=tmp_path, **variables)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.startswith(f"MPI: {INSTALLATION.flavour}, {INSTALLATION.mpiexec}")
+    assert "one rank a machine: LinkModel(startup_s=" in job.stdout
+    assert "cannot connect" not in job.stdout and "clock of" not in job.stdout
+
+
+def test_a_hostfile_starts_mpiexec_on_its_machines(tmp_path):
+    variables = imitated_machines(tmp_path)
     script = """
 import pathlib, time
 sys.stdout.flush()
@@ -207,7 +221,7 @@ if os.environ["RANK"] == "2":
         raise ValueError("broken")
     sys.exit(7)
 """
-    options = ["--hostfile", hosts, "--nproc-per-node", "2", "--max-restarts", "1"]
+    options = ["--hostfile", "hosts", "--nproc-per-node", "2", "--max-restarts", "1"]
     job = launch(*options, write(tmp_path, SHOW_ENVIRONMENT + script), cwd=tmp_path, **variables)
     assert job.returncode == 7
     seen = [variables for variables, _ in ranks_shown(job.stdout)]
