@@ -25,6 +25,20 @@ DEVICE = os.environ.get("DDP_CASES_DEVICE", "cpu")
 TOLERANCE = {"cpu": 2e-6, "cuda": 1e-5}[DEVICE]
 
 
+def start_process_group(**arguments: Any) -> None:
+    """gloo; on GPUs NCCL, with this rank's device as the current one.
+
+    Args:
+        arguments: more of ``init_process_group``'s.
+    """
+    if DEVICE == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **arguments)
+    else:
+        dist.init_process_group("gloo", **arguments)
+
+
 @dataclass(frozen=True)
 class Case:
     """One case: its name is that of its file and its function."""

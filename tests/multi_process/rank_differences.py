@@ -3,6 +3,7 @@
 ``python -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences FOLDER`` runs all kinds, as
 ``test_rank_differences.py`` does, and writes what became of each, a file for each rank;
 ``... -m tests.multi_process.rank_differences pairs COUNT [SEED]`` runs so many random pairs of forwards.
+``DDP_CASES_DEVICE=cuda`` runs them over NCCL.
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ from torch.utils.checkpoint import checkpoint
 import gradsplit
 from gradsplit import CompileError
 from gradsplit.distributed import DDPOptions, compile_ddp
-from tests.multi_process.ddp_harness import check_buffers, check_close, check_gradients, check_in_graph
+from tests.multi_process.ddp_harness import (
+    DEVICE,
+    check_buffers,
+    check_close,
+    check_gradients,
+    check_in_graph,
+    start_process_group,
+)
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 # Behind these a plan has been chosen from measurements.
 STEPS = 7
 SECONDS = 30
 WIDTH = 8
+DEVICE_OF_RANK_1 = "cuda:1" if DEVICE == "cuda" else "cpu"
 
 Step = Callable[[Any, int], Tensor]
 KINDS: dict[str, Callable[[], None]] = {}
@@ -131,7 +140,7 @@ class Varied(nn.Module):
 
 def batch(step: int, rows: int = 6) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + RANK)
-    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(DEVICE)
 
 
 def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
@@ -139,7 +148,7 @@ def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> t
     found = []
     for options in ({"find_unused_parameters": True}, {}):
         torch.manual_seed(7)
-        found.append(DistributedDataParallel(make().to(dtype), bucket_cap_mb=0.0005, **options))
+        found.append(DistributedDataParallel(make().to(DEVICE, dtype), bucket_cap_mb=0.0005, **options))
     stock, compiled = found
     return stock, gradsplit.compile(compiled, backend="aot_eager")
 
@@ -208,7 +217,7 @@ styled(
 
 @kind
 def a_mask_is_none() -> None:
-    mask = torch.arange(WIDTH) % 3 == 0
+    mask = torch.arange(WIDTH, device=DEVICE) % 3 == 0
     check(lambda model, step: model(batch(step), mask=mask if (RANK + step // 3) % 2 else None))
 
 
@@ -221,7 +230,11 @@ def lists_of_other_lengths() -> None:
 def inputs_of_other_dtypes_and_sizes() -> None:
     def run(model: Any, step: int) -> Tensor:
         dtype = (torch.float64, torch.float32, torch.int64)[(RANK + step) % 3]
-        given = torch.arange(4 + step) % WIDTH if dtype is torch.int64 else batch(step, 3 + RANK).to(dtype)
+        given = (
+            torch.arange(4 + step, device=DEVICE) % WIDTH
+            if dtype is torch.int64
+            else batch(step, 3 + RANK).to(dtype)
+        )
         return model(given)  # type: ignore[no-any-return]
 
     check(run)
@@ -282,7 +295,10 @@ def other_counts_of_forwards_of_a_backward() -> None:
             model(batch(step + 30))
             with torch.no_grad():
                 model(batch(step + 50))
-        return sum((model(batch(step + part)) for part in range(1 + (RANK + step) % 2)), torch.zeros(()))
+        return sum(
+            (model(batch(step + part)) for part in range(1 + (RANK + step) % 2)),
+            torch.zeros((), device=DEVICE),
+        )
 
     check(run)
 
@@ -328,7 +344,7 @@ def a_rank_leaves_out_a_layer_of_two_modules() -> None:
 @kind
 def autocast_on_one_rank() -> None:
     def run(model: Any, step: int) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if RANK else nullcontext():
+        with torch.autocast(DEVICE, torch.bfloat16) if RANK else nullcontext():
             return model(batch(step)).float()  # type: ignore[no-any-return]
 
     check(run, steps=3, dtype=torch.float32)
@@ -343,7 +359,7 @@ def refused(says: str) -> Callable[[Callable[[], Any]], None]:
 
 def plain_ddp(make: Callable[[], nn.Module] = Varied, **ddp_options: Any) -> DistributedDataParallel:
     torch.manual_seed(7)
-    return DistributedDataParallel(make(), **ddp_options)
+    return DistributedDataParallel(make().to(DEVICE), **ddp_options)
 
 
 def compiled(ddp: DistributedDataParallel, **options: Any) -> Any:
@@ -353,12 +369,16 @@ def compiled(ddp: DistributedDataParallel, **options: Any) -> Any:
 WEIGHT = "blocks.1.layer.weight"
 
 
-@refused("the parameter first.weight is float64[8, 8] on cpu on rank 1 and float32[8, 8] on cpu on rank 0")
+@refused(
+    f"the parameter first.weight is float64[8, 8] on {DEVICE} on rank 1 and float32[8, 8] on {DEVICE} on rank 0"
+)
 def parameters_of_another_dtype() -> Any:
     return compiled(plain_ddp().to(torch.float64 if RANK == 1 else torch.float32))
 
 
-@refused(f"the parameter {WEIGHT} is bfloat16[8, 8] on cpu on rank 1 and float32[8, 8] on cpu on rank 0")
+@refused(
+    f"the parameter {WEIGHT} is bfloat16[8, 8] on {DEVICE} on rank 1 and float32[8, 8] on {DEVICE} on rank 0"
+)
 def one_parameter_of_another_dtype() -> Any:
     ddp = plain_ddp()
     if RANK == 1:
@@ -367,7 +387,9 @@ def one_parameter_of_another_dtype() -> Any:
     return compiled(ddp)
 
 
-@refused(f"the parameter {WEIGHT} is float32[8, 4] on cpu on rank 1 and float32[8, 8] on cpu on rank 0")
+@refused(
+    f"the parameter {WEIGHT} is float32[8, 4] on {DEVICE} on rank 1 and float32[8, 8] on {DEVICE} on rank 0"
+)
 def a_parameter_of_another_shape() -> Any:
     ddp = plain_ddp()
     if RANK == 1:
@@ -376,7 +398,7 @@ def a_parameter_of_another_shape() -> Any:
     return compiled(ddp)
 
 
-@refused("the parameter last.weight is not there on rank 1 and float32[4, 8] on cpu on rank 0")
+@refused(f"the parameter last.weight is not there on rank 1 and float32[4, 8] on {DEVICE} on rank 0")
 def other_parameters() -> Any:
     class Renamed(Varied):
         last = property(lambda self: self.head)
@@ -390,12 +412,12 @@ def other_parameters() -> Any:
 
 
 @refused(
-    "the buffer blocks.0.norm.running_mean is float32[3] on cpu on rank 1 and float32[8] on cpu on rank 0"
+    f"the buffer blocks.0.norm.running_mean is float32[3] on {DEVICE} on rank 1 and float32[8] on {DEVICE} on rank 0"
 )
 def a_buffer_of_another_shape() -> Any:
     ddp = plain_ddp(lambda: Varied(has_norm=True))
     if RANK == 1:
-        ddp.module.blocks[0].norm.running_mean = torch.zeros(3)
+        ddp.module.blocks[0].norm.running_mean = torch.zeros(3, device=DEVICE)
     return compiled(ddp)
 
 
@@ -409,7 +431,9 @@ def gradients_compressed_on_one_rank() -> Any:
     return compiled(plain_ddp(), gradient_compression="bf16" if RANK == 1 else None)
 
 
-@refused("first.weight was float32[8, 8] on cpu when its gradient was first reduced and is float64")
+@refused(
+    f"first.weight was float32[8, 8] on {DEVICE_OF_RANK_1} when its gradient was first reduced and is float64"
+)
 def a_dtype_that_changes_on_one_rank() -> Any:
     """The last, since the others are in the midst of a backward."""
     model = compiled(plain_ddp())
@@ -461,7 +485,7 @@ def random_pair(seed: int, steps: int = 3) -> None:
 
 
 def run_pairs(count: int, first_seed: int = 0) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    start_process_group(timeout=timedelta(seconds=60))
     for seed in range(first_seed, first_seed + count):
         random_pair(seed)
         gradsplit.reset()
@@ -471,7 +495,7 @@ def run_pairs(count: int, first_seed: int = 0) -> None:
 
 
 def run_kinds(folder: Path, names: Sequence[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    start_process_group(timeout=timedelta(seconds=60))
     outcomes, seconds = {}, {}
     for name in names or (*KINDS, *REFUSED):
         start_s = time.monotonic()

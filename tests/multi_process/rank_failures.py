@@ -3,7 +3,8 @@ that leaves a backward out: the others name it soon, or go on.
 
 ``python -m tests.multi_process.rank_failures`` tries all kinds at all stages on 2 and 4 gloo ranks, each also where
 rank 0 is the one, which holds the store. With names of cases (``killed-forward-2-1``: kind, stage, ranks, which) it
-tries those. Ranks are started here and not by a launcher, which would end them all.
+tries those. ``DDP_CASES_DEVICE=cuda`` tries them over NCCL, on as many ranks as there are GPUs. Ranks are started here
+and not by a launcher, which would end them all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from gradsplit.compile_core.options import CompileOptions
 from gradsplit.distributed import CompiledDDP, DDPOptions
 from gradsplit.distributed.agreement import bulletin, ring
 from gradsplit.distributed.agreement.failure_watch import LINGER_S
+from tests.multi_process.ddp_harness import DEVICE, start_process_group
 from tests.multi_process.faults import Faults
 from tests.start_ranks import ROOT
 
@@ -146,8 +148,8 @@ def train(case: Case, folder: Path) -> None:
     faults = Faults()
     faults.happens = lambda: fault.at("compile")
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    net = Net()
+    start_process_group()
+    net = Net().to(DEVICE)
     if case.kind == "skips" and case.stage != "goes_on_buffers":
         net.norm = torch.nn.Identity()
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.0001)
@@ -162,7 +164,7 @@ def train(case: Case, folder: Path) -> None:
             faults.happens = lambda: fault.at("evaluation")
         with torch.no_grad():
             ddp.require_forward_param_sync = False  # as with stock DDP after a forward without gradients
-            model(torch.ones(4 + rank, 8))
+            model(torch.ones(4 + rank, 8, device=DEVICE))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(STEPS):
         # A first compilation happens in the first step, and later ones do where there is another size.
@@ -170,7 +172,7 @@ def train(case: Case, folder: Path) -> None:
         if fault.armed and case.stage == "capture":
             install_capture_fault(fault)
         optimizer.zero_grad()
-        loss = model(torch.ones(4 + rank, 8)).square().sum()
+        loss = model(torch.ones(4 + rank, 8, device=DEVICE)).square().sum()
         if case.kind == "skips" and step == FAILING_STEP and rank == case.rank:
             (folder / "begun").write_text(str(time.time()))
             if case.stage.startswith("goes_on"):
@@ -228,6 +230,7 @@ def _start(case: Case, rank: int, port: str, folder: Path) -> subprocess.Popen[s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(case.size),
     }
     command = [sys.executable, "-m", "tests.multi_process.rank_failures", "--train", str(folder), str(case)]
@@ -304,15 +307,16 @@ def _seconds(kind: str, stage: str) -> float:
 
 def all_cases() -> list[Case]:
     """Every kind at every stage, on 2 and 4 ranks, where rank 0 is the one and where another is."""
+    sizes = [size for size in (2, 4) if DEVICE == "cpu" or size <= torch.cuda.device_count()]
     return [
         Case(kind, stage, size, rank, seconds=_seconds(kind, stage))
-        for size in (2, 4)
+        for size in sizes
         for kind in KINDS
         for stage in STAGES
         for rank in ((0, 1) if size == 2 else (0, 2))
     ] + [
         Case("skips", stage, size, rank)
-        for size in (2, 4)
+        for size in sizes
         for stage in SKIPS
         for rank in ((0, 1) if size == 2 else (0, 2))
     ]

@@ -18,10 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.multi_process.ddp_harness import CASES, DEVICE
+from tests.multi_process.ddp_harness import CASES, DEVICE, start_process_group
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 TIMEOUT = timedelta(seconds=30)
@@ -36,14 +35,7 @@ def load_cases(device: str) -> list[str]:
 
 def join_group(store: dist.Store, generation: int) -> None:
     prefixed = dist.PrefixStore(f"group {generation}", store)
-    if DEVICE == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl", store=prefixed, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT, device_id=device
-        )
-    else:
-        dist.init_process_group("gloo", store=prefixed, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT)
+    start_process_group(store=prefixed, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT)
 
 
 def failed_somewhere(store: dist.Store, name: str, failed: bool) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.multi_process.rank_differences import KINDS, REFUSED
 from tests.start_ranks import start_ranks
@@ -13,10 +14,13 @@ from tests.start_ranks import start_ranks
 Outcomes = list[dict[str, str]]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"NCCL needs a GPU for each of two ranks, and there is {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("rank_differences")
-    run = start_ranks(["-m", "tests.multi_process.rank_differences", str(folder)], timeout_s=200)
+    program = ["-m", "tests.multi_process.rank_differences", str(folder)]
+    run = start_ranks(program, timeout_s=200, DDP_CASES_DEVICE=request.param)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
