@@ -38,6 +38,7 @@ from gradsplit.compile_core.capture.values.containers import (
 )
 from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.iterators import IteratorValue
+from gradsplit.compile_core.capture.values.live_iterators import LiveIterator
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -170,19 +171,21 @@ class RunnerWriter(SourceWriter):
             items = ", ".join(self.emit(item) for item in content.items)
             return [f"{cls}.__setitem__({name}, slice(None), [{items}])" if cls else f"{name}[:] = [{items}]"]
         if isinstance(content, DictValue):
-            pairs = [(self.emit(key), self.emit(item)) for key, item in content.entries.values()]
-            if cls:
-                return [
-                    f"{cls}.clear({name})",
-                    *(f"{cls}.__setitem__({name}, {key}, {item})" for key, item in pairs),
-                ]
-            return [
-                f"{name}.clear()",
-                f"{name}.update({{{', '.join(f'{key}: {item}' for key, item in pairs)}}})",
-            ]
+            return self._dict_lines(content, name, cls)
         if isinstance(content, SetValue) and content.cls is set:
             return self._set_lines(content, name)
         return []
+
+    def _dict_lines(self, content: DictValue, name: str, cls: str) -> list[str]:
+        entries = content.entries
+        # Iterators stand at places of a dictionary, which keeps them as long as it keeps its keys.
+        has_same_keys = content.source is not None and content.original_keys == tuple(entries)
+        stored = [pair for pair in entries.values() if not (has_same_keys and isinstance(pair[1], LazyValue))]
+        pairs = [(self.emit(key), self.emit(item)) for key, item in stored]
+        begin = [] if has_same_keys else [f"{cls}.clear({name})" if cls else f"{name}.clear()"]
+        if cls:
+            return [*begin, *(f"{cls}.__setitem__({name}, {key}, {item})" for key, item in pairs)]
+        return [*begin, f"{name}.update({{{', '.join(f'{key}: {item}' for key, item in pairs)}}})"]
 
     def _set_lines(self, content: SetValue, name: str) -> list[str]:
         """A set keeps the members that stay, and with them as much of its order as it can."""
@@ -264,6 +267,9 @@ class RunnerWriter(SourceWriter):
     def replay(self, effects: SideEffects) -> None:
         """Store the final state of everything that the captured call changed."""
         self._changes += effects.changes()
+        for iterator in effects.iterators.values():
+            assert isinstance(iterator, LiveIterator)
+            self._effects.append(f"for _ in range({iterator.taken}): next({self.emit(iterator)}, None)")
         for container in effects.containers.values():
             assert isinstance(container, ContainerValue)
             self._effects += self._content_lines(container, self.emit(container))

@@ -52,6 +52,7 @@ from gradsplit.compile_core.capture.values.containers import (
     sequence_fields,
 )
 from gradsplit.compile_core.capture.values.deques import DequeValue
+from gradsplit.compile_core.capture.values.live_iterators import LIVE_ITERATORS, wrap_iterator
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
@@ -234,6 +235,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
     container = _wrap_container(state, real, source)
     if container is not None:
         return container
+    if type(real) in LIVE_ITERATORS and source is not None:
+        return wrap_iterator(state, real, source) or wrap_opaque(state, real, source, None)
     if type(real) in GETTERS:
         _guard_identity(state, real, source)
         return existing_getter(state, real, source or state.reference_source(type(real).__name__, real))

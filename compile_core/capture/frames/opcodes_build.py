@@ -86,7 +86,7 @@ def _call_intrinsic(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("UNPACK_SEQUENCE")
 def _unpack_sequence(frame: Frame, instruction: Instruction) -> None:
-    items = _items_to_unpack(frame)
+    items = _items_to_unpack(frame, instruction.arg)
     if len(items) != instruction.arg:
         wanted = instruction.arg
         few = f"not enough values to unpack (expected {wanted}, got {len(items)})"
@@ -108,8 +108,14 @@ def _unpack_ex(frame: Frame, instruction: Instruction) -> None:
     frame.stack.extend(reversed(parts))
 
 
-def _items_to_unpack(frame: Frame) -> list[Value]:
+def _items_to_unpack(frame: Frame, stored: int = 0) -> list[Any]:
+    """The items; unread ones of a tuple stay so where the next instructions store them all, ``stored``, in variables:
+    nothing of a variable that nobody reads is guarded, as of the index in ``for index, layer in enumerate(layers)``."""
     value = frame.pop()
+    following = frame.code.instructions[frame.index : frame.index + stored]
+    are_stored = stored > 0 and all(entry.name == "STORE_FAST" for entry in following)
+    if are_stored and isinstance(value, SequenceValue) and value.cls is tuple and len(value.items) == stored:
+        return list(value.items)
     if isinstance(value, DictValue) and value.cls is collections.defaultdict:
         value.guard_keys(frame.state)
     if not is_iterable(value):

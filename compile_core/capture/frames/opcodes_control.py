@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import types
 from collections.abc import Callable
+from typing import Any
 
 from gradsplit.compile_core.capture.code_objects.instructions import Instruction
 from gradsplit.compile_core.capture.code_objects.python_versions import (
@@ -61,7 +62,8 @@ def _jump_or_pop(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("FOR_ITER")
 def _for_iter(frame: Frame, instruction: Instruction) -> None:
-    item = frame.stack[-1].advance(frame.state)
+    iterator, stores = frame.stack[-1], frame.code.instructions[frame.index].name == "STORE_FAST"
+    item: Any = iterator.advance_unread(frame.state) if stores else iterator.advance(frame.state)
     if item is not None:
         frame.push(item)
         return

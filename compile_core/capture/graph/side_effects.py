@@ -23,6 +23,7 @@ class SideEffects:
         self.attributes: dict[tuple[int, str], Value] = {}
         self.cells: dict[int, Value] = {}
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], Value]] = {}
+        self.iterators: dict[int, Value] = {}
         # Attributes stored in classes, MISSING where they were deleted.
         self.classes: dict[tuple[type, str], Value] = {}
         self._body_began: int | None = None
@@ -58,6 +59,10 @@ class SideEffects:
         if owner.source is not None:
             self.attributes[(id(owner), name)] = owner
 
+    def iterator_advanced(self, iterator: Value) -> None:
+        self._check_own(iterator)
+        self.iterators[id(iterator)] = iterator
+
     def class_changed(self, cls: type, name: str, value: Value) -> None:
         self._check_own(None)
         self.classes[(cls, name)] = value
@@ -79,6 +84,8 @@ class SideEffects:
         """In words, what will be other than it was; not what is stored anew and equals what was there."""
         for container in self.containers.values():
             yield f"the content of {container.source}"
+        for iterator in self.iterators.values():
+            yield f"where {iterator.source} stands"
         for (_, name), owner in self.attributes.items():
             now: Any = getattr(owner, "changes", {}).get(name)
             real_dict = getattr(owner, "real_dict", dict)
@@ -94,7 +101,9 @@ class SideEffects:
             yield f"{cls.__qualname__}.{name}"
 
     def __bool__(self) -> bool:
-        return bool(self.containers or self.attributes or self.cells or self.globals or self.classes)
+        return bool(
+            self.containers or self.iterators or self.attributes or self.cells or self.globals or self.classes
+        )
 
 
 def _is_constant(now: Any, before: Any) -> bool:

@@ -58,6 +58,10 @@ class SizeHistory:
         full of floats that never do. The text tells 0.0 from -0.0, and takes nan for itself."""
         return self.dynamic is not False and bool(self._note(("float", str(source)), [repr(value)]))
 
+    def note_differs(self, source: Source) -> None:
+        """The integer at ``source``, if it is one, will be another in the next call."""
+        self._changed.setdefault(("integer", str(source)), set()).add(0)
+
     def has_changed(self, source: Source, value: str) -> bool:
         """Whether the string at ``source`` has differed between calls."""
         return bool(self._note(("literal", str(source)), [value]))

@@ -128,6 +128,8 @@ def _method_rule(name: str) -> CallRule:
             entered = [inner for inner in state.entered_modes if getattr(inner, "made_before", None) is mode]
             if name == "__enter__" and entered:
                 raise state.unsupported("autocast", "an autocast object is entered that was not left yet")
+            if name == "__exit__" and not entered:
+                raise state.unsupported("autocast", "an autocast object is left that was entered before")
             mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
         if not isinstance(mode, ModeValue):
             raise TypeError(f"{name} of {mode.describe()}")

@@ -106,6 +106,10 @@ class Value:
         """The next item of an iterator, None at its end."""
         raise state.unsupported("iteration", f"{self.describe()} is not an iterator with a rule")
 
+    def advance_unread(self, state: CaptureState) -> Value | LazyValue | None:
+        """The same for who only stores the item: of an item that nobody reads nothing is guarded."""
+        return self.advance(state)
+
     def returned(self) -> Value | None:
         """What a generator returned, or ``StopIteration`` of the program's own holds; None for other iterators."""
         stopped, self.stopped = self.stopped, None
@@ -254,6 +258,8 @@ class CaptureState:
         self.inference_mode = torch.is_inference_mode_enabled()
         # Those among them that must be entered for real where the capture ends inside of them.
         self.entered_modes: list[Any] = []
+        # Existing iterators that a copy tells the items of.
+        self.live_iterators: list[Any] = []
         # Modes of torch that see every call of its functions, with what each makes of reading an item of a tensor.
         self.function_modes: list[tuple[Value, Callable[[CaptureState, Any, Value], Value | None]]] = []
         # Whether the captured function is what goes on behind a graph break.

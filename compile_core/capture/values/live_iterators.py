@@ -1,0 +1,201 @@
+"""Iterators that existed before the capture, as those of a loop with a graph break in it.
+
+Where ``next`` runs no code of the program, a copy of the iterator tells what is to come, at capture and in each check:
+an item is found at its place behind where the iterator stands, wherever that is. So what is captured of a round of a
+loop holds for every round that is alike. The iterator itself moves when the graph has run, with the other effects.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, Value
+from gradsplit.compile_core.capture.values.iterators import (
+    FilterIterator,
+    IteratorValue,
+    MapIterator,
+    ZipIterator,
+)
+from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, Reference, Source
+
+# Those over containers: a copy of one stands where it does, and moves by itself.
+_OVER_CONTAINERS = (
+    *(type(iter(made)) for made in ([], (), set(), "", "ä", b"", bytearray(), range(1), range(1 << 70))),
+    *(type(iter(view)) for view in ({}.keys(), {}.values(), {}.items())),
+    *(type(reversed(made)) for made in ([], (), range(1), {}, {}.values(), {}.items())),
+)
+
+
+class Ahead:
+    """The items that an iterator has not given yet. It reads them from a copy, as far as it is asked."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._copy = _copy_of(iterator, {})
+        self._items: list[Any] = []
+
+    def __getitem__(self, place: int) -> Any:
+        while len(self._items) <= place:
+            try:
+                self._items.append(next(self._copy))
+            except StopIteration:
+                raise IndexError(place) from None
+        return self._items[place]
+
+    def ends_at(self, place: int) -> bool:
+        """Whether there are that many items and no more."""
+        try:
+            self[place]
+        except IndexError:
+            return len(self._items) == place
+        return False
+
+
+class _RunsCode(Exception):
+    """To go on with the iterator may run code of the program."""
+
+
+def _copy_of(iterator: Any, made: dict[int, Any]) -> Any:
+    """An iterator that will give the same items; one that occurs twice in the original does so in the copy."""
+    found = made.get(id(iterator))
+    if found is not None:
+        return found
+    if type(iterator) in _OVER_CONTAINERS:
+        copied = copy.copy(iterator)
+    elif type(iterator) is enumerate:
+        inner, index = iterator.__reduce__()[1]
+        copied = enumerate(_copy_of(inner, made), index)
+    elif type(iterator) is zip:
+        parts = [_copy_of(part, made) for part in _parts(iterator)]
+        copied = zip(*parts, strict=len(iterator.__reduce__()) > 2)
+    else:
+        raise _RunsCode
+    made[id(iterator)] = copied
+    return copied
+
+
+def _parts(iterator: Any) -> tuple[Any, ...]:
+    """What ``zip``, ``map`` and ``filter`` were made of: they have no state of their own."""
+    return iterator.__reduce__()[1]
+
+
+def _inner(iterator: Any) -> tuple[Any, ...]:
+    return _parts(iterator) if type(iterator) is zip else iterator.__reduce__()[1][:1]
+
+
+def _roots(iterator: Any) -> set[int]:
+    """The innermost iterators."""
+    if type(iterator) in _OVER_CONTAINERS:
+        return {id(iterator)}
+    return set().union(*map(_roots, _inner(iterator)))
+
+
+def _share_nothing(*iterators: Any) -> bool:
+    roots = [_roots(iterator) for iterator in iterators]
+    return sum(map(len, roots)) == len(set().union(*roots))
+
+
+class LiveIterator(IteratorValue):
+    """An existing iterator whose ``next`` runs no code of the program; ``taken`` is how often it was called."""
+
+    def __init__(self, real: Any, source: Source) -> None:
+        self.real = real
+        self.source: Source = source
+        self.cls = type(real)
+        self.taken = 0
+        self._place = ConvertedSource(source, _AHEAD)
+        self._ahead = Ahead(real)
+        self._containers = _containers(real)
+
+    def advance(self, state: CaptureState) -> Value | None:
+        item = self.advance_unread(state)
+        return None if item is None else state.realize(item)
+
+    def advance_unread(self, state: CaptureState) -> LazyValue | None:
+        if not self._containers.isdisjoint(_about_to_change(state)):
+            # The copy knows of no change that is yet to be stored.
+            raise state.unsupported("live-iterator", f"what {self.source} runs over changes meanwhile")
+        state.effects.iterator_advanced(self)
+        place, self.taken = self.taken, self.taken + 1
+        try:
+            item = self._ahead[place]
+        except IndexError:
+            self.taken = place + 1  # who has ended stays so
+            text = f"{self.source} has {place} items left"
+            state.guards.add([self._place], f"{{0}}.ends_at({place})", [], text)
+            return None
+        text = f"{self.source} has {place + 1} items left, or more"
+        state.guards.add([self._place], f"not {{0}}.ends_at({place})", [], text)
+        source = ItemSource(self._place, place)
+        parts = [ItemSource(source, at) for at in range(len(item))] if type(item) is tuple else []
+        for part in (source, *parts):
+            state.sizes.history.note_differs(part)  # numbers count the rounds, so that the next has another
+        return LazyValue(item, source)
+
+
+def wrap_iterator(state: CaptureState, real: Any, source: Source) -> Value | None:
+    """The value of an existing iterator; None where there is no rule for one of this kind."""
+    if type(real) in (zip, map, filter):
+        state.guards.type_is(source, type(real))
+        return _in_parts(state, real, source)
+    try:
+        made = LiveIterator(real, source)
+    except (_RunsCode, RuntimeError):  # the latter: a dictionary that has changed
+        return None
+    state.guards.type_is(source, type(real))
+    others = state.live_iterators
+    if others:
+        if not _share_nothing(real, *(other.real for other in others)):
+            return None
+        names = ", ".join(f"{{{at}}}" for at in range(len(others) + 1))
+        places = [source, *(other.source for other in others)]
+        text = f"{source} and the other iterators have nothing in common"
+        state.guards.add(places, f"{{c0}}({names})", [_share_nothing], text)
+    others.append(made)
+    return made
+
+
+def _in_parts(state: CaptureState, real: Any, source: Source) -> Value:
+    """Those that have no state of their own, as what they were made of: its functions are captured."""
+    place = ConvertedSource(source, _PARTS)
+    parts = _parts(real)
+    state.guards.length(place, len(parts))
+    values = [state.wrap(part, ItemSource(place, at)) for at, part in enumerate(parts)]
+    if type(real) is zip:
+        strict = len(real.__reduce__()) > 2
+        state.guards.add(
+            [source], f"(len({{0}}.__reduce__()) > 2) is {strict}", [], f"{source} is strict or not"
+        )
+        made: Value = ZipIterator(values, strict)
+    else:
+        made = MapIterator(values[0], values[1:]) if type(real) is map else FilterIterator(*values)
+    made.source = source
+    return made
+
+
+def _containers(real: Any) -> set[int]:
+    """What the iterator runs over."""
+    if type(real) in _OVER_CONTAINERS:
+        return set(map(id, gc.get_referents(real)))
+    return set().union(*map(_containers, _inner(real)))
+
+
+def _about_to_change(state: CaptureState) -> set[int]:
+    """The containers that the effects so far will change, once the graph has run."""
+    effects = state.effects
+    if not (effects.containers or effects.attributes or effects.globals):
+        return set()
+    changed = {id(value) for value in effects.containers.values()}
+    found = {place for place, (_, value) in state.known.items() if id(value) in changed}
+    found |= {
+        place for place, (_, value) in state.known.items() if id(getattr(value, "content", None)) in changed
+    }
+    owners = [owner for owner in effects.attributes.values() if hasattr(owner, "real_dict")]
+    return found | {id(owner.real_dict()) for owner in owners} | {place for place, _ in effects.globals}
+
+
+_AHEAD = Reference("ahead", Ahead)
+_PARTS = Reference("parts", _parts)
+LIVE_ITERATORS = frozenset([*_OVER_CONTAINERS, enumerate, zip, map, filter])
