@@ -10,7 +10,8 @@ VENV_PYTHON := $(VENV)/bin/python
 TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch differential lint launch-checks rank-failures test-gpu compile-time-growth clean python-version
+.PHONY: demo test test-torch differential lint launch-checks rank-failures test-gpu test-ranks compile-time-growth \
+	minimized-faults clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -54,6 +55,11 @@ test-ranks: $(VENV)/installed
 # Processor seconds of compiling programs of up to 20,000 operations: an hour or two.
 compile-time-growth: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.bench.compile_growth
+
+# Forty planted faults in programs of 200 and of 1,000 calls, each made smaller: half an hour.
+minimized-faults: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.minimizer.planted_programs 200
+	$(VENV_PYTHON) -m tests.minimizer.planted_programs 1000
 
 python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'

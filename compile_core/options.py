@@ -29,6 +29,46 @@ def compilation_is_off() -> bool:
     return any(os.environ.get(name, "0") == "1" for name in ("GRADSPLIT_DISABLE", "TORCH_COMPILE_DISABLE"))
 
 
+@dataclass(frozen=True)
+class ReproRequest:
+    """What is to become of graphs that fail.
+
+    Attributes:
+        after: "capture" or "aot": the stage whose graph is written.
+        level: 1 writes a graph that fails to compile or to run its forward, 2 makes it smaller first, 3 tries every
+            graph in another process before it is compiled, its backward, too, so that crashes and hangs are found,
+            4 also compares results and gradients with plain PyTorch's.
+        folder: where programs are written.
+    """
+
+    after: str
+    level: int
+    folder: Path
+
+
+def requested_repro() -> ReproRequest | None:
+    """``GRADSPLIT_REPRO_AFTER``, ``GRADSPLIT_REPRO_LEVEL`` (2) and ``GRADSPLIT_REPRO_DIR`` (``gradsplit_repro`` here).
+
+    Raises:
+        ValueError: one of them has a value that it cannot have.
+    """
+    after = os.environ.get("GRADSPLIT_REPRO_AFTER", "")
+    if not after:
+        return None
+    stages = {
+        "capture": "capture",
+        "dynamo": "capture",
+        "aot": "aot",
+    }  # the second is torch's word for the first
+    if after not in stages:
+        raise ValueError(f"GRADSPLIT_REPRO_AFTER takes capture or aot, not {after!r}")
+    level = os.environ.get("GRADSPLIT_REPRO_LEVEL", "2")
+    if level not in ("1", "2", "3", "4"):
+        raise ValueError(f"GRADSPLIT_REPRO_LEVEL takes 1 to 4, not {level!r}")
+    folder = Path(os.environ.get("GRADSPLIT_REPRO_DIR") or "gradsplit_repro")
+    return ReproRequest(stages[after], int(level), folder)
+
+
 def chosen_cpp_compiler() -> list[str]:
     """The command in ``CXX``, in words, arguments among them; empty where none is chosen."""
     return shlex.split(os.environ.get("CXX", ""))
@@ -122,6 +162,18 @@ class CompileOptions:
     verify: bool = field(
         default_factory=lambda: os.environ.get("GRADSPLIT_VERIFY", "0") != "0",
         metadata=_flag("check what every stage hands on; costs compile time"),
+    )
+    skipped_passes: frozenset[str] = field(
+        default=frozenset(),
+        metadata=_option(
+            lambda value: (
+                isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(n, str) for n in value)
+            ),
+            "names of passes",
+            "passes between the stages that are left out, to find the one that is at fault; some cannot be",
+            name="skip_passes",
+            convert=frozenset,
+        ),
     )
     cuda_graphs: bool = field(
         default=False,

@@ -127,23 +127,23 @@ def run_passes(
     choices: Choices,
     dump: StageDump,
     prefix: str,
-    verify: bool,
+    options: CompileOptions,
 ) -> Graph:
-    """The graph after all passes that apply.
+    """The graph after all passes that apply, but for those that the user leaves out.
 
     Args:
         prefix: of the names that ``dump`` gives the graphs: ``<prefix>.<pass>``.
 
     Raises:
-        InternalError: ``verify``, and a pass broke a rule of its graphs.
+        InternalError: the compilation is verified, and a pass broke a rule of its graphs.
     """
     for each in passes:
-        if not each.when(choices):
+        if each.name in options.skipped_passes or not each.when(choices):
             continue
         with timed(each.name):
             graph = each.run(graph, choices)
         dump(f"{prefix}.{each.name}", _print, graph)
-        if verify:
+        if options.verify:
             _verify(graph)
     return graph
 

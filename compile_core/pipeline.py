@@ -168,21 +168,21 @@ def compile_stages(
     """The stages proper; see ``compile_module``."""
     dump = StageDump(options.text_folder, options.diagram_folder)
     dump("captured", print_graph, module)
-    backend.prepare(_device_type(examples))
-    decompositions = backend.decompositions(_device_type(examples), options)
+    backend.prepare(device_type_of(examples))
+    decompositions = backend.decompositions(device_type_of(examples), options)
     choices = GraphChoices(
         makes_random_numbers=backend.makes_random_numbers and not options.fallback_random,
         pads_products=backend.aligns_products and options.shape_padding,
     )
     if choices.makes_random_numbers:
         decompositions = {**decompositions, **random_decompositions.DECOMPOSITIONS}
-    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options.verify)
+    program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
     with timed("trace_joint"):
         joint = trace_joint(program, examples, decompositions)
     dump("joint", print_graph, joint.module)
     if options.verify:
         verify_joint(joint)
-    joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options.verify)
+    joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options)
     with timed("partition"):
         graph = partition(joint, options.activation_memory_budget)
     if options.verify:
@@ -248,7 +248,7 @@ def _start_regions(
     return lambda: link(schedule, {name: finish() for name, finish in started.items()})
 
 
-def _device_type(examples: Sequence[Any]) -> str:
+def device_type_of(examples: Sequence[Any]) -> str:
     """The type of device that the graph computes on: an accelerator where any input lies on one."""
     types = [example.device.type for example in examples if isinstance(example, torch.Tensor)]
     return next((kind for kind in types if kind != "cpu"), "cpu")

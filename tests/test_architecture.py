@@ -48,7 +48,8 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "pipeline": (*BASE, *STAGES, "bind_sizes", "passes"),
     "compiled_calls": (*BASE, "capture", "observe"),
     "export": (*BASE, "capture", "compiled_calls"),
-    "interface": (*BASE, *STAGES, "bind_sizes", "pipeline", "compiled_calls"),
+    "minimizer": (*BASE, "backends"),
+    "interface": (*BASE, *STAGES, "bind_sizes", "pipeline", "compiled_calls", "minimizer"),
     "compile_core": (),
 }
 

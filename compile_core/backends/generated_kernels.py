@@ -65,7 +65,7 @@ def generate_region(
     with timed("lower"):
         program = lower(compute)
     choices = RegionChoices(compute, options, lambda part: _link(part, options))
-    program = run_passes(LOOP_PASSES, program, choices, dump, compute.name, options.verify)
+    program = run_passes(LOOP_PASSES, program, choices, dump, compute.name, options)
     dump(f"{compute.name}.unfused", lambda program: "\n".join(map(str, program.unfused)), program)
     dump(f"{compute.name}.loops", print_program, program)
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))

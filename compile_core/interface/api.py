@@ -28,6 +28,7 @@ from gradsplit.compile_core.interface.module_compilers import (
 )
 from gradsplit.compile_core.interface.supported_here import say_once, why_nothing_is_compiled
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.minimizer.write_failures import writing_failures
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.options import compilation_is_off
@@ -159,6 +160,7 @@ def _new_programs(request: CompileRequest) -> Programs:
             captured, inputs, backend=backend, options=request.options
         )
 
+    compile_or_write = writing_failures(compile_captured, backend, request.options)
     # A backend that also observes is told of what leads to the graphs that it compiles.
     observer = (
         backend.compile
@@ -169,7 +171,7 @@ def _new_programs(request: CompileRequest) -> Programs:
         cache_limit = observer.cache_limit
     return Programs(
         Settings(
-            compile_captured,
+            compile_or_write,
             request.fullgraph,
             request.dynamic,
             cache_limit,

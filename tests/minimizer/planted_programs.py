@@ -1,0 +1,130 @@
+"""Programs of any length with one planted fault somewhere, and what becomes of them under the minimizer.
+
+``python -m tests.minimizer.planted_programs [CALLS] [NAME ...]`` plants each fault, or those named, into a program of
+so many calls (200), makes it smaller, and prints what was left in a table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tests.minimizer.planted_faults import FAULTS, VARIABLE
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600
+_CALLS = (torch.tanh, torch.cos, torch.relu, torch.nn.functional.gelu, lambda x: x * 0.5, lambda x: x + 0.25)
+
+
+class Program(torch.nn.Module):
+    """Calls in a row, some of which also read an earlier value, with what the fault needs in their midst."""
+
+    def __init__(self, name: str, calls: int) -> None:
+        super().__init__()
+        self.needs = FAULTS[name].needs
+        choices = random.Random(f"{name} {calls}")
+        self.position = choices.randrange(calls // 4, calls)
+        self.rows = [(choices.randrange(len(_CALLS)), choices.randrange(8)) for _ in range(calls)]
+        self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        recent = [x * self.weight]
+        for k, (call, back) in enumerate(self.rows):
+            if k == self.position:
+                recent.append(self.needs(recent[-1]))
+            value = _CALLS[call](recent[-1])
+            recent.append(value + recent[max(-1 - back, -len(recent))] * 0.5 if back % 3 == 0 else value)
+            recent = recent[-8:]
+        return recent[-1], recent[-2].sum()
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was left of a program.
+
+    Attributes:
+        calls: in the small program; 0 if none was written.
+        fails_alone: running it fails.
+    """
+
+    calls: int
+    fails_alone: bool
+    seconds: float
+    said: str
+
+
+def minimized(name: str, calls: int, folder: Path) -> Found:
+    """Makes a program with a fault smaller, as somebody would on the command line."""
+    fault = FAULTS[name]
+    file = folder / "large.py"
+    file.write_text(
+        "from tests.minimizer import planted_faults\n"
+        "from tests.minimizer.planted_programs import Program as Planted, inputs\n"
+        "from gradsplit.minimize import Settings\n"
+        f"SETTINGS = Settings({fault.backend!r}, ('tests.minimizer.planted_faults',), level={fault.level})\n"
+        f"Program = lambda: Planted({name!r}, {calls})\n"
+    )
+    environment = {
+        **os.environ,
+        VARIABLE: name,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "GRADSPLIT_CACHE": str(folder / "cache"),
+    }
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "gradsplit.minimize", str(file)]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    seconds = time.monotonic() - begin
+    small = folder / "minimized" / "repro.py"
+    if run.returncode != 0 or not small.exists():
+        return Found(0, False, seconds, run.stdout + run.stderr)
+    left = re.search(r"^(\d+) calls that fail", run.stdout, re.MULTILINE)
+    assert left is not None, run.stdout
+    try:
+        again = subprocess.run(
+            [sys.executable, str(small)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        fails_alone = again.returncode != 0
+    except subprocess.TimeoutExpired:
+        fails_alone = "hangs" in run.stdout
+    return Found(int(left[1]), fails_alone, seconds, run.stdout)
+
+
+def main(calls: int = 200, *names: str) -> None:
+    table = Table("fault", "calls left", "fails alone", "seconds")
+    good = 0
+    for name in names or FAULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = minimized(name, calls, Path(folder))
+        good += found.fails_alone and 0 < found.calls <= 5 and found.seconds <= 120
+        table.add_row(name, str(found.calls), str(found.fails_alone), f"{found.seconds:.0f}")
+        print(name, found, flush=True)
+    Console(width=120).print(table)
+    print(f"{good} of {len(names or FAULTS)} faults of {calls} calls are at most 5 calls within 120 s")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

@@ -1,0 +1,146 @@
+"""The minimizer: parts of graphs, and programs with planted faults. ``planted_programs.py`` has forty of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradsplit.compile_core.minimizer.outcome import Outcome, outcome_of
+from gradsplit.compile_core.minimizer.reduce import fewer, fewer_calls, needed_passes, smaller_sizes
+from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
+from gradsplit.compile_core.minimizer.trials import in_a_fork
+from gradsplit.compile_core.options import requested_repro
+from gradsplit.minimize import captured
+from tests.minimizer.planted_faults import FAULTS
+from tests.minimizer.planted_programs import ROOT, minimized
+
+
+def test_fewer_keeps_what_it_takes():
+    for wanted in ({17}, {3, 40}, {0, 1, 99}):
+        assert set(fewer(range(100), lambda part, wanted=wanted: wanted <= set(part))) == wanted
+
+
+def test_passes_that_are_needed():
+    names = [f"pass {k}" for k in range(11)]
+    assert needed_passes(names, lambda skipped: True) == ()
+    assert list(needed_passes(names, lambda skipped: "pass 7" not in skipped)) == ["pass 7"]
+
+
+class _Chain(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(5):
+            x = x.tanh()
+        first, second = x.reshape(4, 2, 3).split(1, dim=1)
+        return first + second.sin(), x.add_(1.0)
+
+
+def _has_sin(candidate: Candidate) -> bool:
+    candidate.module(*candidate.inputs)
+    return any("sin" in str(node.target) for node in candidate.module.graph.nodes)
+
+
+def test_a_graph_gets_smaller_in_calls_and_in_sizes():
+    candidate = captured(_Chain(), [torch.randn(4, 6)])
+    small = fewer_calls(candidate, values_of(candidate), _has_sin)
+    assert [node.target for node in small.calls] == ["sin"]
+    (value,) = smaller_sizes(small, _has_sin).inputs
+    assert value.shape == (1, 1, 1)
+
+
+def test_trials_survive_what_they_try():
+    assert in_a_fork(lambda: os.abort(), 20.0).is_like(Outcome("crashes", "SIGABRT"))
+    assert in_a_fork(lambda: os._exit(3), 20.0).is_like(Outcome("crashes", "exit 3"))
+    assert in_a_fork(lambda: time.sleep(60), 0.5).is_like(Outcome("hangs"))
+    assert in_a_fork(lambda: Outcome("equal"), 20.0) == Outcome("equal")
+
+
+def test_a_failure_is_told_from_another():
+    candidate = captured(_Chain(), [torch.randn(4, 6)])
+
+    def fail(message: str) -> Outcome:
+        def compile_graph(module, inputs):
+            raise ValueError(message)
+
+        return outcome_of(candidate.module, candidate.inputs, compile_graph, False)
+
+    assert fail("no rule for sin_3 of [4, 6] in /a/b.py").is_like(
+        fail("no rule for sin_12 of [1, 2, 3] in /c.py")
+    )
+    assert not fail("no rule").is_like(fail("no kernel"))
+
+
+def test_values_are_compared_with_float64():
+    candidate = captured(_Chain(), [torch.randn(4, 6, dtype=torch.float64)])
+    inputs = candidate.inputs
+
+    def shifted(by: float):
+        return lambda module, inputs: lambda *given: tuple(result + by for result in module(*given))
+
+    assert outcome_of(candidate.module, inputs, shifted(0.0), True).kind == "equal"
+    assert outcome_of(candidate.module, inputs, shifted(1e-5), True).what == "result has other values"
+    assert (
+        outcome_of(candidate.module, inputs, shifted(float("nan")), True).what
+        == "result has no numbers at other places"
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["kernel of atan", "aborted at flip", "pass overwrite_inputs raises"])
+def test_a_planted_fault_is_all_that_is_left(name: str, tmp_path: Path):
+    assert name in FAULTS
+    found = minimized(name, 12, tmp_path)
+    assert found.fails_alone and 0 < found.calls <= 5, found.said
+
+
+_BACKEND = """
+def broken(module, inputs):
+    if any("cumsum" in str(node.target) for node in module.graph.nodes):
+        raise KeyError("cumsum")
+    return module
+"""
+_TRAINS = """
+import torch, gradsplit, backends_of_mine
+step = gradsplit.compile(lambda x: x.sin().cumsum(0).cos(), backend=backends_of_mine.broken)
+step(torch.randn(8, 8))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_failing_program_leaves_a_smaller_one(tmp_path: Path):
+    (tmp_path / "train.py").write_text(_TRAINS)
+    (tmp_path / "backends_of_mine.py").write_text(_BACKEND)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "GRADSPLIT_REPRO_AFTER": "capture",
+        "GRADSPLIT_REPRO_DIR": str(tmp_path / "out"),
+    }
+
+    def run(program: Path) -> str:
+        command = [sys.executable, str(program)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+
+    said = run(tmp_path / "train.py")
+    assert "1 calls that fail in the same way" in said and "KeyError: 'cumsum'" in said, said
+    small = tmp_path / "out" / "repro.py"
+    assert "KeyError: 'cumsum'" in run(small)
+    assert (tmp_path / "out" / "whole" / "repro.py").exists()
+
+
+def test_what_the_environment_cannot_ask_for(monkeypatch: pytest.MonkeyPatch):
+    assert requested_repro() is None
+    monkeypatch.setenv("GRADSPLIT_REPRO_AFTER", "dynamo")
+    request = requested_repro()
+    assert request is not None and (request.after, request.level) == ("capture", 2)
+    monkeypatch.setenv("GRADSPLIT_REPRO_LEVEL", "5")
+    with pytest.raises(ValueError, match="GRADSPLIT_REPRO_LEVEL takes 1 to 4, not '5'"):
+        requested_repro()
+    monkeypatch.setenv("GRADSPLIT_REPRO_AFTER", "inductor")
+    with pytest.raises(ValueError, match="takes capture or aot, not 'inductor'"):
+        requested_repro()
