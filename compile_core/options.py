@@ -29,6 +29,46 @@ def compilation_is_off() -> bool:
     return any(os.environ.get(name, "0") == "1" for name in ("GRADSPLIT_DISABLE", "TORCH_COMPILE_DISABLE"))
 
 
+# What can be logged apart from the rest, by torch's names, with what each prints.
+LOG_ARTIFACTS: Mapping[str, str] = {
+    "graph_breaks": "each end of a graph before its function's, with the user's line",
+    "guards": "the conditions under which each graph holds",
+    "recompiles": "which condition did not hold where something is compiled again",
+    "dynamic": "sizes and numbers that differ between calls, and are symbols from then on",
+    "graph_code": "each captured graph",
+    "aot_graphs": "each joint graph of forward and backward",
+    "schedule": "the regions of each program, and where collectives start",
+    "fusion": "the loops of each region",
+    "output_code": "the source of each kernel",
+    "perf_hints": "operators without a lowering, and kernels that share memory traffic and stay apart",
+    "cudagraphs": "recordings of CUDA graphs, and why there is none",
+    "ddp_graphs": "backwards that are cut, and the buckets of their gradients",
+    "cache": "kernels that were found on disk, and those that were built",
+}
+# Those of our own; torch has none of this name.
+_NOT_TORCHS = frozenset(["cache"])
+
+
+def chosen_logs() -> set[str]:
+    """``GRADSPLIT_LOGS``: names of ``LOG_ARTIFACTS`` or ``all``, separated by commas, a ``-`` before what is left out;
+    and of ``TORCH_LOGS`` the names that mean the same.
+
+    Raises:
+        ValueError: ``GRADSPLIT_LOGS`` has an unknown name; the message lists the known.
+    """
+    chosen: set[str] = set()
+    for word in os.environ.get("TORCH_LOGS", "").split(","):
+        name = word.strip().lstrip("+")
+        chosen |= {name} & (set(LOG_ARTIFACTS) - _NOT_TORCHS)
+    for word in filter(None, (word.strip() for word in os.environ.get("GRADSPLIT_LOGS", "").split(","))):
+        name = word.lstrip("+-")
+        if name not in LOG_ARTIFACTS and name != "all":
+            raise ValueError(unknown_name(name, [*LOG_ARTIFACTS, "all"], "name in GRADSPLIT_LOGS:"))
+        names = set(LOG_ARTIFACTS) if name == "all" else {name}
+        chosen = chosen - names if word.startswith("-") else chosen | names
+    return chosen
+
+
 @dataclass(frozen=True)
 class ReproRequest:
     """What is to become of graphs that fail.

@@ -179,7 +179,7 @@ def compile_stages(
     program = run_passes(CAPTURED_PASSES, module, choices, dump, "captured", options)
     with timed("trace_joint"):
         joint = trace_joint(program, examples, decompositions)
-    dump("joint", print_graph, joint.module)
+    dump("joint", print_graph, joint.module, "aot_graphs")
     if options.verify:
         verify_joint(joint)
     joint = run_passes(JOINT_PASSES, joint, choices, dump, "joint", options)
@@ -241,7 +241,7 @@ def _start_regions(
     schedule: Schedule, backend: RegionBackend, options: CompileOptions, dump: StageDump
 ) -> Callable[[], Executable]:
     """Starts to compile all regions of a schedule; what it returns waits for them and links them."""
-    dump(schedule.name, print_schedule, schedule)
+    dump(schedule.name, print_schedule, schedule, "schedule")
     if options.verify:
         verify_schedule(schedule)
     started = {compute.name: backend.compile_region(compute, options, dump) for compute in schedule.computes}

@@ -28,12 +28,13 @@ PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
-BASE = ("errors", "config", "options", "ir", "torch_facts")
+BASE = ("errors", "config", "options", "artifact_logs", "ir", "torch_facts")
 STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
 COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "options": ("errors",),
+    "artifact_logs": ("options",),
     "torch_facts": ("errors",),
     "ir": ("errors", "options", "torch_facts"),
     "toolchain": BASE,

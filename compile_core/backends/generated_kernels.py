@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
@@ -12,6 +13,7 @@ from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.lowering.build import build, generate, start_build
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
+from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import start_workers
 from gradsplit.compile_core.observe.diagram import draw_program
@@ -67,12 +69,18 @@ def generate_region(
     choices = RegionChoices(compute, options, lambda part: _link(part, options))
     program = run_passes(LOOP_PASSES, program, choices, dump, compute.name, options)
     dump(f"{compute.name}.unfused", lambda program: "\n".join(map(str, program.unfused)), program)
-    dump(f"{compute.name}.loops", print_program, program)
+    dump(f"{compute.name}.loops", print_program, program, "fusion")
+    log_artifact("perf_hints", lambda: _hints(program))
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
     with timed("generate"):
         sources = _generate(program)
-    dump(f"{compute.name}.kernels", _print_sources, sources)
+    dump(f"{compute.name}.kernels", _print_sources, sources, "output_code")
     return program, sources
+
+
+def _hints(program: LoopProgram) -> str:
+    lines = [f"torch's kernel runs {call.target}, which has no lowering" for call in fallback_calls(program)]
+    return "\n".join([f"{program.name}:", *lines, *map(str, program.unfused)])
 
 
 def _print_sources(sources: Sequence[KernelSource]) -> str:

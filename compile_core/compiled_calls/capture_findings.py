@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gradsplit.compile_core import config
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.capture import COMPILED_APART, SizeHistory
 from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, RunGraph
@@ -82,6 +83,7 @@ class Findings:
         if self._settings.fullgraph and (plain or not self._settings.may_break(reason)):
             raise reason.with_traceback(None)
         self.break_reasons.append(reason)
+        log_artifact("graph_breaks", lambda: f"{self._name}: {reason}")
         key = (reason.reason_id, reason.location)
         if key not in _logged_locations:
             _logged_locations.add(key)
@@ -94,6 +96,7 @@ class Findings:
         """
         if self._settings.observer is not None:
             self._settings.observer.frame_missed(self._name, code, reason)
+        log_artifact("recompiles", lambda: f"{self._name}: {reason}")
         if config.error_on_recompile:
             raise CompileError(
                 f"{self._name} would be compiled again (config.error_on_recompile) because {reason}"

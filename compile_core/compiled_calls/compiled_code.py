@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.capture import (
     PlainCall,
     SizeHistory,
@@ -291,8 +292,11 @@ class CompiledCode:
             captured = self._capture(arguments, history)
         if captured.break_reason is not None:
             self._findings.report_break(captured.break_reason, plain=captured.runner is None)
-        if captured.graph is not None and logger.isEnabledFor(logging.INFO):
-            logger.info("%s: captured\n%s", self.name, captured.graph)
+        if captured.graph is not None:
+            graph = captured.graph
+            log_artifact("graph_code", lambda: f"{self.name}:\n{graph}")
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s: captured\n%s", self.name, graph)
         if self.settings.observer is not None:
             self.settings.observer.frame_captured(self.name, self.target.function.__code__, captured)
         with timed("guards"):
@@ -321,6 +325,7 @@ class CompiledCode:
         if captured.late_guards is not None:
             captured = replace(captured, guards=captured.late_guards(), late_guards=None)
             check = compile_check(captured)
+        log_artifact("guards", lambda: _print_guards(self.name, captured))
         entry = Entry(captured, compiled, check, run)
         self._table.add(entry)
         return entry
@@ -441,6 +446,11 @@ def forget_all() -> None:
         code.reset()
     _recent.clear()
     forget_reports()
+
+
+def _print_guards(name: str, captured: CapturedFrame) -> str:
+    lines = [f"  {', '.join(map(str, guard.sources))}: {guard.text}" for guard in captured.guards]
+    return "\n".join([f"{name}: {len(lines)} guards", *lines])
 
 
 def _leave_to_caller(result: Any) -> Any:

@@ -1,7 +1,7 @@
 """Fewer calls, and smaller sizes, as long as the graph fails in the same way.
 
-Calls are left out as by ddmin (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002): halves of
-the graph first, then what is left without ever smaller parts of it.
+Calls are left out as by ddmin (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002):
+halves of the graph first, then what is left without ever smaller parts of it.
 """
 
 from __future__ import annotations

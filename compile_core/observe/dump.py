@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from gradsplit.compile_core.artifact_logs import log_artifact
+
 T = TypeVar("T")
 
 _numbers = itertools.count()
@@ -25,7 +27,9 @@ class StageDump:
         self._diagram_folder = diagram_folder
         self._number = next(_numbers)
 
-    def __call__(self, stage: str, print_graph: Callable[[T], str], graph: T) -> None:
+    def __call__(self, stage: str, print_graph: Callable[[T], str], graph: T, artifact: str = "") -> None:
+        """``artifact`` is the log that the text belongs to, too."""
+        log_artifact(artifact, lambda: f"graph {self._number}, {stage}:\n{print_graph(graph)}")
         if self._folder is not None:
             self._write(self._folder, f"{stage}.txt", print_graph(graph))
 

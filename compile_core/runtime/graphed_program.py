@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
@@ -377,12 +378,14 @@ class GraphedProgram:
         follow = self._recorder.follow(None)
         num_given = self._num_visible if self._hides else len(described)
         recording = Recording(replay, source, copies, described, num_given, follow)
+        log_artifact("cudagraphs", lambda: f"{self._name} was recorded, {self._recorded + 1} times by now")
         self._recordings.append(recording)
         self._recorded += 1
         _living.add(recording)
         return recording
 
     def _run_plainly(self, reason: str) -> None:
+        log_artifact("cudagraphs", lambda: f"{self._name} runs without a recording: {reason}")
         if reason not in self._reported:
             self._reported.add(reason)
             logger.warning("%s runs without a recording: %s", self._name, reason)

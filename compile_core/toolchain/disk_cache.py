@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradsplit.compile_core import config
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.toolchain.private_folders import (
     MODE,
     fault_of_owner,
@@ -112,6 +113,9 @@ class DiskCache:
         """
         with ExitStack() as stack:
             found = stack.enter_context(self.find(key))
+            log_artifact(
+                "cache", lambda: f"{key} was {'built' if found is None else 'found'} in {self.folder}"
+            )
             if found is not None:
                 yield found
                 return

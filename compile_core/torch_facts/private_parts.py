@@ -24,8 +24,8 @@ TESTED_TORCHES = ("2.11", "2.14")
 
 @dataclass(frozen=True)
 class PrivatePart:
-    """One private name of torch, as ``module:attribute``, or a fact about its objects that a search finds out: what it is
-    used for, and what happens without it."""
+    """One private name of torch, as ``module:attribute``, or a fact about its objects that a search finds out: what it
+    is used for, and what happens without it."""
 
     name: str
     purpose: str

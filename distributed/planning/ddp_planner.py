@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.bucketing.bucket import BucketPlan, Parameter
 from gradsplit.bucketing.reducer_plan import reducer_plan
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.ir.communicator import Communicator
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.print_graph import print_schedule
 from gradsplit.compile_core.ir.regions import graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
@@ -70,6 +72,9 @@ class DDPPlanner:
         results = graph_results(backward)
         self._ready.append(sorted(gradients, key=lambda name: place[results[gradients[name]]]))
         schedule = cut_backward(backward, gradients, segments, factor, self._buckets.strides)
+        log_artifact(
+            "ddp_graphs", lambda: f"a backward in {len(segments)} segments:\n{print_schedule(schedule)}"
+        )
         return schedule, self.communicator
 
     def first_order(self) -> dict[str, Any]:
@@ -86,7 +91,9 @@ class DDPPlanner:
     def first_plan(self, order: Mapping[str, Any]) -> BucketPlan:
         """Stock DDP's buckets, for what the first rank says in ``first_order``."""
         described = describe(self._buckets.parameters)
-        return reducer_plan([described[name] for name in order["ready"]], order["limits"])
+        plan = reducer_plan([described[name] for name in order["ready"]], order["limits"])
+        log_artifact("ddp_graphs", lambda: f"the first plan, as stock DDP's:\n{plan}")
+        return plan
 
     def _gradients(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> Mapping[str, int]:
         """Where gradients to be reduced stand among the backward's results; identity tells parameters."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gradsplit.bucketing.bucket import BucketPlan, Parameter
 from gradsplit.bucketing.cost_model import CostModel
 from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.distributed.collectives.measure_costs import ReadyTimes, agreed_costs
 from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.ddp_communicator import DDPCommunicator
@@ -59,7 +60,9 @@ class PlanSettler:
         elif self._times is not None and rounds >= self._last_measured:
             buckets.ready_times = None
             self.costs, self.chosen = _choose(buckets, self._times)
-            self._communicator.adopt(self.chosen.plan)
+            plan = self.chosen.plan
+            log_artifact("ddp_graphs", lambda: f"the plan chosen from measured costs:\n{plan}")
+            self._communicator.adopt(plan)
 
 
 def with_slack(parameters_in_ready_order: Sequence[Parameter], costs: CostModel) -> MergePlan:

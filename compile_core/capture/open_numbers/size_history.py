@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source
 
 # Sizes 0 and 1 broadcast and change what is contiguous, so an entry is compiled for each of them.
@@ -73,7 +74,10 @@ class SizeHistory:
     def _note(self, key: tuple[Any, ...], values: Sequence[float | str]) -> set[int]:
         seen = self._seen.setdefault(key, list(values))
         changed = self._changed.setdefault(key, set())
-        changed.update(index for index, value in enumerate(values) if value != seen[index])
+        fresh = [k for k, value in enumerate(values) if value != seen[k] and k not in changed]
+        changed.update(fresh)
+        for k in fresh:
+            log_artifact("dynamic", lambda k=k: f"{key[0]} of {key[1]}: {seen[k]} was first, now {values[k]}")
         return changed
 
 
