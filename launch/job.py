@@ -2,6 +2,7 @@
 signals on to it and returns the exit code.
 """
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -23,7 +24,7 @@ from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
 from gradsplit.launch.mpiexec_command import cluster_options, hosts_in, mpiexec_command, mpiexec_variables
-from gradsplit.launch.parent_death import end_with_parent
+from gradsplit.launch.parent_death import adopt_orphans, end_children, end_with_parent
 from gradsplit.launch.rank_environment import SPEC_VARIABLE
 from gradsplit.launch.received_signals import PASSED_ON
 from gradsplit.launch.terminal import output_terminal_size, terminal_variables
@@ -68,7 +69,7 @@ def run_job(spec: LaunchSpec) -> int:
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
     if spec.log_folder is not None:
         Path(spec.log_folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".launch-", dir=spec.log_folder) as folder:
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=_folder_of_all(spec)) as folder:
         record = JobRecord(Path(folder))
         environment = {
             **os.environ,
@@ -90,24 +91,32 @@ def run_job(spec: LaunchSpec) -> int:
         )
         if spec.dry_run:
             print(f"started by: {shlex.join(command)}", flush=True)
-        status, signal_number = _run_with_signals(command, environment, spec.ending_signals)
+        status, signal_number = _run_with_signals(command, environment, spec.ending_signals, record)
         ended_s = time.time()
         started = record.wait_for_ranks(KILL_AFTER_S)
         if signal_number is not None:
             return 128 + signal_number
         outcome = record.outcome(ended_s)
+        untold = record.ends_untold()
     if outcome is not None:
         if outcome.told:
             print(outcome.told, file=sys.stderr)
         return outcome.exit_code
-    if status:  # Else the ranks were on machines that do not see the record, and all is well.
+    if status or untold:  # Else rank 0 was on a machine that does not see the record, and all is well.
         meanwhile = " while the ranks ran; none of them had failed, and all were ended" if started else ""
         print(f"launch: {installation.mpiexec} {how_it_ended(status)}{meanwhile}", file=sys.stderr)
-    return status if status >= 0 else 128 - status
+    return (status if status >= 0 else 128 - status) or int(untold)
+
+
+def _folder_of_all(spec: LaunchSpec) -> str | None:
+    """Return a folder that the machines share as a rule; None, which is this machine's own, without one."""
+    if spec.log_folder is None and spec.hostfile is not None and os.access(".", os.W_OK):
+        return "."  # Where the script lies, or is looked for.
+    return spec.log_folder
 
 
 def _run_with_signals(
-    command: Sequence[str], environment: dict[str, str], ending: Sequence[int]
+    command: Sequence[str], environment: dict[str, str], ending: Sequence[int], record: JobRecord
 ) -> tuple[int, int | None]:
     """Run ``command``; return its exit status, and the number of the signal that ended us (None without one).
 
@@ -115,6 +124,7 @@ def _run_with_signals(
     terminal would reach it directly as well, and a second signal makes some abandon their ranks.
     """
     launcher = os.getpid()
+    adopt_orphans()
     with subprocess.Popen(
         command,
         env=environment,
@@ -139,5 +149,16 @@ def _run_with_signals(
         for number in ending:
             signal.signal(number, pass_on)
         signal.signal(signal.SIGALRM, kill)
-        ended_with = mpiexec.wait()
+        deadline_s = float("inf")
+        while (
+            mpiexec.poll() is None
+        ):  # It may wait for a machine that is lost, when the ranks have long ended.
+            if record.has_ended():
+                deadline_s = min(deadline_s, time.monotonic() + KILL_AFTER_S)
+            if time.monotonic() > deadline_s:
+                mpiexec.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                mpiexec.wait(0.1)
+        ended_with = mpiexec.returncode
+    end_children()  # An ssh to the machine that is lost, say.
     return ended_with, received[0] if received else None

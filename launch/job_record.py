@@ -14,7 +14,7 @@ from pathlib import Path
 
 VARIABLE = "GRADSPLIT_LAUNCH_RECORD"
 """Carries the folder's path to the ranks."""
-_END = "end"
+_BEGUN, _END = "begun", "end"
 _LOCK = "ranks"
 
 
@@ -34,8 +34,10 @@ class JobRecord:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def enter(self) -> None:
+    def enter(self, rank: int | None) -> None:
         """Called by a rank: it runs from now on, until its process ends."""
+        if rank == 0:
+            (self._folder / _BEGUN).touch()
         fcntl.flock(os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), fcntl.LOCK_SH)
 
     def note_failure(self, rank: int, outcome: Outcome | None) -> None:
@@ -61,9 +63,17 @@ class JobRecord:
         os.close(lock)
         return True
 
+    def has_ended(self) -> bool:
+        """Return whether an end is noted."""
+        return (self._folder / _END).exists()
+
+    def ends_untold(self) -> bool:
+        """Return whether rank 0, which would have noted an end here, has not: something ended it."""
+        return (self._folder / _BEGUN).exists() and not self.has_ended()
+
     def outcome(self, until_s: float) -> Outcome | None:
         """Return how the job ended, or else its first failure until ``until_s``; None where the ranks say nothing."""
-        if (self._folder / _END).exists():
+        if self.has_ended():
             return self._read(self._folder / _END)
         failures = [self._read(file) for file in self._folder.glob("failed_*[0-9]")]
         return min((failure for failure in failures if failure.time_s <= until_s), default=None)

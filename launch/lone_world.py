@@ -24,6 +24,9 @@ class LoneWorld:
     def take_announcement(self) -> bool:
         return False
 
+    def beat(self) -> None:
+        pass
+
     def everyone_is_done(self) -> bool:
         return True
 

@@ -1,13 +1,14 @@
 """MPI as the supervisors use it; the one place that imports mpi4py.
 
-Blocking MPI calls spin on a processor that a training process needs. They are used at the start only, and at
-the very end when every rank is known to be there; in between there are calls that return at once.
+Blocking MPI calls spin on a processor that a training process needs, and wait for ever for a rank that has gone. They
+are used to join and to leave only; in between there are calls that return at once.
 
 Messages are JSON and never pickles: who sends one to a rank cannot have it run anything.
 """
 
 import json
 import os
+import time
 from array import array
 from itertools import accumulate
 from typing import Any
@@ -24,10 +25,30 @@ _SHARED_MEMORY_ALONE = {
     "FI_SOCKETS_IFACE": "lo",
 }
 """With these an MPI library talks within one machine, and none of its ranks listens on a network."""
+_ANNOUNCEMENT, _HEARTBEAT, _LOSS = range(3)
+"""Kinds of messages."""
+_HEARTBEAT_S = 5.0
+_LOOK_S = 0.2
+SILENCE_S = 60.0
+"""After so long without a heartbeat a rank is lost."""
+
+
+class RankLostError(Exception):
+    """A rank is silent: its machine, or the network between, has failed. No MPI call that waits for it would return."""
+
+    def __init__(self, rank: int, *, found_here: bool) -> None:
+        super().__init__(rank)
+        self.rank = rank
+        self.found_here = found_here
+        """Whether this rank is the one that waited for it, and has told all others."""
 
 
 class MpiWorld:
-    """All ranks of the MPI job, seen from one. Create it with `join_world`."""
+    """All ranks of the MPI job, seen from one. Create it with `join_world`.
+
+    Neither Open MPI nor MPICH notices in time that a machine has gone whose connections nobody closed. So each rank
+    sends a heartbeat to the next one, and misses those of the one before. Whatever waits may raise `RankLostError`.
+    """
 
     signal_grace_s = 0.15
     """How long processes have to end when we are told to: Open MPI follows its SIGTERM with SIGKILL after 0.25 s."""
@@ -39,31 +60,70 @@ class MpiWorld:
         self._sends: list[Any] = []
         self.rank: int = self._ranks.Get_rank()
         self.size: int = self._ranks.Get_size()
+        self._before = (self.rank - 1) % self.size
+        self._heartbeats: list[Any] = []
+        self._sent = self._heard = 0
+        self._looked_s = self._beat_s = time.monotonic()
+        self._silence_s = 0.0
 
     def gather_everywhere(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` as JSON knows it, in order of rank. Blocks until all ranks call it."""
         sent = json.dumps(value).encode()
         sizes = array("i", [0] * self.size)
-        self._ranks.Allgather(array("i", [len(sent)]), sizes)
+        self._wait(self._ranks.Iallgather(array("i", [len(sent)]), sizes))
         received = bytearray(sum(sizes))
-        self._ranks.Allgatherv(sent, [received, list(sizes), self._mpi.BYTE])
+        self._wait(self._ranks.Iallgatherv(sent, [received, list(sizes), self._mpi.BYTE]))
         ends = accumulate(sizes)
         return [json.loads(received[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
     def announce(self) -> None:
         """Send an empty message to every other rank, without waiting. At most once a rank until all `settle`."""
         others = (other for other in range(self.size) if other != self.rank)
-        self._sends = [self._ranks.Isend(b"", dest=other) for other in others]
+        self._sends = [self._ranks.Isend(b"", dest=other, tag=_ANNOUNCEMENT) for other in others]
 
     def take_announcement(self) -> bool:
         """Return whether another rank's announcement has arrived, each once."""
-        message = self._ranks.Improbe(source=self._mpi.ANY_SOURCE)
+        return self._take(self._mpi.ANY_SOURCE, _ANNOUNCEMENT) is not None
+
+    def beat(self) -> None:
+        """Send and hear heartbeats. Called again and again while anything is waited for. Raises `RankLostError`."""
+        now_s = time.monotonic()
+        looked_s = now_s - self._looked_s
+        if looked_s < _LOOK_S or self.size == 1:
+            return
+        self._looked_s = now_s
+        self._silence_s += min(looked_s, 2 * _LOOK_S)  # Who has not run meanwhile has not listened either.
+        if now_s - self._beat_s >= _HEARTBEAT_S:
+            self._beat_s = now_s
+            self._sent += 1
+            self._heartbeats = [send for send in self._heartbeats if not send.Test()]
+            self._heartbeats.append(self._ranks.Isend(b"", dest=(self.rank + 1) % self.size, tag=_HEARTBEAT))
+        while self._take(self._before, _HEARTBEAT) is not None:
+            self._heard += 1
+            self._silence_s = 0.0
+        lost = self._take(self._mpi.ANY_SOURCE, _LOSS)
+        if lost is not None:
+            raise RankLostError(int.from_bytes(lost), found_here=False)
+        if self._silence_s > SILENCE_S:
+            for other in set(range(self.size)) - {self.rank, self._before}:
+                self._heartbeats.append(self._ranks.Isend(self._before.to_bytes(4), dest=other, tag=_LOSS))
+            raise RankLostError(self._before, found_here=True)
+
+    def _take(self, source: int, tag: int) -> bytes | None:
+        """Return a message that has arrived; None without one."""
+        status = self._mpi.Status()
+        message = self._ranks.Improbe(source=source, tag=tag, status=status)
         if message is None:
-            return False
-        message.Recv(
-            bytearray()
-        )  # That one: MPICH never ends a receive from any source, of another machine's message.
-        return True
+            return None
+        received = bytearray(status.Get_count())
+        # That one: MPICH never ends a receive from any source, of another machine's message.
+        message.Recv(received)
+        return bytes(received)
+
+    def _wait(self, request: Any) -> None:
+        while not request.Test():
+            self.beat()
+            time.sleep(0.001)
 
     def everyone_is_done(self) -> bool:
         """Say that this rank is done, and return whether every rank has said so. Called again until true."""
@@ -78,13 +138,19 @@ class MpiWorld:
         """
         for _ in range(announcements_pending):
             while not self.take_announcement():
-                pass
-        self._mpi.Request.Waitall(self._sends)
+                self.beat()
+        for send in self._sends:
+            self._wait(send)
         self._sends = []
         self._barrier = None
 
     def leave(self) -> None:
-        """Leave MPI in good order, as all ranks do."""
+        """Leave MPI in good order, as all ranks do: with no message under way."""
+        self._beat_s = float("inf")
+        sent = self.gather_everywhere(self._sent)[self._before]
+        while self._heard < sent:
+            if self._take(self._before, _HEARTBEAT) is not None:
+                self._heard += 1
         self._mpi.Finalize()
 
     def abort(self, exit_code: int) -> None:

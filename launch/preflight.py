@@ -61,7 +61,7 @@ def preflight_table(
     own GPU alone.
     """
     titles = ("Python", "torch", "NCCL", "driver", "gradsplit", "script")
-    rows = [("rank", "host", "GPU", *titles)]
+    rows: list[tuple[str, ...]] = [("rank", "host", "GPU", *titles)]
     users: dict[tuple[str, str], list[int]] = {}
     for place, devices in zip(placements, visible, strict=True):
         facts = machines[place.hostname]

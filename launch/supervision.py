@@ -16,7 +16,7 @@ from dataclasses import astuple, replace
 from gradsplit.launch.failure import Failure, collapsed
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
-from gradsplit.launch.mpi_world import MpiWorld
+from gradsplit.launch.mpi_world import MpiWorld, RankLostError
 from gradsplit.launch.process_keeper import ProcessKeeper, RankProcess
 from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
@@ -48,7 +48,7 @@ class Supervision:
         self._failures: list[Failure] = []
         # Set once the processes are being ended, for whatever reason.
         self._kill_time_s: float | None = None
-        self._ended_by: signal.Signals | None = None
+        self._ends_with: Exception | None = None
 
     def start(
         self,
@@ -68,20 +68,26 @@ class Supervision:
 
         Return the first failure of any rank, the same on every rank; None when all exited with 0. Once there is a
         failure, all other processes are ended. Raises `EndedBySignalError`, with MPI as it is: somebody ends the whole
-        job, and its orderly end is not ours to wait for.
+        job, and its orderly end is not ours to wait for. Raises `RankLostError` likewise: there will be none.
         """
         self._failures, self._kill_time_s = [], None
         announcements = 0
         while True:
             self._look_for_ends(output, note)
             self._heed_signals()
+            if self._ends_with is None:
+                try:
+                    self._world.beat()
+                except RankLostError as lost:
+                    self._ends_with = lost
+                    self._end_all(self._failure_grace_s())
             if self._world.take_announcement():
                 announcements += 1
                 self._end_all(self._failure_grace_s())
             if not self._running:
                 output.finish()
-                if self._ended_by is not None:
-                    raise EndedBySignalError(self._ended_by)
+                if self._ends_with is not None:
+                    raise self._ends_with
                 if self._world.everyone_is_done():
                     break
             elif self._kill_time_s is not None and time.monotonic() > self._kill_time_s:
@@ -143,8 +149,8 @@ class Supervision:
         if number not in self._signals.ending:
             for process in self._running.values():
                 process.send_alone(number)
-        elif self._ended_by is None:
-            self._ended_by = number
+        elif self._ends_with is None:
+            self._ends_with = EndedBySignalError(number)
             wait_s = self._spec.shutdown_timeout_s
             # Python prints where it was on SIGINT, and the others are as good as SIGTERM.
             end = number if number in PASSED_ON else signal.SIGTERM

@@ -28,7 +28,7 @@ from gradsplit.launch.job_record import JobRecord, Outcome
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank
-from gradsplit.launch.mpi_world import MpiWorld, join_world
+from gradsplit.launch.mpi_world import SILENCE_S, MpiWorld, RankLostError, join_world
 from gradsplit.launch.numa_binding import processors_near
 from gradsplit.launch.parent_death import end_with_parent
 from gradsplit.launch.preflight import machine_facts, preflight_table
@@ -44,6 +44,9 @@ from gradsplit.launch.rank_placement import RankPlacement, check_placement, plac
 from gradsplit.launch.received_signals import ReceivedSignals
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
 from gradsplit.launch.supervision import EndedBySignalError, Supervision
+
+LOST_EXIT_CODE = 1
+"""Of a job one of whose machines is lost."""
 
 
 def main() -> int:
@@ -91,8 +94,9 @@ def run_supervisor(
     keeper = ProcessKeeper()
     signals = ReceivedSignals(frozenset(spec.ending_signals))
     if record is not None:
-        record.enter()
+        record.enter(mpi_rank(environment))
     world = None
+    placements: list[RankPlacement] = []
     try:
         world = join()
         placements = _place_and_check(spec, world, processes)
@@ -124,6 +128,16 @@ def run_supervisor(
             keeper.close()
             os._exit(ended.exit_code)
         return ended.exit_code
+    except RankLostError as lost:
+        silent = f"MPI's rank {lost.rank}"
+        if placements and world is not None:
+            place = placements[lost.rank * len(placements) // world.size]
+            silent = f"{place.hostname}, where rank {place.rank} is,"
+        if record is not None or lost.found_here:
+            told = f"launch: nothing has been heard of {silent} for {SILENCE_S:.0f} s: the machine or the network "
+            _end(record, LOST_EXIT_CODE, f"{told}has failed; the other ranks were ended")
+        keeper.close()
+        os._exit(LOST_EXIT_CODE)  # Leaving MPI would wait for the lost rank.
     except LaunchError:
         if world is not None:
             world.leave()

@@ -179,7 +179,7 @@ def test_lines_of_ranks_do_not_tear_each_other(tmp_path):
 
 
 def imitated_machines(tmp_path: Path) -> dict[str, str]:
-    """Two machines, in the file ``hosts``: the way to them runs its command here, under another host name for Python."""
+    """Two machines, in the file ``hosts``: the way to them runs its command here, with another host name for Python."""
     # Else ranks of both have the same files of shared memory: Open MPI names them by the kernel's host name.
     own = f"export OMPI_MCA_btl_sm_backing_directory={tmp_path}/$MACHINE; mkdir $OMPI_MCA_btl_sm_backing_directory\n"
     agent = tmp_path / "agent"
