@@ -35,6 +35,21 @@ def resolve_spec(spec: TensorSpec, run: Sequence[int]) -> TensorSpec:
 
 
 @dataclass(frozen=True)
+class Detachment:
+    """How a program has cut results off from autograd: results of equal detachments of one tensor are views of one
+    detached tensor, so that a change of one, in autograd's eyes, is one of all.
+
+    Attributes:
+        number: tells detachments of a graph apart.
+        is_counted: whether changes of the detached tensor count as changes of what it was detached from; ``.data`` has
+            a count of its own.
+    """
+
+    number: int
+    is_counted: bool
+
+
+@dataclass(frozen=True)
 class ResultAlias:
     """A result that lies in the memory of another tensor; it is made at run time, outside the graph.
 
@@ -42,7 +57,7 @@ class ResultAlias:
         of_input: whether that tensor is an input, else one of the graph's own outputs.
         position: among the primals, or among the outputs.
         view: sizes, strides and offset relative to that tensor's own offset, or ``None`` for the tensor itself.
-        detached: the program cut it off from autograd.
+        detached: how the program cut it off from autograd, if it did.
         fake: the result of the trace, a view whose operations are done again where several elements of that tensor lie
             in one place: sizes and strides do not tell then which of them are whose.
     """
@@ -50,7 +65,7 @@ class ResultAlias:
     of_input: bool
     position: int
     view: tuple[tuple[int | OpenSize, ...], tuple[int | OpenSize, ...], int | OpenSize] | None
-    detached: bool
+    detached: Detachment | None
     fake: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 

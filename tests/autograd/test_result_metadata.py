@@ -101,6 +101,29 @@ def detached(compile):
     return y, x.grad, z.requires_grad, z.is_leaf
 
 
+def in_the_memory_of(x):
+    y = x * 2
+    twice, apart = y.detach(), y.detach()
+    return x, y, x.detach(), x.detach()[0], x.view(-1), x.data, y.data, twice, twice[1], apart[0], y[1]
+
+
+def detached_in_the_program(compile):
+    """A change of one gives a history to those alone that autograd knows for views of it, and counts where it does."""
+    found = []
+    for requires_grad in (False, True):
+        for changed in range(2, 11):
+            f, x, w = compile(in_the_memory_of), torch.ones(2, 2), leaf(1)
+            x = x.requires_grad_() * 1
+            if not requires_grad:
+                x = x.detach()
+            results = f(x)
+            results[changed].add_(w)
+            seen = [(one.requires_grad, one._version, one) for one in results]
+            loss = sum(one.sum() for one in results)
+            found.append((x.requires_grad, x._version, seen, torch.autograd.grad(loss, w)))
+    return found
+
+
 def changed_in_place(compile):
     f, x, w = compile(two_results), leaf(3), leaf(3)
     first, _ = f(x, w)
@@ -163,6 +186,7 @@ SCENARIOS = {
         kept_gradients,
         same_result_twice,
         detached,
+        detached_in_the_program,
         changed_in_place,
         changed_without_gradients,
         view_of_an_activation_changed,

@@ -17,7 +17,13 @@ from gradsplit.compile_core.autograd.bound_graphs.double_backward import Differe
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
-from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, ResultAlias, resolve_sizes
+from gradsplit.compile_core.ir.graphs import (
+    Detachment,
+    GraphSignature,
+    PartitionedGraph,
+    ResultAlias,
+    resolve_sizes,
+)
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
 # torch exports it without declaring it.
@@ -69,8 +75,11 @@ class BoundGraph:
                 elif not mutation.counted:
                     primals[mutation.input].data.copy_(outputs[mutation.output])
         sizes = outputs[len(outputs) - signature.open_sizes :]
+        detached: dict[Detachment, torch.Tensor] = {}
         return tuple(
-            outputs[result] if isinstance(result, int) else _make_alias(result, primals, outputs, sizes)
+            outputs[result]
+            if isinstance(result, int)
+            else _make_alias(result, primals, outputs, sizes, detached)
             for result in signature.results
         )
 
@@ -134,10 +143,14 @@ def _make_alias(
     primals: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
+    detached: dict[Detachment, torch.Tensor],
 ) -> torch.Tensor:
     source = (primals if alias.of_input else outputs)[alias.position]
-    if alias.detached:
-        source = source.detach()
+    cut = alias.detached
+    if cut is not None:
+        if cut not in detached:
+            detached[cut] = source.detach() if cut.is_counted else source.data
+        source = detached[cut]
     if alias.view is None:
         return source
     if alias.fake is not None:

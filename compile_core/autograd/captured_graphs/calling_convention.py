@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from gradsplit.compile_core.autograd.captured_graphs.overlapping_writes import R
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.graphs import ResultAlias
+from gradsplit.compile_core.ir.graphs import Detachment, ResultAlias
 from gradsplit.compile_core.ir.leaf_views import is_view_as_leaf
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
 from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
 
 
@@ -118,7 +119,7 @@ def find_calling_convention(
         picked = [pick.of(outputs) for pick in picks]
         roots = [*picked, *map(tensors.__getitem__, rebound)]
         unnoticed_inputs, unnoticed_picks = unnoticed(roots, tensors, dict(enumerate(picked)))
-        return CallingConvention(
+        convention = CallingConvention(
             results=results,
             picks=picks,
             specs=tuple(TensorSpec.of(tensor) for tensor in picked),
@@ -130,6 +131,7 @@ def find_calling_convention(
             unnoticed_inputs=unnoticed_inputs,
             unnoticed_picks=unnoticed_picks,
         )
+        return replace(convention, results=_with_counts(results, outputs, tensors, picked))
 
 
 def _check_views(outputs: Sequence[torch.Tensor]) -> None:
@@ -189,17 +191,20 @@ def _find_results(
 
     results: dict[int, int | ResultAlias] = {}
     picks: list[Pick] = []
+    detachments: dict[int, Detachment] = {}
     for storage, members in groups.items():
         position = positions.get(storage)
         if position is not None:
             for k in members:
-                results[k] = _alias("input", position, outputs[k], inputs[position])
+                results[k] = _alias("input", position, outputs[k], inputs[position], detachments)
             continue
         pick = _choose_owner(outputs, members)
         owner = pick.of(outputs)
         for k in members:
             is_owner = outputs[k] is owner
-            results[k] = len(picks) if is_owner else _alias("output", len(picks), outputs[k], owner)
+            results[k] = (
+                len(picks) if is_owner else _alias("output", len(picks), outputs[k], owner, detachments)
+            )
         picks.append(pick)
     return tuple(results[k] for k in range(len(outputs))), tuple(picks)
 
@@ -225,7 +230,13 @@ def _fills_memory(tensor: torch.Tensor) -> bool:
     return spec.is_dense and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed
 
 
-def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor) -> ResultAlias:
+def _alias(
+    kind: str,
+    position: int,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    detachments: dict[int, Detachment],
+) -> ResultAlias:
     if (
         output.dtype != source.dtype
         or output.is_conj() != source.is_conj()
@@ -236,8 +247,11 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
         raise Unsupported(
             "results-share-storage", f"a result in memory of an {kind} has a history of its own in autograd"
         )
-    detached = source.requires_grad and not output.requires_grad
-    if output is source:
+    detached = None
+    if not output.requires_grad and (source.requires_grad or _root(output) is not _root(source)):
+        detached = detachments.setdefault(id(_root(output)), Detachment(len(detachments), True))
+    is_detached_itself = detached is not None and output._base is None and _layout(output) == _layout(source)
+    if output is source or is_detached_itself:
         return ResultAlias(kind == "input", position, None, detached)
     offset: Any = output.storage_offset() - source.storage_offset()
     view = (tuple(output.shape), tuple(output.stride()), offset)
@@ -247,10 +261,38 @@ def _alias(kind: str, position: int, output: torch.Tensor, source: torch.Tensor)
     return ResultAlias(kind == "input", position, view, detached, output if is_ambiguous else None)
 
 
+def _with_counts(
+    results: Sequence[int | ResultAlias],
+    outputs: Sequence[torch.Tensor],
+    inputs: Mapping[int, torch.Tensor],
+    picked: Sequence[torch.Tensor],
+) -> tuple[int | ResultAlias, ...]:
+    """The results with what a change of each shows of detachments, after which the run is of no further use."""
+    counted: dict[Detachment, bool] = {}
+    for result, output in zip(results, outputs, strict=True):
+        if isinstance(result, int) or result.detached is None or output.is_inference():
+            continue
+        source = (inputs if result.of_input else picked)[result.position]
+        before = source._version
+        tell_of_changes([output])
+        counted[result.detached] = source._version != before
+    return tuple(
+        replace(result, detached=replace(result.detached, is_counted=counted[result.detached]))
+        if isinstance(result, ResultAlias) and result.detached in counted
+        else result
+        for result in results
+    )
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """What a change in place gives a new history to: the tensor, or what autograd knows it for a view of."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def _has_history_of(output: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether autograd knows the two for views of one tensor, so that a view made later is differentiated alike."""
-    root = output if output._base is None else output._base
-    if root is not (source if source._base is None else source._base):
+    root = _root(output)
+    if root is not _root(source):
         return False
     if output.grad_fn is None:
         return True
@@ -293,8 +335,11 @@ def as_intermediate(example: torch.Tensor) -> torch.Tensor:
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
-    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-    return (*layout, tensor.untyped_storage()._cdata)
+    return (*_layout(tensor), tensor.untyped_storage()._cdata)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
 
 
 def dense_spec(spec: TensorSpec) -> TensorSpec:
