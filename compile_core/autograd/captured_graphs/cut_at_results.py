@@ -1,4 +1,4 @@
-"""Cuts a captured graph behind each result that other results are computed from.
+"""Cuts a captured graph behind each result that other results are computed from, and behind changes of such inputs.
 
 To autograd the results of one graph are siblings. Cut up, each piece is a graph of its own that takes the results of
 earlier pieces as inputs, so that autograd links them as in plain PyTorch: the gradient of a loss with respect to a
@@ -28,10 +28,13 @@ def cut_at_results(module: GraphModule) -> list[Piece]:
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     results = set(output.args[0])
-    ends = {node for node in results if node not in placeholders and _has_heirs(node, results)}
+    last_writes = _last_writes(module)
+    # An input is a result where it is changed in place.
+    parents = {node for node in results if node not in placeholders}
+    parents |= {node for node in placeholders if _memory(node) in last_writes}
+    ends = {last_writes.get(_memory(node), node) for node in parents if _has_heirs(node, results)}
     if not ends:
         return [Piece(module, _names(placeholders), _names(output.args[0]))]
-    ends = {_last_write(module, result) for result in ends}
     place_of: dict[Node, int] = {}
     place = 0
     for node in module.graph.nodes:
@@ -77,17 +80,14 @@ def _has_heirs(result: Node, results: set[Node]) -> bool:
     return False
 
 
-def _last_write(module: GraphModule, result: Node) -> Node:
-    """Where the result gets its final value: the last operation that changes it in place, or the result itself."""
-    value = result.meta["example_value"]
-    writes = [
-        node
+def _last_writes(module: GraphModule) -> dict[int | None, Node]:
+    """By memory, the last operation that changes it in place."""
+    return {
+        _memory(part): node
         for node in module.graph.nodes
-        if node.op in ("call_function", "call_method")
-        and _is_in_place(node)
-        and any(_share_memory(part.meta["example_value"], value) for part in _written(node))
-    ]
-    return writes[-1] if writes else result
+        if node.op in ("call_function", "call_method") and _is_in_place(node)
+        for part in _written(node)
+    }
 
 
 def _is_in_place(node: Node) -> bool:
@@ -102,6 +102,11 @@ def _written(node: Node) -> list[Node]:
         for part in parts
         if isinstance(part, Node) and isinstance(part.meta["example_value"], torch.Tensor)
     ]
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta["example_value"]
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

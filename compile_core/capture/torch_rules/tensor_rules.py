@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
@@ -86,6 +87,16 @@ def _as_strided(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs
 def _end(tensor: torch.Tensor) -> int:
     steps = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(tensor.storage_offset() + sum(steps) + 1) if tensor.numel() else 0
+
+
+def _one_hot(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Lies row-major whatever the classes' order in memory is; torch's form for fake tensors keeps that."""
+    if args and isinstance(args[0], TensorValue) and not args[0].fake.is_contiguous():
+        args = [state.call_tensor_op("call_method", "contiguous", [args[0]], {}), *args[1:]]
+    return state.call_tensor_op("call_function", one_hot, args, kwargs)
+
+
+CALL_RULES[one_hot] = _one_hot
 
 
 @method_rule("fill_diagonal_")
@@ -169,6 +180,13 @@ def _tensors_asked_for(state: CaptureState, inputs: Value) -> list[Value]:
     return inputs.all(state) if isinstance(inputs, SequenceValue) else [inputs]
 
 
+def _has_history_of_graph(state: CaptureState, tensor: TensorValue) -> bool:
+    """Whether the graph computes it, or changes an input that it is."""
+    return tensor.node.op != "placeholder" or any(
+        record.node is tensor.node and state.graph.is_changed(record) for record in state.graph.records
+    )
+
+
 def _gradients_rule(names: Sequence[str]) -> CallRule:
     def refuse(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -176,7 +194,7 @@ def _gradients_rule(names: Sequence[str]) -> CallRule:
         if "create_graph" in given and given["create_graph"].truth(state):
             reason += "-create-graph"
         if "inputs" in given and any(
-            isinstance(tensor, TensorValue) and tensor.node.op != "placeholder"
+            isinstance(tensor, TensorValue) and _has_history_of_graph(state, tensor)
             for tensor in _tensors_asked_for(state, given["inputs"])
         ):
             reason += "-between-results"
