@@ -269,6 +269,45 @@ def test_results_given_as_out_are_resized(program: Any, size: tuple[int, ...], b
     torch.testing.assert_close(both[1], both[0], check_stride=True)
 
 
+def resizes_a_result(make: Any) -> Any:
+    def resizes(x: Tensor, y: Tensor) -> Tensor:
+        made = make(x, y)
+        with torch.no_grad():
+            torch.add(y, 1, out=made)
+        return made * y.exp()
+
+    return resizes
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("backend", ["triton", "aot_eager"])
+@pytest.mark.parametrize(
+    "make", [lambda x, y: x.cos().t(), lambda x, y: torch.tensordot(x, x, 1), lambda x, y: x.t()]
+)
+def test_a_resized_result_has_its_history(make: Any, backend: str) -> None:
+    x, y = torch.randn(2, 2, requires_grad=True), torch.randn(3)
+    program = resizes_a_result(make)
+    expected = torch.autograd.grad(program(x, y).sum(), x)
+    found = torch.autograd.grad(gradsplit.compile(program, backend=backend)(x, y).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_resized_parameter_has_its_history() -> None:
+    def resizes(x: Tensor, y: Tensor) -> Tensor:
+        before = x.sin()
+        with torch.no_grad():
+            torch.cumsum(y, 1, out=x)
+        return before, x.exp()
+
+    y = torch.randn(3, 3)
+    both = []
+    for program in (resizes, gradsplit.compile(resizes)):
+        x = torch.ones(1, requires_grad=True)
+        both.append(torch.autograd.grad(program(x, y)[1].sum(), x))
+    torch.testing.assert_close(both[1], both[0])
+
+
 def test_a_new_result_given_as_out_lies_as_the_kernel_lays_it() -> None:
     def divided(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         new, stacked = torch.empty(0), torch.empty(0)

@@ -17,7 +17,7 @@ import torch
 from gradsplit.compile_core.capture.code_objects.resume import rest_of
 from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
-from gradsplit.compile_core.capture.graph.output_graph import InputRecord
+from gradsplit.compile_core.capture.graph.output_graph import RESIZED_WITH_HISTORY, InputRecord
 from gradsplit.compile_core.capture.graph_breaks import BreakWriter, enter
 from gradsplit.compile_core.capture.guards.guards import compile_check
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
@@ -134,8 +134,8 @@ def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> Capt
         return captured
     # What was captured of the failing instruction must go, so the capture is made again up to it.
     reason = captured.break_reason
-    if reason.reason_id == "recursion":
-        return captured  # the callee would be captured as deep, and so on
+    if reason.reason_id in _OF_THE_WHOLE_FRAME:
+        return captured
     shorter, _ = _attempt(call, step, reason)
     if shorter.runner is None:
         # Something that is alive there cannot be rebuilt: the break must come before it was made.
@@ -148,6 +148,10 @@ def _capture_call(call: _Call, may_break: Callable[[Unsupported], bool]) -> Capt
     explanation = f"{reason.explanation} (the frame runs as plain Python: {why})"
     both = Unsupported(reason.reason_id, explanation, reason.hint, reason.location, reason.stack)
     return replace(captured, break_reason=both)
+
+
+# The frame runs as plain Python: a callee that recurs would be captured as deep, and so on.
+_OF_THE_WHOLE_FRAME = frozenset(["recursion", RESIZED_WITH_HISTORY])
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, So
 from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes, with_kernels_results
 from gradsplit.compile_core.torch_facts.torch_switches import free_guards
 
+# Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a
+# graph has returned has another.
+RESIZED_WITH_HISTORY = "resized-out-with-history"
+
 _NO_FAKE_RULE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -322,15 +326,19 @@ def _refuse_resizing(function: Any, out: list[fx.Node], arguments: Any, keywords
         results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
     except Exception:  # whatever it is, the call itself tells
         return
-    if any(
-        result.shape != tensor.shape and not (new and result.is_contiguous())
+    resized = [
+        tensor
         for result, tensor in zip(results, given, strict=False)
-    ):
-        raise Unsupported(
-            "resized-out",
-            "a result given as out= is resized",
-            "give one of the result's size, or an empty one",
-        )
+        if result.shape != tensor.shape and not (new and result.is_contiguous())
+    ]
+    if not resized:
+        return
+    has_history = any(tensor.requires_grad or tensor._is_view() for tensor in resized)
+    raise Unsupported(
+        RESIZED_WITH_HISTORY if has_history else "resized-out",
+        "a result given as out= is resized",
+        "give one of the result's size, or an empty one",
+    )
 
 
 def _fake_of(node: fx.Node) -> Any:
