@@ -1,5 +1,6 @@
 """A few random programs on each run; ``python -m tests.differential`` runs as many as one likes."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import gradsplit
 from tests.differential.compare import check
 from tests.differential.reduce_program import reduce_program
 from tests.differential.search import Search
-from tests.differential.write_program import write_program
+from tests.differential.write_program import ProgramWriter, write_program
 
 _FIRST, _GROUPS, _IN_GROUP = 130, 4, 10
 
@@ -33,9 +34,45 @@ def test_what_crashes_or_is_luck_in_plain_pytorch_is_no_finding(tmp_path: Path) 
 
 
 def test_zeros_without_memory_as_a_gradient() -> None:
+    """Which stay zeros whatever they are multiplied with."""
+
+    def signs(x: torch.Tensor, factor: float) -> torch.Tensor:
+        y = torch.tensordot(x, x, 1) if factor else (x.T[:, :1] / 0).mul_(math.inf)
+        return y.sgn()
+
     x = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
-    result = gradsplit.compile(lambda x: torch.tensordot(x, x, 1).sgn())(x)
-    assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.zeros_like(x))
+    for factor in (1.0, 0.0):
+        result = gradsplit.compile(signs)(x, factor)
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.zeros_like(x))
+
+
+def test_no_program_reads_what_resizing_adds() -> None:
+    writer = ProgramWriter(0)
+    writer.scope["t"] = torch.zeros(2)
+    assert writer.run("t.resize_((1, 1))") is None
+    assert writer.run("t.resize_((2, 1))") is None
+    assert writer.run("t.resize_((3, 1))") is not None
+
+
+_HOOK_OF_ONE_RESULT = """
+import torch
+OPTIONS, CALLS, BACKWARD, CHOSEN = {}, 1, "weights", "all"
+
+def state():
+    leaf = torch.arange(6.0).view(2, 3).requires_grad_()
+    return [leaf], [leaf]
+
+def program(log, x):
+    log.append("here")
+    var, mean = torch.var_mean(x, 1)
+    mean.register_hook(lambda g: log.append(("hook", g)))
+    return var.sin()
+"""
+
+
+def test_a_hook_need_not_be_called_without_a_gradient() -> None:
+    assert check(_HOOK_OF_ONE_RESULT).kind == "same"
+    assert check(_HOOK_OF_ONE_RESULT.replace("return var", "return mean")).kind == "same"
 
 
 _TWO_CALLS = """

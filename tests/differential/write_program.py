@@ -8,6 +8,7 @@ exceptions are compared too. The text has ``state()``, which makes equal argumen
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -42,6 +43,7 @@ _NUMBERS = [
 ]
 _NUMBERS += ["float('inf')", "float('nan')"]
 _HOLE = r"\{([a-z])\}"
+_RESIZE = r"(\w+)\.resize_\((\(.*?\))\)"
 _AS_STRIDED = r"(\w+)\.as_strided\((\(.*?\)),(\(.*?\))(?:,(\d+))?\)"
 
 
@@ -173,7 +175,9 @@ class ProgramWriter:
 
     def run(self, text: str) -> Exception | None:
         """Runs a statement in the scope; what it raised."""
-        if any(self.overreaches(match) for match in re.finditer(_AS_STRIDED, text)):
+        if any(self.overreaches(match) for match in re.finditer(_AS_STRIDED, text)) or any(
+            self.grows(match) for match in re.finditer(_RESIZE, text)
+        ):
             return Exception("memory behind a tensor, which is there or not as kernels please")
         try:
             with warnings.catch_warnings():
@@ -195,6 +199,14 @@ class ProgramWriter:
         reach = offset + 1 + sum((n - 1) * s for n, s in zip(eval(match[2]), eval(match[3]), strict=True))
         sides = zip(whole.shape, whole.stride(), strict=True)
         return not whole.numel() or reach > whole.storage_offset() + 1 + sum((n - 1) * s for n, s in sides)
+
+    def grows(self, match: re.Match[str]) -> bool:
+        """Whether a call of ``resize_`` takes memory that nobody has written."""
+        value = self.scope.get(match[1])
+        if not isinstance(value, torch.Tensor):
+            return False
+        held = value.untyped_storage().nbytes() // value.dtype.itemsize
+        return value.storage_offset() + math.prod(eval(match[2])) > held
 
     def add(self, text: str) -> bool:
         """Writes a statement that runs, or now and then one that does not as the last one."""

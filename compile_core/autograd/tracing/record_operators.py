@@ -63,6 +63,10 @@ _QUESTIONS = frozenset(
     }
 )  # fmt: skip
 
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+_QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+
 
 def record(
     function: Callable[..., Sequence[Any]],
@@ -140,6 +144,8 @@ class OperatorRecorder(TorchDispatchMode):
         self._placeholders = 0
         # By identity. The tensor is kept, so that no other one takes its identity.
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        # Which of them torch would hold without memory.
+        self._zeros: set[int] = set()
 
     def placeholder(self, given: Any) -> Any:
         node = self._graph.placeholder(f"input_{self._placeholders}")
@@ -161,6 +167,21 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
+        if func is not aten._efficientzerotensor.default and not (
+            self._zeros and self._gives_zeros(func, args)
+        ):
+            return self._record(func, args, kwargs)
+        if func.is_view:
+            result = self._record(func, args, kwargs)
+        else:
+            # Zeros without memory, as the gradient of sgn: torch's fallback for them crashes on tensors without data.
+            like = func(*args, **kwargs)
+            with self:
+                result = aten.zeros.default([*like.shape], dtype=like.dtype, device=like.device)
+        self._zeros.add(id(result))
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.unfold_backward.default and current_autograd_node() is None:
             _check_windows(*args)
         decompose = self._decompositions.get(func)
@@ -175,9 +196,6 @@ class OperatorRecorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             # Whoever lifts a constant may change the result, but must not change the constant of the graph.
             func = aten.lift_fresh_copy.default
-        elif func is aten._efficientzerotensor.default:
-            # Zeros without memory, as the gradient of sgn: torch's fallback for them crashes on tensors without data.
-            func = aten.zeros.default
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
         result = corrected(func, args, func(*args, **kwargs))
@@ -185,6 +203,15 @@ class OperatorRecorder(TorchDispatchMode):
         self._mark(node)
         self._take(result, node)
         return result
+
+    def _gives_zeros(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether torch computes nothing, since its zeros without memory stay that: times infinity, too."""
+        zeros = [id(value) in self._zeros for value in args]
+        if func in _PRODUCTS:
+            return any(zeros)
+        if func in _SUMS:
+            return all(zeros[:2])
+        return zeros[:1] == [True] and (func in _QUOTIENTS or getattr(func, "is_view", False))
 
     def _take(self, result: Any, node: fx.Node) -> None:
         if isinstance(result, torch.Tensor):
