@@ -11,7 +11,7 @@ TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-torch differential lint launch-checks rank-failures test-gpu test-ranks compile-time-growth \
-	minimized-faults clean python-version
+	minimized-faults doctor-programs clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -60,6 +60,10 @@ compile-time-growth: $(VENV)/installed
 minimized-faults: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.minimizer.planted_programs 200
 	$(VENV_PYTHON) -m tests.minimizer.planted_programs 1000
+
+# Twenty programs with one trouble each, and what gradsplit.doctor says of them: a quarter of an hour.
+doctor-programs: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.observe.doctor_programs
 
 python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradsplit needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'

@@ -7,8 +7,8 @@ numbers that differ between sizes of the same graph. So a smaller graph that fai
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ class Outcome:
         kind: "equal", "raises", "crashes", "hangs", "differs", or "plain raises" where plain PyTorch does.
         what: what tells this failure from others of its kind.
         text: the whole message.
+        seconds: what was measured besides, by name.
     """
 
     kind: str
     what: str = ""
     text: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_failure(self) -> bool:
@@ -76,7 +78,7 @@ def outcome_of(
         torch.manual_seed(0)
         found = results_of(compile_graph(module, inputs), inputs, takes_gradients)
     except Exception as error:
-        return Outcome("raises", f"{type(error).__name__}: {_without_names(str(error))}", _shown(error))
+        return raised(error)
     if not compares:
         return Outcome("equal")
     try:
@@ -84,7 +86,7 @@ def outcome_of(
     except Exception:
         exact = plain  # the graph asks for other dtypes
     for name, expected in plain.items():
-        difference = _difference(found.get(name), expected, exact.get(name))
+        difference = difference_of(found.get(name), expected, exact.get(name))
         if difference:
             part = name.split(" ")[0]
             return Outcome("differs", f"{part} {difference}", f"the {name} {difference}")
@@ -139,8 +141,12 @@ def _as_float64(value: Any) -> Any:
     return value.detach().double().requires_grad_(value.requires_grad)
 
 
-def _difference(found: Tensor | None, expected: Tensor, exact: Tensor | None) -> str:
-    """In words; "" for none."""
+def difference_of(found: Tensor | None, expected: Tensor, exact: Tensor | None) -> str:
+    """What a compiled tensor has else than plain PyTorch's, in words; "" for nothing.
+
+    Args:
+        exact: the same in float64, which says how far plain PyTorch's is from exact; ``None`` where nobody knows.
+    """
     if found is None:
         return "is missing"
     if found.shape != expected.shape:
@@ -165,8 +171,10 @@ def _difference(found: Tensor | None, expected: Tensor, exact: Tensor | None) ->
     return "" if (compiled - exact).abs().max().item() <= allowed else "has other values"
 
 
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def raised(error: Exception) -> Outcome:
+    """The outcome of a trial that raised this."""
+    name = type(error).__name__
+    return Outcome("raises", f"{name}: {_without_names(str(error))}", f"{name}: {error}")
 
 
 def _without_names(message: str) -> str:

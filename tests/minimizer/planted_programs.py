@@ -1,11 +1,12 @@
 """Programs of any length with one planted fault somewhere, and what becomes of them under the minimizer.
 
-``python -m tests.minimizer.planted_programs [CALLS] [NAME ...]`` plants each fault, or those named, into a program of
+``python -m tests.minimizer.planted_programs [--workers N] [CALLS] [NAME ...]`` plants each fault, or those named, into a program of
 so many calls (200), makes it smaller, and prints what was left in a table.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,18 +115,31 @@ def minimized(name: str, calls: int, folder: Path) -> Found:
     return Found(int(left[1]), fails_alone, seconds, run.stdout)
 
 
-def main(calls: int = 200, *names: str) -> None:
-    table = Table("fault", "calls left", "fails alone", "seconds")
-    good = 0
-    for name in names or FAULTS:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("calls", type=int, nargs="?", default=200)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--workers", type=int, default=1, help="faults at a time")
+    arguments = parser.parse_args()
+
+    def find(name: str) -> Found:
         with tempfile.TemporaryDirectory() as folder:
-            found = minimized(name, calls, Path(folder))
-        good += found.fails_alone and 0 < found.calls <= 5 and found.seconds <= 120
-        table.add_row(name, str(found.calls), str(found.fails_alone), f"{found.seconds:.0f}")
+            found = minimized(name, arguments.calls, Path(folder))
         print(name, found, flush=True)
+        return found
+
+    names = arguments.names or [*FAULTS]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        results = [*pool.map(find, names)]
+    table = Table("fault", "calls left", "fails alone", "seconds")
+    for name, found in zip(names, results, strict=True):
+        table.add_row(name, str(found.calls), str(found.fails_alone), f"{found.seconds:.0f}")
     Console(width=120).print(table)
-    print(f"{good} of {len(names or FAULTS)} faults of {calls} calls are at most 5 calls within 120 s")
+    good = sum(found.fails_alone and 0 < found.calls <= 5 and found.seconds <= 120 for found in results)
+    print(f"{good} of {len(names)} faults of {arguments.calls} calls are at most 5 calls within 120 s")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]), *sys.argv[2:])
+    main()
