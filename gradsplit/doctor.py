@@ -1,9 +1,9 @@
 """``python -m gradsplit.doctor FILE:FACTORY``: at which rung a program first crashes, differs or slows down.
 
 The factory is a function of the file without arguments that returns a program: a function or module, and a tuple of
-its arguments (and a dictionary of its keyword arguments). The rungs, each in a process of its own, forward and
-backward: plain PyTorch; ``backend="eager"``, where the capture is all that is new; ``"aot_eager"``, which adds autograd;
-the default, which adds kernels; and, for modules, two ranks on CPUs under ``DistributedDataParallel`` beside stock DDP.
+its arguments (and a dictionary of its keyword arguments). The rungs, each in a process of its own, forward and backward:
+plain PyTorch; ``backend="eager"``, where the capture is all that is new; ``"aot_eager"``, which adds autograd; the
+default, which adds kernels; and, for modules, two ranks on CPUs under ``DistributedDataParallel`` beside stock DDP.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _NEXT = {
     "gradsplit.disable on the function that the message names leaves that one plain",
     "aot_eager": "the joint trace or the partition is at fault: GRADSPLIT_REPRO_AFTER=capture GRADSPLIT_REPRO_LEVEL=4 "
     "makes a small program of it",
-    DEFAULT_BACKEND: "lowering or a kernel is at fault: GRADSPLIT_REPRO_AFTER=capture GRADSPLIT_REPRO_LEVEL=4 makes a "
-    'small program of it; backend="aot_eager" goes on without',
+    DEFAULT_BACKEND: "lowering or a kernel is at fault: GRADSPLIT_REPRO_AFTER=capture GRADSPLIT_REPRO_LEVEL=4 "
+    'makes a small program of it; backend="aot_eager" goes on without',
     DDP: "data parallelism is at fault: gradsplit.distributed.explain_ddp(ddp)(*args) shows its plan, and "
     'DDPOptions(overlap="reducer") keeps stock DDP\'s reducer',
 }

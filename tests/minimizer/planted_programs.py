@@ -1,7 +1,7 @@
 """Programs of any length with one planted fault somewhere, and what becomes of them under the minimizer.
 
-``python -m tests.minimizer.planted_programs [--workers N] [CALLS] [NAME ...]`` plants each fault, or those named, into a program of
-so many calls (200), makes it smaller, and prints what was left in a table.
+``python -m tests.minimizer.planted_programs [--workers N] [CALLS] [NAME ...]`` plants each fault, or those named, into
+a program of so many calls (200), makes it smaller, and prints what was left in a table.
 """
 
 from __future__ import annotations
