@@ -15,7 +15,7 @@ class HostModel:
     Attributes:
         queued_s: by parameter, when all is queued that computes its gradient; before 0 where the host is far ahead.
         end_s: when the whole backward is.
-        start_s: what it takes to start an all-reduce. All that is queued behind it comes later by that.
+        start_s: what it takes to start an all-reduce. All that is queued after it comes later by that.
     """
 
     queued_s: Mapping[str, float] = field(default_factory=dict)

@@ -45,7 +45,7 @@ def simulate(plan: BucketPlan, costs: CostModel) -> Timeline:
 class _Compute:
     """The compute stream: ``done_s`` seconds of work done at ``now_s``.
 
-    An all-reduce that waits for the link starts before the next bucket is ready or right behind the one before it, so
+    An all-reduce that waits for the link starts before the next bucket is ready or right after the one before it, so
     the link is busy from now on until ``link_free_s`` and idle after that.
     """
 

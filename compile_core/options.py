@@ -239,7 +239,7 @@ class CompileOptions:
     shape_padding: bool = field(
         default=True,
         metadata=_flag(
-            "on GPUs, put zeros behind odd sides of the matrices that products read and write, as of a vocabulary of "
+            "on GPUs, pad odd sides of the matrices that products read and write with zeros, as of a vocabulary of "
             "50257, so that their rows are aligned"
         ),
     )

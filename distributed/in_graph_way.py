@@ -157,7 +157,7 @@ class InGraphWay:
         """A call raised. What a compilation raised, the others have been told already."""
         if self._agreement.watch.failure:
             return
-        if not isinstance(error, Exception):  # this process ends, or the program goes on behind an interrupt
+        if not isinstance(error, Exception):  # this process ends, or the program goes on after an interrupt
             self._agreement.watch.announce_at_exit(
                 f"rank {dist.get_rank()} was ended by {describe_error(error)}"
             )

@@ -1,4 +1,4 @@
-"""Control flow that data decide, in a joint trace: both branches, or the step of a loop, behind one kept call.
+"""Control flow that data decide, in a joint trace: both branches, or the step of a loop, in one kept call.
 
 Each body is traced and partitioned as a graph of its own, under the modes that hold where the program calls it. What
 runs in the end are torch's own kernels. The gradient of a ``torch.cond`` is a kept call too: it takes the tensors that

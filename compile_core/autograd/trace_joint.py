@@ -202,9 +202,9 @@ def _reached_nodes(roots: Sequence[torch.Tensor]) -> set[Any]:
     found: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
     waiting = [*found]
     while waiting:
-        behind = {node for node, _ in waiting.pop().next_functions if node is not None} - found
-        found |= behind
-        waiting += behind
+        reached = {node for node, _ in waiting.pop().next_functions if node is not None} - found
+        found |= reached
+        waiting += reached
     return found
 
 

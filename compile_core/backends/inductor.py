@@ -106,7 +106,7 @@ def _configured(options: CompileOptions, chosen: Mapping[str, Any]) -> Any:
         "triton.cudagraphs": False,
         "fallback_random": options.fallback_random,
         # Products come padded (``pad_products``), for forward and backward together. TorchInductor would pad them
-        # behind the trace, and put other strides in the place of those that the backward and the program speak of.
+        # after the trace, and put other strides in the place of those that the backward and the program speak of.
         "shape_padding": False,
     }
     # Of the rest, what nobody asked for is as TorchInductor has it.
@@ -133,7 +133,7 @@ def _tracing(module: GraphModule) -> Iterator[None]:
 
 
 def _decomposed(module: GraphModule) -> GraphModule:
-    """The graph in operators that TorchInductor has. Others come behind the trace, with padding and with tensors in the
+    """The graph in operators that TorchInductor has. Others come after the trace, with padding and with tensors in the
     place of numbers; each is taken apart alone, since a new trace of the whole could find other strides."""
     table, lowerings = _inductor().decomposition.select_decomp_table(), _inductor().lowering.lowerings
     graph = module.graph

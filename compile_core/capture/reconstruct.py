@@ -59,7 +59,7 @@ class RunnerWriter(SourceWriter):
         self.outputs: list[fx.Node] = []
         self._effects: list[str] = []
         self._changes: list[str] = []
-        # What must come behind the effects: iterators over lists that these change.
+        # What must come after the effects: iterators over lists that these change.
         self.late: list[str] = []
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []

@@ -28,7 +28,7 @@ def dispatch_function(
         if target.cells is None:
             signature = f"_gs_cells, {signature}"
         passed = f"_gs_cells, {passed}" if passed else "_gs_cells"
-    behind = f", {passed}" if passed else ""
+    more = f", {passed}" if passed else ""
     # The parameters keep the user's names, so all else has a name that no program uses.
     text = (
         f"def dispatch({signature}):\n"
@@ -39,7 +39,7 @@ def dispatch_function(
         f"                return _gs_plain({passed})\n"
         "            if _gs_entry is not _gs_table.entries[0]:\n"
         "                _gs_move_to_front(_gs_entry)\n"
-        f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs{behind})\n"
+        f"            return _gs_entry.run(_gs_entry.compiled, _gs_inputs{more})\n"
         f"    return _gs_miss(({passed}{',' if passed else ''}))\n"
     )
     constants = {

@@ -1,4 +1,4 @@
-"""What a call of something callable runs: the Python function behind it."""
+"""What a call of something callable runs: its Python function."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def shown_name(target: Target) -> str:
 
 
 def find_target(fn: Any) -> Target:
-    """The Python function behind a callable, with its owner and cells."""
+    """The Python function that a callable runs, with its owner and cells."""
     found = _find_target(fn)
     cells = found.function.__closure__
     return found if cells is None else replace(found, cells_argument=True, cells=cells)

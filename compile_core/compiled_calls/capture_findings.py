@@ -27,7 +27,7 @@ _logged_locations: set[tuple[str, CodeLocation | None]] = set()
 
 @dataclass(frozen=True)
 class Settings:
-    """How a function and all behind its breaks are compiled; see ``CompiledFunction``."""
+    """How a function and all after its breaks are compiled; see ``CompiledFunction``."""
 
     compile_graph: CompileGraph
     fullgraph: bool

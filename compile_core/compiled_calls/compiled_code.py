@@ -1,4 +1,4 @@
-"""What was compiled of one code object: its guard table, behind which lie the programs of all functions that share it.
+"""What was compiled of one code object: its guard table, and the programs of all functions that share it.
 
 Functions that are made anew (lambdas in a loop, methods of equal layers) have one code object, or equal ones, and so
 one guard table. What differs between them comes with each call, as arguments of the frame: the object that a method
@@ -166,7 +166,7 @@ class CompiledCode:
 
     @property
     def continuations(self) -> tuple[CompiledCode, ...]:
-        """The resume functions behind graph breaks."""
+        """The resume functions after graph breaks."""
         return tuple(self._called.continuations.values())
 
     @property

@@ -180,7 +180,7 @@ class CompiledFunction(Compiled):
 
     @property
     def continuations(self) -> tuple[CompiledCode, ...]:
-        """The resume functions behind the graph breaks of its code."""
+        """The resume functions after the graph breaks of its code."""
         return self._form.code.continuations
 
     @property

@@ -1,4 +1,4 @@
-"""The stages behind capture, for graphs that somebody else captured.
+"""The stages after capture, for graphs that somebody else captured.
 
 ``gradsplit`` is a backend of ``torch.compile``: with it, a program keeps torch's front end and takes this project's
 autograd, partition and kernels. It needs nothing of torch's front end but the graph. Conditions on sizes that torch

@@ -116,7 +116,7 @@ class RunnerCode:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The rest of a frame behind a graph break, which stack values and locals are passed to.
+    """The rest of a frame after a graph break, which stack values and locals are passed to.
 
     With ``cells_argument`` the tuple of its closure cells comes before them. The runner hands it on under
     ``name``. Who runs the runner provides that, ``compiled_form(callable)`` for what the frame calls at the
@@ -136,7 +136,7 @@ class CapturedFrame:
     order.
     ``break_reason`` says why the capture ended before the function returned, None if it did not. ``runner``
     is None for a frame that could not be captured at all: while the guards hold, it runs as plain Python.
-    ``resume`` are the points where the frame goes on after a graph break, two behind a branch that depends
+    ``resume`` are the points where the frame goes on after a graph break, two after a branch that depends
     on data. ``writes_inputs``: the graph changes inputs. ``late_guards`` gives all guards again where sizes are
     symbolic: a backend that asks for their values adds some.
     """

@@ -101,7 +101,7 @@ class GraphSignature:
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
-        presence: the backward takes a flag behind the tangents for each of these: whether a gradient arrives for any of
+        presence: the backward takes a flag after the tangents for each of these: whether a gradient arrives for any of
             these tangents, which are given by their positions.
     """
 

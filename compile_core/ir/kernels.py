@@ -22,7 +22,7 @@ class KernelSource:
         language: ``"cpp"`` or ``"triton"``.
         text: the function alone, named ``KERNEL_SYMBOL``; the builder adds the language's prelude.
         buffers: the nest's buffers in the order of the kernel's pointer arguments.
-        bases: how many elements behind each buffer's beginning its argument points; empty for none.
+        bases: the offset of each argument from its buffer's beginning, in elements; empty for none.
         device: where it runs.
         pointers: Triton: type of each pointer argument, such as ``"*fp32"``; C++: empty.
         grid: Triton: number of programs along each of three dims; C++: empty.

@@ -66,7 +66,7 @@ def axis_name(axis: int) -> str:
 
 
 def print_nest(nest: LoopNest) -> str:
-    """The iteration space, reduced axes behind a bar, and the body."""
+    """The iteration space, reduced axes after a bar, and the body."""
     named = [f"{axis_name(axis)}:{extent}" for axis, extent in enumerate(nest.extents)]
     parallel = len(named) - nest.reduced_axes
     space = ", ".join(named[:parallel]) + (" | " + ", ".join(named[parallel:]) if nest.reduced_axes else "")

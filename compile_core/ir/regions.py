@@ -41,7 +41,7 @@ def build_region(
         nodes: computed here. Whatever else they read becomes an input of the region.
         results: those of the nodes that are known outside under their own names.
         destinations: name of a persistent buffer -> the value to store there, computed here or an input. The
-            region's result for it is named after the buffer, with ``.stored`` behind.
+            region's result for it is named after the buffer, with the suffix ``.stored``.
         factor: by which every value is multiplied on its way to its destination.
         strides: of the buffers that are not contiguous, by their names.
     """

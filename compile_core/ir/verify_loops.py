@@ -273,7 +273,7 @@ def _check_store(store: Store, nest: LoopNest, varying: Sequence[frozenset[int]]
         for stride, extent in zip(access.strides, nest.extents, strict=True)
         if stride and extent != 1
     ]
-    # Which points a mask leaves out, as those behind the end of a shorter last part, only running it tells.
+    # Which points a mask leaves out, as those past the end of a shorter last part, only running it tells.
     is_known = store.mask is None and not access.gathers
     reached = 0
     for stride, extent in sorted(moving):

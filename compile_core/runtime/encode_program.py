@@ -197,7 +197,7 @@ class _Encoder:
         self._free(temporary)
 
     def _operator(self, call: ExternCall, operands: Mapping[str, int], results: Sequence[int]) -> None:
-        """The operator in C, if there is one, which skips the call behind it."""
+        """The operator in C, if there is one, which skips the call that follows."""
         (first, *_) = (*call.arguments, *call.keywords.values(), None)
         if not isinstance(first, View):
             return

@@ -31,7 +31,7 @@ _ALIGNED_BYTES = 128
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """Where a buffer lies: so many bytes behind the beginning of another."""
+    """Where a buffer lies: its offset in bytes from the beginning of another."""
 
     buffer: str
     offset_bytes: int

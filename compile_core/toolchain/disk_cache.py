@@ -237,7 +237,7 @@ class DiskCache:
             self._evict(limit, keep)
 
     def _evict(self, limit: int, keep: str) -> None:
-        """Removes entries, the longest unused first, until the rest fits; and what killed processes left behind."""
+        """Removes entries, the longest unused first, until the rest fits; and what killed processes left."""
         entries = []
         for place in self._entries.iterdir():
             with suppress(OSError):  # another process evicts as well

@@ -85,7 +85,7 @@ class FailureWatch:
         failure: what every rank is told, or "".
         was_raised: the program knows of it.
         was_aborted: the group's collectives were ended because of it.
-        operations: as given; their ``term`` is how many failures the ranks have put behind them, see ``begin_anew``.
+        operations: as given; their ``term`` is how many failures the ranks have recovered from, see ``begin_anew``.
     """
 
     def __init__(

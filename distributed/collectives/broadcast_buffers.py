@@ -47,7 +47,7 @@ class BufferBroadcast:
         self._options.rootRank = 0
         self._tables = _Tables(ddp.module)
         self._buffers: list[torch.Tensor] = []
-        # Where each buffer lies, and behind these how large each is: one may get a part of its memory, or more of it.
+        # Where each buffer lies, and after these how large each is: one may get a part of its memory, or more of it.
         self._places: list[int] | None = None
         self._messages: list[_Message] = []
 
@@ -72,7 +72,7 @@ class BufferBroadcast:
         self._buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
         self._places = self._places_now()
         devices = dict.fromkeys(buffer.device for buffer in self._buffers)
-        # A program that evaluates in inference mode may train behind it.
+        # A program that evaluates in inference mode may train after it.
         with torch.inference_mode(False):
             self._messages = [
                 _Message([buffer for buffer in self._buffers if buffer.device == device])

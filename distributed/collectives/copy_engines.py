@@ -2,7 +2,7 @@
 
 NCCL's kernels hold multiprocessors for as long as the link works, and a backward beside them has fewer. A copy engine
 needs none: of each buffer every rank pulls its own part from the others, averages it, which takes a short kernel, and
-pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and behind the pushes the
+pushes the mean to the others. It sends and receives as much as in a ring. Before the pulls and after the pushes the
 ranks' streams meet.
 """
 
@@ -100,7 +100,7 @@ class CopyEngines:
         self._stream = torch.cuda.Stream(device)
         self._operations: GpuOperations | None = None
         self._trial: SharedBuffer | None = None
-        # The last that was started: when, and the event behind it.
+        # The last that was started: when, and the event after it.
         self._last: tuple[float, Any] | None = None
         # Of the parts of others.
         self._scratch = Scratch()
@@ -154,7 +154,7 @@ class CopyEngines:
 
     def try_to_average(self) -> None:
         """Raises RuntimeError where a host's settings keep GPUs from one another: copies may succeed then, and bring
-        nothing. A collective, behind ``try_to_share``."""
+        nothing. A collective, after ``try_to_share``."""
         trial, self._trial = self._trial, None
         assert trial is not None
         trial.mine.fill_(self._group.rank())

@@ -17,7 +17,7 @@ int (*gs_write)(void*, uint64_t, uint32_t, unsigned);
 int (*gs_wait)(void*, uint64_t, uint32_t, unsigned);
 int (*gs_launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
-// The driver's error of the first operation that fails, behind which none is queued; or 0.
+// The driver's error of the first operation that fails, after which none is queued; or 0.
 int gs_queue(const int64_t* at, int64_t count, void* stream) {
     for (const int64_t* end = at + count; at < end;) {
         int error = 0;

@@ -99,7 +99,7 @@ def _medians(rounds: Sequence[_Times], names: Sequence[str]) -> tuple[list[float
 
 
 def measure_link(averaging: Averaging, device: torch.device, largest_bytes: int) -> LinkModel:
-    """What averaging up to ``largest_bytes`` takes, each behind another as in a backward: neither what the host does to
+    """What averaging up to ``largest_bytes`` takes, each after another as in a backward: neither what the host does to
     start one is part of it, nor how long ranks wait for one another at first. A collective, called on all ranks of the
     group."""
     clock = clock_of(device)

@@ -8,7 +8,7 @@ import torch
 
 
 class RankOperations(Protocol):
-    """One behind the other; on a GPU, on one stream of it."""
+    """One after the other; on a GPU, on one stream of it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between contiguous tensors of one dtype and as many elements, of this rank or of others."""

@@ -8,7 +8,7 @@ import torch
 
 
 class Scratch:
-    """Works that run one behind the other may use the same memory, as long as one of them still holds it."""
+    """Works that run one after the other may use the same memory, as long as one of them still holds it."""
 
     def __init__(self) -> None:
         # By dtype, with the stream for which it was allocated.

@@ -36,7 +36,7 @@ class StreamMeeting:
         self._on_others = [words.of_ranks[other].data_ptr() + rank * itemsize for other in others]
         self._from_others = [words.mine.data_ptr() + other * itemsize for other in others]
         self._met = 0
-        # Of another priority: streams of one may stand behind one another in a queue of the GPU.
+        # Of another priority: streams of one may share a queue of the GPU.
         self._free_stream = torch.cuda.Stream(device, priority=-1)
 
     def rehearse(self) -> None:

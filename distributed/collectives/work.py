@@ -24,7 +24,7 @@ class Work(Protocol):
 class StreamWork:
     """Is done where a stream has come to an event.
 
-    What it keeps returns to torch's allocator behind the event. As a rule the stream for which it was allocated waits,
+    What it keeps returns to torch's allocator after the event. As a rule the stream for which it was allocated waits,
     and the allocator need not be told, which would ask the event at every allocation until it is over.
 
     Args:

@@ -65,9 +65,9 @@ def _find_reached() -> dict[Any, set[int]]:
         if edge[0] is not None and edge not in seen:
             seen.add(edge)
             pending += [
-                behind
-                for behind in edges_behind(*edge)
-                if behind[0] is not None and will_engine_execute_node(behind[0])
+                following
+                for following in edges_behind(*edge)
+                if following[0] is not None and will_engine_execute_node(following[0])
             ]
     reached: dict[Any, set[int]] = {}
     for node, position in seen:

@@ -6,7 +6,7 @@ bucket is reduced, and the one that runs says what it still reads. All others ar
 What reads a parameter without that, as code between graphs that detaches it, finds it changed, which is torch's
 usual error.
 
-On a GPU the steps run on a stream of their own, behind their collectives and behind whatever was computed until then;
+On a GPU the steps run on a stream of their own, after their collectives and after whatever was computed until then;
 the end of the backward waits for it. On the CPU a bucket is stepped when gradients arrive and its collective is found
 done, so the backward is never blocked.
 
@@ -71,7 +71,7 @@ class StepInBackward:
 
     def module_reached(self) -> None:
         """The backward goes through a synchronised forward: it is one that steps. A round is also that of another one
-        which comes first behind such a forward, whose gradients stock DDP reduces, too."""
+        which comes first after such a forward, whose gradients stock DDP reduces, too."""
         self._is_through_module = True
 
     def program_begins(self) -> None:

@@ -2,7 +2,7 @@
 
 The estimate knows that generated kernels fuse: between two calls of torch's kernels everything pointwise and every
 reduction is taken for one kernel, whose inner values never lie in memory. What a call reads or returns, what is read
-behind a later call, and what the backward returns does. A gradient that is stored in a bucket takes no memory beside
+after a later call, and what the backward returns does. A gradient that is stored in a bucket takes no memory beside
 the bucket's.
 
 Only ratios of times matter to whoever plans with them: which work is long enough to hide which all-reduce.
@@ -112,7 +112,7 @@ class OrderCosts:
     """The costs of nodes that run in an order.
 
     Attributes:
-        order: nodes that compute, each behind what it reads.
+        order: nodes that compute, each after what it reads.
         facts: of them and of the inputs.
         stored: nodes whose values are stored in buckets.
         returned: nodes whose values are returned.
@@ -205,7 +205,7 @@ class OrderCosts:
         return _sums(changes[: len(self.order)])
 
     def split_bytes(self) -> list[int]:
-        """The bytes that a cut before each node, and one behind the last, would have kernels read and write more: what
+        """The bytes that a cut before each node, and one after the last, would have kernels read and write more: what
         a kernel that is cut in two hands on."""
         changes = [0] * (len(self.order) + 1)
         for number, node in enumerate(self.order):

@@ -1,4 +1,4 @@
-"""Cuts a backward graph into regions, behind each of which some gradients are complete.
+"""Cuts a backward graph into regions, after each of which some gradients are complete.
 
 What runs in which region, and in which order, is planned before (``plan_segments``). Between regions pass the values
 that later ones read; together they compute every value once.
@@ -23,7 +23,7 @@ class Segment:
     Attributes:
         nodes: what it computes, in the order in which it runs. The parts of a tuple are where the tuple is: only
             tensors pass between regions.
-        gradients: names of the parameters whose gradients are complete behind it, in the order in which they are.
+        gradients: names of the parameters whose gradients are complete after it, in the order in which they are.
     """
 
     nodes: tuple[Node, ...]

@@ -2,7 +2,7 @@
 
 Autograd has each layer's weight gradient beside its data gradient. What is ready last is then often what is largest,
 the gradient of an embedding, and nothing hides its all-reduce. But what only one parameter's gradient needs can run at
-any later time. So the last products of weight gradients are postponed behind everything else, and the all-reduce of
+any later time. So the last products of weight gradients are postponed after everything else, and the all-reduce of
 the embedding runs under them. What they read stays in memory until then.
 """
 

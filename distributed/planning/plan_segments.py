@@ -8,7 +8,7 @@ and never wait: `bucketing.merge_plan` says for each link where it wants cuts, a
 more than they cost, by the sum over the links of the backward's length over the shortest possible one.
 
 The order is chosen the same way: as autograd has it, or with more and more of the last weight gradients postponed
-behind the gradients that are ready last (`order_backward`), as far as no more memory is alive than at the peak.
+after the gradients that are ready last (`order_backward`), as far as no more memory is alive than at the peak.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GPU = Machine(GPU_RATES, (LinkModel(10e-6, 1 / 200e9), LinkModel(100e-6, 1 / 5e9
 CPU = Machine(CPU_RATES, (LinkModel(100e-6, 1 / 4e9), LinkModel(200e-6, 1 / 1e9)), 50e-6)
 # An order is left for one that shortens the steps by this much, added up over the links.
 _LEAST_GAIN = 0.002
-# Nothing better is sought behind an order that is so much worse.
+# Nothing better is sought after an order that is so much worse.
 _FAR = 0.05
 # Places where a cut could be lie this share of the backward apart.
 _LEAST_SHARE = 0.005
@@ -75,7 +75,7 @@ def plan_segments(
         machine: by default, one with such devices as the gradients are on.
 
     Returns:
-        Segments that together hold every node that computes once, each behind what it reads; all but the last complete
+        Segments that together hold every node that computes once, each after what it reads; all but the last complete
         a gradient.
     """
     results = graph_results(module)
@@ -150,7 +150,7 @@ class _Cuts:
         self.cuts, self.score = self._choose()
 
     def _cut_behind(self, place: int) -> int:
-        """The place at or behind one where a cut splits least, before the next gradient is ready or a call runs."""
+        """The place at or after one where a cut splits least, before the next gradient is ready or a call runs."""
         following = bisect_right(self.ready_at, place)
         last = self.ready_at[following] - 1 if following < len(self.ready) else len(self.order)
         best = place
@@ -162,7 +162,7 @@ class _Cuts:
         return best
 
     def _thinned(self, ends: Sequence[int]) -> list[int]:
-        """The places without those that have another one right behind them."""
+        """The places without those that have another one right after them."""
         found: list[int] = []
         for end in reversed(ends):
             if not found or self.done_s[found[-1]] - self.done_s[end] >= _LEAST_SHARE * self.done_s[-1]:

@@ -2,7 +2,7 @@
 
 The engine runs, of all nodes whose gradients have come, the one that was made last, and accumulates into leaves at
 once. Its order in plain PyTorch is that in which stock DDP's reducer lays out its rebuilt buckets. A captured graph
-tells it after a run on fake tensors, which leaves autograd's nodes behind.
+tells it after a run on fake tensors, which leaves autograd's nodes.
 
 Limit: of four or more gradients that one node gives to leaves, the engine takes some earlier than others; here they
 come as the node gives them.

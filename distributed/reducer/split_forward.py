@@ -2,7 +2,7 @@
 
 The classic way to overlap (torch's DDPOptimizer): the reducer's hooks fire when a parameter's gradient is accumulated,
 hence between the backwards of two pieces. A gradient is final when the backward of its *first* use has run, so a bucket
-is complete behind the first use of all of its parameters, and of those of the buckets before it, which the reducer
+is complete after the first use of all of its parameters, and of those of the buckets before it, which the reducer
 starts in order. There a piece begins; where the graph cannot be cut (``cut_points``), it begins earlier.
 
 Parameters are told by identity among the graph's inputs, so it does not matter how the program came by them.

@@ -31,7 +31,7 @@ _LINEAR = {aten.neg, aten.sum, aten.clone, aten._to_copy, aten.cat, aten.stack}
 
 
 def keep_absent_apart(joint: JointGraph) -> JointGraph:
-    """The joint graph, with flags behind its tangents if it needs some; changes its module."""
+    """The joint graph, with flags after its tangents if it needs some; changes its module."""
     if len(joint.tangents) < 2:
         return joint
     separation = _Separation(joint)

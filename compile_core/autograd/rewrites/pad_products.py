@@ -1,8 +1,8 @@
-"""Stage between trace and partition: zeros behind odd sides of matrices, for matrix products that read them aligned.
+"""Stage between trace and partition: pads odd sides of matrices with zeros, so that products read them aligned.
 
 GPT-2 has a vocabulary of 50257. Tensor cores want sides in multiples of 16 bytes: the logits' product, and the two of
 their gradient, run at a sixth of their speed. So a product is computed with its odd sides made longer: zeros stand
-behind its operands, and what follows reads the part of the result that was asked for, through strides. Zeros behind
+after its operands, and what follows reads the part of the result that was asked for, through strides. Zeros after
 both operands' inner sides add nothing to any element, and elements computed from zeros alone are read by nobody.
 
 It costs nothing where a generated kernel computes the operand: that writes its rows a few elements further apart, and
@@ -100,7 +100,7 @@ class _Padding:
         _replace(product, result)
 
     def _longer(self, value: Node, dim: int, count: int) -> Node:
-        """The value with ``count`` zeros behind one of its last two dims."""
+        """The value with ``count`` zeros at the end of one of its last two dims."""
         if not count:
             return value
         if value.target in (aten.t.default, aten.transpose.int) and _swaps_last_two(value):

@@ -104,7 +104,7 @@ def decode(code: types.CodeType) -> Code:
         )
 
     def index_at(offset: int) -> int:
-        """The first instruction at or behind an offset (an entry may end among inline caches)."""
+        """The first instruction at or after an offset (an entry may end among inline caches)."""
         for start in ends:
             if start >= offset:
                 return index_of[start]

@@ -202,7 +202,7 @@ def _values_above_callee(instruction: Instruction) -> int | None:
 
 
 def _first_of_call(instructions: tuple[Instruction, ...], index: int) -> int:
-    """KW_NAMES belongs to the call behind it."""
+    """KW_NAMES belongs to the call after it."""
     return index - 1 if index and instructions[index - 1].name == "KW_NAMES" else index
 
 

@@ -141,7 +141,7 @@ class GeneratorValue(IteratorValue):
         return inner if isinstance(inner, GeneratorValue) else None
 
     def _leave_delegate(self, value: Value) -> None:
-        """Go on behind the ``yield from`` with the value that the inner generator returned."""
+        """Go on after the ``yield from`` with the value that the inner generator returned."""
         frame = self.frame
         send = frame.code.instructions[frame.code.instructions[frame.index + 1].target]
         frame.pop()

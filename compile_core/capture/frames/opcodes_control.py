@@ -227,7 +227,7 @@ def _load_super_attr(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("LOAD_BUILD_CLASS")
 def _load_build_class(frame: Frame, instruction: Instruction) -> None:
-    # Its call has no rule: a class that is made at each call is made by Python, behind a graph break.
+    # Its call has no rule: a class that is made at each call is made by Python, after a graph break.
     frame.push(frame.state.wrap(builtins.__build_class__, None))
 
 

@@ -187,7 +187,7 @@ def push_callable(frame: Frame, value: Value) -> None:
 @opcode("COMPARE_OP")
 def _compare_op(frame: Frame, instruction: Instruction) -> None:
     left, right = frame.pop_many(2)
-    # 3.13 may ask for a bool at once. What comes next asks for it, too, and can end the graph behind the comparison.
+    # 3.13 may ask for a bool at once. What comes next asks for it, too, and can end the graph after the comparison.
     frame.push(comparisons.compare(frame.state, instruction.value, left, right))
 
 

@@ -179,7 +179,7 @@ def call_with_bodies(
 
 
 def real_object(state: CaptureState, value: Value) -> Any:
-    """The very object behind a value, guarded to be the same at every call; raises NotConstant for others."""
+    """The very object that a value stands for, guarded to be the same at every call; raises NotConstant for others."""
     if isinstance(value, PartialValue):
         args = [real_object(state, item) for item in value.args.all(state)]
         kwargs = {key: real_object(state, item) for key, item in value.named(state).items()}

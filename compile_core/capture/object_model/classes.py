@@ -260,7 +260,7 @@ def _constructor_rule(cls: type, function: Any) -> CallRule | None:
 
 
 class SuperValue(Value):
-    """``super()``: attributes behind a class in the resolution order of the object's class."""
+    """``super()``: attributes after a class in the resolution order of the object's class."""
 
     cls = super
 

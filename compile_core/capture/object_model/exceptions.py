@@ -286,7 +286,7 @@ def derive_group(group: ExceptionValue, members: list[Value]) -> ExceptionValue:
 
 
 def reraise_rest(state: CaptureState, original: Value, parts: list[Value]) -> Value:
-    """What is left to raise behind the except* clauses of one try block; None where nothing is."""
+    """What is left to raise after the except* clauses of one try block; None where nothing is."""
     left = [part for part in parts if isinstance(part, ExceptionValue)]
     if not left:
         return ConstantValue(None)

@@ -17,7 +17,7 @@ class GrowingList(ListValue):
         self._state = state
         self._before = items
         self._read: list[Item] | None = None
-        # What was put behind the items that were there, while these are not read.
+        # What was put after the items that were there, while these are not read.
         self.appended: list[Item] = []
         self.cls = list
         self.source: Source = source

@@ -290,7 +290,7 @@ class ProfilerRange(ModeValue):
         self.entered = False
 
     def rebuild(self, writer: SourceWriter) -> str:
-        """The range begins where the graph ended: what runs behind it is plain Python."""
+        """The range begins where the graph ended: what runs after it is plain Python."""
         shown = [repr(value) for value in self.args]
         shown += [f"{name}={value!r}" for name, value in self.kwargs.items()]
         name = writer.bind(f"{writer.constant(self.cls)}({', '.join(shown)})")

@@ -44,7 +44,7 @@ _FEWEST_IN_UNIT = 2
 _SOURCE = "kernels.cpp"
 _OBJECT = "kernels.so"
 
-_METHOD_DEFINITION_BYTES = 32  # what the address of the function of C lies behind
+_METHOD_DEFINITION_BYTES = 32  # the offset at which the address of the function of C lies
 
 Kernels = dict[str, BuiltKernel]
 

@@ -351,7 +351,7 @@ template <class Body> INLINE int parallel_ranges(int64_t count, int64_t grain, B
 
 // Declared here, not included: an interpreter need not come with its headers, and these few are stable. A
 // kernel is a builtin function made from its PyMethodDef, which takes each buffer as a tensor or as the integer
-// of its data_ptr(), and behind that a function of C of the array of addresses.
+// of its data_ptr(), and after that a function of C of the array of addresses.
 extern "C" {
 struct PyObject;
 struct PyTypeObject;

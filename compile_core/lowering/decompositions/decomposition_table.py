@@ -256,7 +256,7 @@ def _var_mean(
     if _normalisation_of.get() == "aten::native_group_norm":
         variance = _merged(variance, mean, self, dims)
     if stepwise and not _normalisation_of.get() and count > 1 and self.device.type == "cpu":
-        # The kernel's mean + (x - mean) / n is NaN behind a first infinity.
+        # The kernel's mean + (x - mean) / n is NaN after a first infinity.
         last = x[tuple(slice(-1, None) if d in dims else slice(None) for d in range(x.dim()))]
         only_last = last.isinf() & (torch.sum(x.isinf(), dims, keepdim=True) == 1)
         mean = torch.where(mean.isinf() & ~only_last, torch.nan, mean)

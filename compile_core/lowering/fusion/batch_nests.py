@@ -78,7 +78,7 @@ def batch_key(step: Step, buffers: Mapping[str, TensorSpec]) -> str | None:
 
 @dataclass
 class _Gathered:
-    """Members of a batch to be, and between which places it must run: behind ``after``, before ``until``."""
+    """Members of a batch to be, and the steps ``after`` and ``until`` between which it must run."""
 
     members: list[int]
     after: float

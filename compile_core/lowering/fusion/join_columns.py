@@ -218,7 +218,7 @@ def _is_of_rows(nest: LoopNest) -> bool:
 
 
 def _is_of_columns(nest: LoopNest) -> bool:
-    """Whether a nest does nothing but to sum columns, and what it does at each point and behind that."""
+    """Whether a nest does nothing but to sum columns, and what it does at each point and after that."""
     reductions = [s for s in nest.body if isinstance(s, Reduce)]
     if any(s.operation != "sum" or not s.dtype.is_floating_point for s in reductions):
         return False

@@ -2,7 +2,7 @@
 takes no copy and no memory for both, else by copies at the end.
 
 It is safe where one loop without reductions computes the new value, reads the old one at the same point or not at all,
-and nothing behind it reads the old one. Nothing behind it may fail either, since a call that fails is made again as
+and nothing after it reads the old one. Nothing after it may fail either, since a call that fails is made again as
 plain Python: so no gathers, which check their indices, and no calls; all memory is allocated before. A loop that reads
 nothing but such inputs, as one that counts steps, runs last.
 

@@ -12,7 +12,7 @@ from gradsplit.compile_core.ir.step_effects import mutated, reads, writes
 
 
 def direct_dependencies(steps: Sequence[Step]) -> list[set[int]]:
-    """For each step the earlier ones that it must stay behind: those that write what it reads or changes, those that
+    """For each step the earlier ones that it must stay after: those that write what it reads or changes, those that
     read what it writes, and, if it draws random numbers, the last one that drew some."""
     last_writers: dict[str, set[int]] = {}
     readers_since: dict[str, set[int]] = {}
@@ -77,7 +77,7 @@ class Dependencies:
 
 
 def topological_order(direct: Mapping[int, set[int]], position: Mapping[int, float]) -> list[int]:
-    """The steps' numbers, each behind all that it depends on, otherwise by position."""
+    """The steps' numbers, each after all that it depends on, otherwise by position."""
     waiting = {number: set(others) for number, others in direct.items()}
     followers: dict[int, list[int]] = {}
     for number, others in waiting.items():

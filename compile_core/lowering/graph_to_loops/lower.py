@@ -398,7 +398,7 @@ class _Lowering:
 
 
 def _striding_from(beginning: int) -> Callable[..., torch.Tensor]:
-    """``as_strided`` of a tensor that eager has ``beginning`` elements behind where its storage begins."""
+    """``as_strided`` of a tensor that eager has at an offset of ``beginning`` elements into its storage."""
 
     def stride(
         tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None

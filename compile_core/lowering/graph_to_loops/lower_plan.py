@@ -58,7 +58,7 @@ class GraphPlan:
     bare: set[torch.fx.Node] = field(default_factory=set)
 
     def only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The single node (behind views) that uses a node's elements, if it is only one."""
+        """The single node (through views) that uses a node's elements, if it is only one."""
         while True:
             users = [user for user in node.users if user in self.alive]
             if len(users) != 1:

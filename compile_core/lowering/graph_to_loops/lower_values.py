@@ -130,7 +130,7 @@ class Emitter(BodyBuilder):
 
     def _emit(self, tensor: LazyTensor, index: Index) -> int:
         if not tensor.numel:
-            return self.constant(0, tensor.dtype)  # behind a mask that is never set: there is no element
+            return self.constant(0, tensor.dtype)  # under a mask that is never set: there is no element
         view = tensor.located()
         if view is not None and not tensor.is_free:
             return self.load(self.access(view, index), self._mask)

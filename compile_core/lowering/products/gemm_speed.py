@@ -1,4 +1,4 @@
-"""Which of torch's two CPU matrix products is faster on this machine: the BLAS behind ``aten.mm``, or oneDNN.
+"""Which of torch's two CPU matrix products is faster on this machine: the BLAS that ``aten.mm`` calls, or oneDNN.
 
 Torch's x86 wheels call MKL, which leaves half the speed of AMD's AVX-512 processors unused; oneDNN does not, but costs
 more to call. Two sizes are measured once for a machine and kept in the build cache: a small one tells what a call

@@ -45,7 +45,7 @@ from gradsplit.compile_core.lowering.tiling.tiling_triton import tile_for_gpu
 
 _ENOUGH_PROGRAMS = 128
 # Programs enough for all processors; more of them where each still has this much to do: measured on column sums, alone
-# and behind an activation's gradient, of 6 to 50 million elements. Four times as many cost half as much again.
+# and after an activation's gradient, of 6 to 50 million elements. Four times as many cost half as much again.
 _LEAST_PROGRAMS, _MOST_PROGRAMS = 512, 1536
 _POINTS_OF_A_PROGRAM = 1 << 14
 _SHORTEST_CHUNK = 64

@@ -195,7 +195,7 @@ class TritonWriter:
         """Statements in an order in which loads come first, if these are not too many to hold.
 
         The compiler moves no load across a barrier, which each reduction is, or across a store, which it cannot tell
-        from others: a load behind one would wait for memory once more. What is the same for all of a tile's X, such as
+        from others: a load after one would wait for memory once more. What is the same for all of a tile's X, such as
         the weights of a layer norm, is near, and stays where it is: it would only take registers.
         """
         stored = {s.access.buffer for s in self.nest.body if isinstance(s, Store)}

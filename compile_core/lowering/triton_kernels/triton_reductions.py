@@ -1,7 +1,7 @@
 """Reductions of a tile in Triton: what they accumulate while a kernel walks blocks, and what is left in the end.
 
 A kernel that holds rows as a whole reduces a tile at once. One that walks them keeps a tile of partial results, each
-place of which combines the elements that came there, and reduces that behind the loop.
+place of which combines the elements that came there, and reduces that after the loop.
 """
 
 from __future__ import annotations
