@@ -242,7 +242,7 @@ class BodyWriter:
             case Store():
                 return self._store(n, statement, value)
             case Constant():
-                return [f"{name} = {scalar_cpp.constant(statement)};"]
+                return [f"{name} = {scalar_cpp.literal(statement.value, statement.dtype)};"]
             case Position(strides=strides, offset=offset):
                 return [f"{name} = {' + '.join(_terms(offset, strides)) or '0'};"]
             case Apply(arguments=arguments):

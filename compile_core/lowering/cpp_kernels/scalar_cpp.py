@@ -1,20 +1,17 @@
 """C++ for single values: types, constants, memory formats, and one expression for each scalar operation.
 
-The functions that the expressions call are in ``codegen_cpp_prelude.h`` or are g++'s builtins. Three tables
-say which operation is what; an operation in none of them is a compile error, so a new one is one new line.
+The functions that the expressions call are in ``codegen_cpp_prelude.h`` or are g++'s builtins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import isinf, isnan
 
 import torch
 
-from gradsplit.compile_core.errors import InternalError, Unsupported
-from gradsplit.compile_core.ir.loops import Apply, Constant
+from gradsplit.compile_core.lowering.nests.scalar_expressions import INFIX, ScalarLanguage
 
-VALUE_TYPES: Mapping[torch.dtype, str] = {
+_VALUE_TYPES = {
     torch.bool: "bool",
     torch.uint8: "uint8_t",
     torch.int8: "int8_t",
@@ -26,21 +23,15 @@ VALUE_TYPES: Mapping[torch.dtype, str] = {
 }
 
 # Memory holds bools as bytes and 16-bit floats as bits.
-MEMORY_TYPES: Mapping[torch.dtype, str] = {
-    **VALUE_TYPES,
+_MEMORY_TYPES = {
+    **_VALUE_TYPES,
     torch.bool: "uint8_t",
     torch.float16: "uint16_t",
     torch.bfloat16: "uint16_t",
 }
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*",
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
-}  # fmt: skip
-
-# Templates for every dtype; {0}, {1}, {2} are arguments, {T} is the result's type.
-_ANY = {
+_EVERY = {
+    **INFIX,
     "maximum": "nan_max<{T}>({0}, {1})",
     "minimum": "nan_min<{T}>({0}, {1})",
     "neg": "-{0}",
@@ -62,7 +53,6 @@ _ANY = {
     "shift_right": "shift_right<{T}>({0}, {1})",
 }
 
-# Templates for floats; {B} is the suffix of g++'s builtins: "f" for float32, "" for float64.
 _FLOAT = {
     "div": "{0} / {1}",
     "floor_div": "floor_div({0}, {1})",
@@ -76,58 +66,24 @@ _FLOAT = {
     "round": "__builtin_rint{B}({0})",
     **{
         name: f"__builtin_{name}{{B}}({{0}})"
-        for name in [
-            "sqrt",
-            "exp",
-            "exp2",
-            "expm1",
-            "log",
-            "log2",
-            "log10",
-            "log1p",
-            "sin",
-            "cos",
-            "tan",
-            "asin",
-            "acos",
-            "atan",
-            "sinh",
-            "cosh",
-            "tanh",
-            "asinh",
-            "acosh",
-            "atanh",
-            "erf",
-            "erfc",
-            "lgamma",
-            "floor",
-            "ceil",
+        for name in (
+            "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos",
+            "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "floor", "ceil",
             "trunc",
-        ]
+        )
     },
     **{
         name: f"__builtin_{name}{{B}}({{0}}, {{1}})"
         for name in ("pow", "atan2", "copysign", "hypot", "nextafter")
     },
-}
+}  # fmt: skip
 
 _FLOAT32 = {
     name: f"fast_{name}({{0}})"
-    for name in [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sigmoid",
-        "tanh",
-        "erf",
-        "sin",
-        "cos",
-    ]
-}
+    for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid", "tanh", "erf", "sin", "cos",
+    )
+}  # fmt: skip
 
 _INTEGER = {
     "pow": "integer_power<{T}>({0}, {1})",
@@ -140,24 +96,6 @@ _INTEGER = {
 
 # The direct conversion of what a narrow type does not hold is undefined; torch's kernels go by way of these.
 _TRUNCATED_TO = {torch.uint8: torch.int64, torch.int8: torch.int32, torch.int16: torch.int32}
-
-
-def value_type(dtype: torch.dtype) -> str:
-    try:
-        return VALUE_TYPES[dtype]
-    except KeyError:
-        raise Unsupported(
-            "cpp-value-dtype", f"C++ kernels do not compute in {dtype}", "Convert the tensor to a real dtype."
-        ) from None
-
-
-def memory_type(dtype: torch.dtype) -> str:
-    try:
-        return MEMORY_TYPES[dtype]
-    except KeyError:
-        raise Unsupported(
-            "cpp-buffer-dtype", f"C++ kernels do not read or write {dtype}", "Convert the tensor."
-        ) from None
 
 
 def loaded(element: str, dtype: torch.dtype) -> str:
@@ -200,10 +138,6 @@ def converted(value: str, source: torch.dtype, target: torch.dtype) -> str:
     return f"{value_type(target)}({value})"
 
 
-def constant(statement: Constant) -> str:
-    return literal(statement.value, statement.dtype)
-
-
 def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "true" if value else "false"
@@ -225,51 +159,24 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     return f"{number.hex()}{suffix}"
 
 
-def apply(statement: Apply, arguments: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
-    """The expression of one operation on named values of these dtypes."""
-    operation, result = statement.operation, statement.dtype
-    if operation == "cast":
-        return converted(arguments[0], dtypes[0], result)
-    if operation == "round_to":
-        return _rounded(arguments[0], dtypes[0], statement)
-    computed = dtypes[-1] if operation == "where" else dtypes[0]
-    if operation == "where":
-        arguments = (
-            arguments[0],
-            *(converted(a, d, result) for a, d in zip(arguments[1:], dtypes[1:], strict=True)),
-        )
-    elif result.is_floating_point and not computed.is_floating_point:
-        # aten promotes integers where the result is a float: sqrt, div, sigmoid ...
-        arguments = [converted(a, d, result) for a, d in zip(arguments, dtypes, strict=True)]
-        computed = result
-    if operation in _INFIX:
-        return f"{value_type(result)}({arguments[0]} {_INFIX[operation]} {arguments[1]})"
-    if operation == "bitwise_not" and computed == torch.bool:
-        return f"!{arguments[0]}"
-    template = _template(operation, computed)
-    names = {"T": value_type(computed), "B": "f" if computed == torch.float32 else ""}
-    return f"{value_type(result)}({template.format(*arguments, **names)})"
-
-
-def _template(operation: str, computed: torch.dtype) -> str:
-    tables: tuple[Mapping[str, str], ...] = (_ANY,)
-    if computed == torch.float32:
-        tables = (_FLOAT32, _FLOAT, _ANY)
-    elif computed.is_floating_point:
-        tables = (_FLOAT, _ANY)
-    else:
-        tables = (_INTEGER, _ANY)
-    for table in tables:
-        if operation in table:
-            return table[operation]
-    raise InternalError(f"no C++ for the scalar operation {operation!r} on {computed}")
-
-
-def _rounded(value: str, dtype: torch.dtype, statement: Apply) -> str:
-    target = statement.parameter
-    if target is None:
-        raise InternalError("round_to without a target dtype")
-    memory = stored(value, dtype, target)
+def _rounded(value: str, source: torch.dtype, target: torch.dtype, result: torch.dtype) -> str:
+    memory = stored(value, source, target)
     if target in (torch.float16, torch.bfloat16):
-        return converted(loaded(memory, target), torch.float32, statement.dtype)
-    return converted(memory, target, statement.dtype)
+        return converted(loaded(memory, target), torch.float32, result)
+    return converted(memory, target, result)
+
+
+_LANGUAGE = ScalarLanguage(
+    name="C++",
+    reason="cpp",
+    value_types=_VALUE_TYPES,
+    memory_types=_MEMORY_TYPES,
+    of_dtype={torch.float32: _FLOAT32, torch.bool: {"bitwise_not": "!{0}"}},
+    floating=_FLOAT,
+    integer=_INTEGER,
+    every=_EVERY,
+    whole="{R}({0})",
+    converted=converted,
+    rounded=_rounded,
+)
+value_type, memory_type, apply = _LANGUAGE.value_type, _LANGUAGE.memory_type, _LANGUAGE.apply

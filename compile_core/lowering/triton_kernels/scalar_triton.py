@@ -6,15 +6,13 @@ Division and square root of float32 are rounded as IEEE says; ``tl``'s own are n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import isinf, isnan
 
 import torch
 
-from gradsplit.compile_core.errors import InternalError, Unsupported
-from gradsplit.compile_core.ir.loops import Apply
+from gradsplit.compile_core.lowering.nests.scalar_expressions import INFIX, ScalarLanguage
 
-VALUE_TYPES: Mapping[torch.dtype, str] = {
+_VALUE_TYPES = {
     torch.bool: "tl.int1",
     torch.uint8: "tl.uint8",
     torch.int8: "tl.int8",
@@ -26,7 +24,7 @@ VALUE_TYPES: Mapping[torch.dtype, str] = {
 }
 
 # How a buffer's dtype is called in a kernel's signature. Bools are bytes in memory.
-POINTER_TYPES: Mapping[torch.dtype, str] = {
+_POINTER_TYPES = {
     torch.bool: "*u8",
     torch.uint8: "*u8",
     torch.int8: "*i8",
@@ -41,13 +39,8 @@ POINTER_TYPES: Mapping[torch.dtype, str] = {
 
 _NARROW_FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*",
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
-}  # fmt: skip
-
-_ANY = {
+_EVERY = {
+    **INFIX,
     "neg": "-{0}",
     "abs": "tl.abs({0})",
     "sign": "sign_of({0})",
@@ -77,7 +70,6 @@ _INTEGER = {
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
 }
 
-# {S} is "32" or "64".
 _FLOAT = {
     "neg": "{0} * -1.0",  # Triton's own is 0 - x, which loses the sign of 0.0
     "div": "{0} / {1}",
@@ -124,24 +116,6 @@ _FLOAT32 = {
     "floor": "floor32({0})",
     "ceil": "ceil32({0})",
 }
-
-
-def value_type(dtype: torch.dtype) -> str:
-    try:
-        return VALUE_TYPES[dtype]
-    except KeyError:
-        raise Unsupported(
-            "triton-value-dtype", f"Triton kernels do not compute in {dtype}", "Convert the tensor."
-        ) from None
-
-
-def pointer_type(dtype: torch.dtype) -> str:
-    try:
-        return POINTER_TYPES[dtype]
-    except KeyError:
-        raise Unsupported(
-            "triton-buffer-dtype", f"Triton kernels do not read or write {dtype}", "Convert the tensor."
-        ) from None
 
 
 def loaded(element: str, memory: torch.dtype, dtype: torch.dtype) -> str:
@@ -192,43 +166,27 @@ def bare_literal(value: float | bool, dtype: torch.dtype) -> str:
     return repr(number)
 
 
-def apply(statement: Apply, arguments: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
-    """The expression of one operation on named values of these dtypes."""
-    operation, result = statement.operation, statement.dtype
-    if operation == "cast":
-        return converted(arguments[0], dtypes[0], result)
-    if operation == "round_to":
-        if statement.parameter is None:
-            raise InternalError("round_to without a target dtype")
-        if (statement.parameter, dtypes[0], result) == (torch.bfloat16, torch.float32, torch.float32):
-            return f"rounded_to_bfloat16({arguments[0]})"
-        narrow = stored(arguments[0], dtypes[0], statement.parameter)
-        return loaded(f"({narrow})", statement.parameter, result)
-    computed = dtypes[-1] if operation == "where" else dtypes[0]
-    if operation == "where":
-        rest = (converted(a, d, result) for a, d in zip(arguments[1:], dtypes[1:], strict=True))
-        arguments = (arguments[0], *rest)
-    elif result.is_floating_point and not computed.is_floating_point:
-        # aten promotes integers where the result is a float: sqrt, div, sigmoid ...
-        arguments = [converted(a, d, result) for a, d in zip(arguments, dtypes, strict=True)]
-        computed = result
-    if operation in _INFIX:
-        return f"({arguments[0]} {_INFIX[operation]} {arguments[1]})"
-    if operation == "bitwise_not" and computed == torch.bool:
-        return f"({arguments[0]} == 0)"
-    if operation == "bitwise_not" and computed == torch.uint8:
-        return f"({arguments[0]} ^ 255)"  # the interpreter has no ~ for unsigned integers
-    expression = _template(operation, computed).format(
-        *arguments, S="32" if computed == torch.float32 else "64"
-    )
-    return f"({expression})"
+def _rounded(value: str, source: torch.dtype, target: torch.dtype, result: torch.dtype) -> str:
+    if (target, source, result) == (torch.bfloat16, torch.float32, torch.float32):
+        return f"rounded_to_bfloat16({value})"
+    return loaded(f"({stored(value, source, target)})", target, result)
 
 
-def _template(operation: str, computed: torch.dtype) -> str:
-    tables: tuple[Mapping[str, str], ...] = (_INTEGER, _ANY)
-    if computed.is_floating_point:
-        tables = (_FLOAT32, _FLOAT, _ANY) if computed == torch.float32 else (_FLOAT, _ANY)
-    for table in tables:
-        if operation in table:
-            return table[operation]
-    raise InternalError(f"no Triton for the scalar operation {operation!r} on {computed}")
+_LANGUAGE = ScalarLanguage(
+    name="Triton",
+    reason="triton",
+    value_types=_VALUE_TYPES,
+    memory_types=_POINTER_TYPES,
+    of_dtype={
+        torch.float32: _FLOAT32,
+        torch.bool: {"bitwise_not": "{0} == 0"},
+        torch.uint8: {"bitwise_not": "{0} ^ 255"},  # the interpreter has no ~ for unsigned integers
+    },
+    floating=_FLOAT,
+    integer=_INTEGER,
+    every=_EVERY,
+    whole="({0})",
+    converted=converted,
+    rounded=_rounded,
+)
+value_type, pointer_type, apply = _LANGUAGE.value_type, _LANGUAGE.memory_type, _LANGUAGE.apply
