@@ -13,8 +13,7 @@ else:
         format_bytes,
         pack_bucket,
     )
-    from gradsplit.bucketing.cost_model import CostModel
-    from gradsplit.bucketing.host_model import HostModel
+    from gradsplit.bucketing.cost_model import CostModel, HostModel
     from gradsplit.bucketing.link_model import LinkModel, fit_link_model
     from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
     from gradsplit.bucketing.plot_timeline import plot_timeline

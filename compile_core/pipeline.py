@@ -42,7 +42,7 @@ from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphChoices, run_passes
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
-from gradsplit.compile_core.torch_facts.fake_examples import fakes_like
+from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 logger = logging.getLogger(__name__)

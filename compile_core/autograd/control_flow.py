@@ -29,8 +29,8 @@ from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph, resol
 from gradsplit.compile_core.ir.kept_calls import KeptCall, in_layout
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.higher_order_operators import cond_operator, while_loop_operator
-from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 TraceBody = Callable[[GraphModule, Sequence[torch.Tensor]], JointGraph]
 

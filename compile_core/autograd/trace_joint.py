@@ -31,8 +31,8 @@ from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.autograd.captured_graphs.replace_calls import replace_calls
 from gradsplit.compile_core.autograd.control_flow import ControlFlow
-from gradsplit.compile_core.autograd.operators.backward_marks import marked_as_backward
 from gradsplit.compile_core.autograd.operators.gradient_sources import gradient_sources
+from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_backward
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
@@ -56,8 +56,8 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.torch_facts.fake_results import kernels_of_sizes
-from gradsplit.compile_core.torch_facts.functionalization import has_data_mutation
+from gradsplit.compile_core.torch_facts.dispatcher import has_data_mutation
+from gradsplit.compile_core.torch_facts.fake_tensors import kernels_of_sizes
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 

@@ -40,7 +40,7 @@ from gradsplit.compile_core.capture.wrap import wrap_cell
 from gradsplit.compile_core.errors import CompileError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, verify_captured_graph
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, LocalSource, Source
-from gradsplit.compile_core.torch_facts.fake_results import quiet_fakes
+from gradsplit.compile_core.torch_facts.fake_tensors import quiet_fakes
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches, turn_back
 

@@ -20,7 +20,7 @@ from gradsplit.compile_core.bind_sizes import GraphOfManySizes
 from gradsplit.compile_core.ir.captured import is_symbolic_number
 from gradsplit.compile_core.options import CompileOptions, parse_options
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
-from gradsplit.compile_core.torch_facts.fake_examples import fakes_like
+from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,11 @@ from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
-from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, storage_use_count
-from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    foreach_copy,
+    storage_use_count,
+    tell_of_changes,
+)
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger(__name__)

@@ -126,3 +126,10 @@ class _Worker:
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
+
+
+def usable_processors() -> int:
+    """The processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch.autograd.variable import Variable
 
 from gradsplit.compile_core.torch_facts.private_parts import private
@@ -44,3 +45,33 @@ register_hook_dict = private(
 def call_after_backward(callback: Callable[[], None]) -> None:
     """The engine calls it when the backward that runs has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+# The transforms of ``torch.func`` that are active around a call.
+
+is_batched_by_autograd = private(
+    "torch._C._functorch:is_legacy_batchedtensor", "gradients that arrive in batches (is_grads_batched)"
+)
+top_transform = private("torch._C._functorch:peek_interpreter_stack", "calls inside torch.func's transforms")
+is_wrapped_by_transform = private(
+    "torch._C._functorch:is_functorch_wrapped_tensor", "calls inside torch.func's transforms"
+)
+are_transforms_active = private(
+    "torch._C:_are_functorch_transforms_active", "calls inside torch.func's transforms"
+)
+
+
+# Autograd counts the changes of a tensor, to notice that one it has saved is no longer what it was.
+
+
+def tell_of_changes(tensors: Sequence[torch.Tensor]) -> None:
+    """Counts a change of each, which autograd has not seen. What is made in inference mode has no versions."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+# Leaves that are views of tensors without gradients: what is a view of them has that base, too.
+
+
+def is_view_as_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a view of it that is made without gradients does not require any, though the tensor itself does."""
+    return tensor.requires_grad and tensor._base is not None and not tensor._base.requires_grad

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch.fx import Node
+
 from gradsplit.compile_core.torch_facts.private_parts import private
 
 has_kernel_for_key = private(
@@ -14,3 +17,32 @@ excluded_keys = private("torch._C:_dispatch_tls_local_exclude_set", "tracing wit
 enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatcher", "shapes of results")
 suggest_memory_format = private("torch._prims_common:suggest_memory_format", "strides of results")
 is_alias_of = private("torch._C:_is_alias_of", "whether two tensors share memory")
+
+
+# Torch's functionalization, which turns writes in place into new values while a graph is traced.
+
+_PURPOSE = "tracing programs that write in place"
+
+to_functional = private("torch:_to_functional_tensor", _PURPOSE)
+from_functional = private("torch:_from_functional_tensor", _PURPOSE)
+is_functional = private("torch:_is_functional_tensor", _PURPOSE)
+mirror_autograd_meta = private("torch:_mirror_autograd_meta_to", _PURPOSE)
+sync = private("torch:_sync", _PURPOSE)
+enable_functionalization = private("torch:_enable_functionalization", _PURPOSE)
+disable_functionalization = private("torch:_disable_functionalization", _PURPOSE)
+has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
+
+
+# Which operators draw random numbers.
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node moves a generator; attention without dropout does not, though its operator can."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+            return bool((argument.default_value if given is None else given) != 0)
+    return True

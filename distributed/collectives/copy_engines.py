@@ -9,19 +9,60 @@ ranks' streams meet.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from gradsplit.distributed.collectives.gpu_operations import GpuOperations
 from gradsplit.distributed.collectives.peer_access import reason_against
-from gradsplit.distributed.collectives.rank_operations import RankOperations
-from gradsplit.distributed.collectives.scratch import Scratch
 from gradsplit.distributed.collectives.shared_buffers import SharedBuffer, share
 from gradsplit.distributed.collectives.work import StreamWork
 from gradsplit.distributed.streams import current_stream
+
+
+class Scratch:
+    """Works that run one after the other may use the same memory, as long as one of them still holds it."""
+
+    def __init__(self) -> None:
+        # By dtype, with the stream for which it was allocated.
+        self._held: dict[torch.dtype, tuple[weakref.ref[torch.Tensor], object]] = {}
+
+    def take(self, like: torch.Tensor, owner: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory like a one-dimensional tensor.
+
+        Args:
+            owner: the stream that is current, for which new memory is allocated. Other streams' is not shared: they
+                wait for other works.
+
+        Returns:
+            What the work must hold until it is over, and the memory, which is a part of that.
+        """
+        reference, of_stream = self._held.get(like.dtype, (None, None))
+        held = None if reference is None or of_stream is not owner else reference()
+        if held is None or held.numel() < like.numel():
+            held = torch.empty_like(like)
+            self._held[like.dtype] = weakref.ref(held), owner
+        return held, held[: like.numel()]
+
+
+class RankOperations(Protocol):
+    """One after the other; on a GPU, on one stream of it."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Between contiguous tensors of one dtype and as many elements, of this rank or of others."""
+        ...
+
+    def meet(self) -> None:
+        """Waits for all ranks."""
+        ...
+
+    def add_and_divide(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
+        """Adds the second to the first, and divides that by a number."""
+        ...
+
 
 # What is averaged to see whether it works, and how long it may take.
 _TRIED_ELEMENTS = 2**18

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, KernelSource
-from gradsplit.distributed.collectives.device_kernels import DeviceKernels, Launch
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
+from gradsplit.compile_core.lowering.build import build
+from gradsplit.compile_core.options import default_cache_folder
+
+# Given a kernel and the tensors of its buffers.
+Launch = Callable[..., object]
 
 # Triton's names of dtypes, and of those that they are added in.
 _TYPES = {
@@ -57,11 +63,32 @@ def {KERNEL_SYMBOL}(part, other, sizes):
     )
 
 
-class MeanKernel(DeviceKernels):
-    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU."""
+class MeanKernel:
+    """``part = (part + other) / divisor`` for two contiguous tensors of as many elements, on one GPU.
+
+    Args:
+        device: the GPU.
+        launch: launches one of the kernels, of which there is one for each dtype.
+    """
 
     def __init__(self, device: torch.device, launch: Launch) -> None:
-        super().__init__(kernel_source, device, launch)
+        self._device, self._launch = device, launch
+        self._kernels: dict[torch.dtype, BuiltKernel] = {}
+        # One kernel serves all sizes and divisors, so that no plan has to wait for a compiler.
+        self._sizes: dict[tuple[int, int], torch.Tensor] = {}
+
+    def build(self, dtype: torch.dtype) -> None:
+        """Before its first use; raises CompileError where Triton fails."""
+        if dtype not in self._kernels:
+            source = kernel_source(dtype, self._device)
+            self._kernels[dtype] = build([source], default_cache_folder())[source.name]
 
     def __call__(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        self.launch(part.dtype, part, other, self.numbers(part.numel(), divisor))
+        values = (part.numel(), divisor)
+        sizes = self._sizes.get(values)
+        if sizes is None:
+            # Nothing here waits for the stream, which may wait for other ranks.
+            sizes = self._sizes[values] = torch.empty(2, dtype=torch.int64, device=self._device)
+            for place, value in enumerate(values):
+                sizes[place].fill_(value)
+        self._launch(self._kernels[part.dtype], part, other, sizes)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsplit.bucketing.cost_model import CostModel
-from gradsplit.bucketing.host_model import HostModel
+from gradsplit.bucketing.cost_model import CostModel, HostModel
 from gradsplit.bucketing.link_model import LinkModel, fit_link_model
 from gradsplit.distributed.clocks import clock_of
 from gradsplit.distributed.collectives.averaging import Averaging

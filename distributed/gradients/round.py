@@ -28,7 +28,7 @@ from gradsplit.distributed.gradients.earlier_gradients import EarlierGradients
 from gradsplit.distributed.gradients.late_hooks import LateHooks
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
 from gradsplit.distributed.gradients.rounds_of_backward import is_next
-from gradsplit.distributed.gradients.writing_streams import WritingStreams
+from gradsplit.distributed.streams import WritingStreams
 
 _requires_grad = operator.attrgetter("requires_grad")
 

@@ -18,8 +18,8 @@ import torch
 from torch.fx import Node
 
 from gradsplit.compile_core.autograd.operators.costs import moved_bytes, operations_of, result_bytes
+from gradsplit.compile_core.autograd.operators.graph_nodes import memory_of
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view, packet
-from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.fx import Node
 from gradsplit.compile_core.autograd.operators.costs import operations_of, result_bytes
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_reduction, is_view
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 
 def settled_order(order: Sequence[Node], results: Collection[Node]) -> list[Node]:

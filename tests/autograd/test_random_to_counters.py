@@ -16,7 +16,7 @@ from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from tests.autograd.compare_with_eager import fakes, layout
 
 aten = torch.ops.aten

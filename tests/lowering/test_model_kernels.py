@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_triton_for
-from gradsplit.compile_core.toolchain.processors import usable_processors
+from gradsplit.compile_core.toolchain.compile_workers import usable_processors
 from tests.lowering.interpreted_kernels import run_interpreted
 from tests.lowering.small_models import MODELS
 

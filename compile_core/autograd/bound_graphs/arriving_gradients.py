@@ -10,7 +10,7 @@ import torch
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order, same_strides
-from gradsplit.compile_core.torch_facts.functorch import is_batched_by_autograd, top_transform
+from gradsplit.compile_core.torch_facts.autograd_engine import is_batched_by_autograd, top_transform
 
 
 @dataclass(frozen=True)

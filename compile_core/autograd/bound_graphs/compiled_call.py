@@ -37,8 +37,11 @@ from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pick import Pick, picker
 from gradsplit.compile_core.ir.regions import graph_results
 from gradsplit.compile_core.torch_facts.apart_from_torch_compile import apart_from_torch_compile
-from gradsplit.compile_core.torch_facts.autograd_engine import graph_task_keeps_graph, register_hook_dict
-from gradsplit.compile_core.torch_facts.functorch import are_transforms_active
+from gradsplit.compile_core.torch_facts.autograd_engine import (
+    are_transforms_active,
+    graph_task_keeps_graph,
+    register_hook_dict,
+)
 from gradsplit.compile_core.torch_facts.thread_state import is_any_autocast_enabled
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 

@@ -19,7 +19,7 @@ import torch
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.torch_switches import TorchModes, preserved_switches
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 # Takes its inputs in a list that it may empty.

@@ -14,8 +14,7 @@ import torch
 
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph, replaced_inputs
-from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy
-from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
+from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, tell_of_changes
 
 # torch exports it without declaring it.
 

@@ -22,10 +22,9 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import Detachment, ResultAlias
-from gradsplit.compile_core.ir.leaf_views import is_view_as_leaf
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.torch_facts.change_counts import tell_of_changes
-from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
+from gradsplit.compile_core.torch_facts.autograd_engine import is_view_as_leaf, tell_of_changes
+from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gradsplit.compile_core.autograd.captured_graphs.calling_convention import (
 from gradsplit.compile_core.autograd.captured_graphs.pieces import is_passable, is_sequence_of_tensors
 from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import preserved_modes
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes
+from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
 from gradsplit.compile_core.torch_facts.thread_state import enter_autocast
 from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradsplit.compile_core.autograd.operators.ancestors import ancestors
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.ir.higher_order import CHECKPOINTS
 from gradsplit.compile_core.torch_facts.thread_state import DisableTorchFunction, disable_current_modes
 

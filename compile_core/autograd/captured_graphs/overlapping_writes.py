@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.torch_facts.functorch import is_wrapped_by_transform
+from gradsplit.compile_core.torch_facts.autograd_engine import is_wrapped_by_transform
 
 _EXPANSIONS = frozenset(["expand", "expand_as", "broadcast_to", "broadcast_tensors"])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from gradsplit.compile_core.autograd.operators.ancestors import ancestors
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 
 # Positions among the gradients that arrive.
 Sources = frozenset[int]

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from gradsplit.compile_core.ir.counter_random import COUNTER_OPERATORS
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
 

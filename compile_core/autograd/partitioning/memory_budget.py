@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from gradsplit.compile_core.autograd.operators.costs import moved_bytes, operations_of
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of, choose_saved, is_pinned
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 # Operations that a processor does in the time of reading one byte; between a CPU's ten and a GPU's two hundred.
 _OPERATIONS_A_BYTE = 50

@@ -22,7 +22,7 @@ from networkx import DiGraph
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Graph, Node
 
-from gradsplit.compile_core.autograd.operators.ancestors import ancestors
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.kinds import (
     is_fusible,
     is_recomputable,
@@ -32,7 +32,7 @@ from gradsplit.compile_core.autograd.operators.kinds import (
 )
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import Order
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.symbolic_numbers import value_at_compilation
 
 # A saved input costs no new memory, but one tensor more to keep track of.

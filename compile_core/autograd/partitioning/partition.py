@@ -7,18 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradsplit.compile_core.autograd.operators.ancestors import ancestors
-from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward
+from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, is_of_backward, memory_of
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
-from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
 from gradsplit.compile_core.autograd.partitioning.recompute_orders import find_orders
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.graphs import JointGraph, PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
-from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 
 def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> PartitionedGraph:

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradsplit.compile_core.autograd.operators.region_marks import RegionMark, mark_of
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 
 class Order(enum.Enum):

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
 from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
 from gradsplit.compile_core.ir.graphs import JointGraph
 

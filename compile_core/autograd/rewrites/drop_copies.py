@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, memory_of
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
-from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten

@@ -23,14 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
-from gradsplit.compile_core.autograd.operators.ancestors import ancestors
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, ancestors
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
-from gradsplit.compile_core.torch_facts.random_operators import is_random
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.kinds import is_fusible, is_view
 from gradsplit.compile_core.ir.graphs import JointGraph
 from gradsplit.compile_core.ir.numbers import is_number

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward, mark_as_backward
+from gradsplit.compile_core.autograd.operators.graph_nodes import is_of_backward, mark_as_backward
 from gradsplit.compile_core.ir.counter_random import (
     INTEGERS,
     NORMAL,

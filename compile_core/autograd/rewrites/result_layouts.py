@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 

@@ -12,8 +12,7 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
-from gradsplit.compile_core.autograd.operators.add_call import add_call
-from gradsplit.compile_core.autograd.operators.viewed_memory import memory_of
+from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, memory_of
 from gradsplit.compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten

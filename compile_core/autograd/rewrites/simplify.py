@@ -14,13 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.autograd.operators.backward_marks import is_of_backward
+from gradsplit.compile_core.autograd.operators.graph_nodes import is_of_backward
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.rewrites.drop_copies import drop_copies
 from gradsplit.compile_core.autograd.rewrites.scatter_sums import join_scatter_sums
 from gradsplit.compile_core.ir.max_pooling import PLACES, POSITIONS
 from gradsplit.compile_core.ir.numbers import is_number
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
 

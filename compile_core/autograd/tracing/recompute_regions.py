@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 from gradsplit.compile_core.autograd.operators.region_marks import RegionMark, is_marking, mark_of, marked
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.thread_state import CachingDispatchMode
 
 _numbers = itertools.count()

@@ -23,22 +23,22 @@ from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradsplit.compile_core.autograd.tracing import functional_batch_norm, lstm_layers, random_order
+from gradsplit.compile_core.autograd.tracing import functional_batch_norm, random_order, recurrent_layers
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
 from gradsplit.compile_core.torch_facts.autograd_engine import current_autograd_node
-from gradsplit.compile_core.torch_facts.dispatcher import has_kernel_for_key
-from gradsplit.compile_core.torch_facts.fake_results import corrected
-from gradsplit.compile_core.torch_facts.functionalization import (
+from gradsplit.compile_core.torch_facts.dispatcher import (
     disable_functionalization,
     enable_functionalization,
     from_functional,
+    has_kernel_for_key,
     is_functional,
     mirror_autograd_meta,
     sync,
     to_functional,
 )
+from gradsplit.compile_core.torch_facts.fake_tensors import corrected
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
@@ -51,7 +51,7 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 _OF_EVERY_TRACE = {
     **random_order.DECOMPOSITIONS,
     **functional_batch_norm.DECOMPOSITIONS,
-    **lstm_layers.DECOMPOSITIONS,
+    **recurrent_layers.DECOMPOSITIONS,
 }
 
 # They ask about a tensor and compute nothing.

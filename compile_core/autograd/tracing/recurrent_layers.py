@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gradsplit.compile_core.torch_facts.autograd_engine import AutoDispatchBelowAutograd
+
 Network = Callable[..., Any]
 
 
@@ -47,3 +49,37 @@ def _layered(network: Network) -> Network:
         return (sequence, *(torch.cat(parts) for parts in zip(*last, strict=True)))
 
     return run
+
+
+# oneDNN's layer of an LSTM, as an operator that keeps what its backward needs under ``no_grad``, too.
+#
+# Torch's operator fills the workspace of its backward only where gradients are enabled, and a compiled forward runs
+# where they are not. So a forward that is differentiated has an operator of ours in its place, which enables them for
+# the call.
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("gradsplit", "FRAGMENT")
+_SCHEMA = str(aten.mkldnn_rnn_layer.default._schema)
+_library.define("lstm_layer" + _SCHEMA[_SCHEMA.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _run(*arguments: Any) -> Any:
+    # Nothing is differentiated here: no history is to be made of what the program knows to require gradients.
+    with AutoDispatchBelowAutograd(), torch.enable_grad():
+        output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*arguments)
+    # Torch 2.11's states have another dimension of size 1 where gradients are enabled.
+    _, _, _, _, _, hidden_before, cell_before, *_ = arguments
+    return output, hidden.view_as(hidden_before), cell.view_as(cell_before), workspace
+
+
+def _with_workspace(*arguments: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return NotImplemented
+    return torch.ops.gradsplit.lstm_layer.default(*arguments)
+
+
+_library.impl("lstm_layer", _run, "CPU")
+_library.impl("lstm_layer", aten.mkldnn_rnn_layer.default, "Meta")
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: _with_workspace}

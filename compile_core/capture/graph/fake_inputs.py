@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import TensorSizes
-from gradsplit.compile_core.ir.leaf_views import is_view_as_leaf
+from gradsplit.compile_core.torch_facts.autograd_engine import is_view_as_leaf
 
 
 def make_fake(mode: FakeTensorMode, real: torch.Tensor, sizes: TensorSizes | None) -> FakeTensor:

@@ -33,7 +33,7 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph, GraphInput, InputKind
 from gradsplit.compile_core.ir.number_nodes import number_node
 from gradsplit.compile_core.ir.sources import LocalSource, ModuleEntrySource, Source, path_words
-from gradsplit.compile_core.torch_facts.fake_results import run_on_fakes, with_kernels_results
+from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes, with_kernels_results
 from gradsplit.compile_core.torch_facts.torch_switches import free_guards
 
 # Autograd makes the history of such a tensor anew, from whatever it was a view of and who held its gradient: what a

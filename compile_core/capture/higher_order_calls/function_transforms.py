@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
-from gradsplit.compile_core.capture.graph.graph_objects import GraphObjectValue
 from gradsplit.compile_core.capture.higher_order_calls import transform_nodes as nodes
 from gradsplit.compile_core.capture.higher_order_calls.bodies import body_argument, body_graph
 from gradsplit.compile_core.capture.object_model.functions import FunctionValue
@@ -25,6 +25,22 @@ from gradsplit.compile_core.capture.values.containers import ListValue, Sequence
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.torch_facts.bindings import broadcast_and_flatten
+
+
+class GraphObjectValue(Value):
+    """Something else than a tensor that an operation of the graph returned and other operations take."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def python_type(self) -> type:
+        return type(self.node.meta["example_value"])
+
+    def describe(self) -> str:
+        return f"a {self.python_type().__name__} that the graph computes"
+
+    def graph_argument(self, state: CaptureState) -> Any:
+        return self.node
 
 
 class TransformedValue(Value):

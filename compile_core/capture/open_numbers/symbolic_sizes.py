@@ -22,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.capture.open_numbers.size_history import SPECIAL_SIZES, SizeHistory
 from gradsplit.compile_core.capture.open_numbers.size_marks import SizeMarks, marks_of
-from gradsplit.compile_core.capture.open_numbers.size_printer import SizePrinter
 from gradsplit.compile_core.errors import CodeLocation, CompileError
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
@@ -31,8 +30,13 @@ from gradsplit.compile_core.ir.sources import (
     ModuleEntrySource,
     Source,
 )
+from gradsplit.compile_core.torch_facts.symbolic_numbers import (
+    PythonPrinter,
+    SourceLocation,
+    ValueRanges,
+    integer_infinity,
+)
 from gradsplit.compile_core.torch_facts.symbolic_numbers import Source as TorchSource
-from gradsplit.compile_core.torch_facts.symbolic_numbers import SourceLocation, ValueRanges, integer_infinity
 
 
 @dataclass(frozen=True)
@@ -307,3 +311,34 @@ def _derived_strides(sizes: Sequence[Any], real: torch.Tensor) -> tuple[list[Any
         if product not in products or type(products[product]) is int:
             products[product] = strides[dim] * sizes[dim] if real.size(dim) else strides[dim]
     return strides, found
+
+
+# Expressions over symbols as Python text.
+#
+# Torch's printer is for conditions that may be evaluated on symbolic numbers again; ours run on plain numbers only.
+
+
+class SizePrinter(PythonPrinter):
+    """Python over the names of symbols; may use ``math``. Raises NotImplementedError for what Python has no name of."""
+
+    def __init__(self, name_of: Callable[[sympy.Symbol], str]) -> None:
+        super().__init__()
+        self._name_of = name_of
+
+    def _print_Symbol(self, expr: sympy.Symbol) -> str:  # noqa: N802  (sympy looks methods up by these names)
+        return self._name_of(expr)
+
+    def _print_ToFloat(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return f"float({self._print(expr.args[0])})"
+
+    def _helper_sqrt(self, expr: sympy.Expr) -> str:
+        return f"math.sqrt({self._print(expr)})"
+
+    def _print_Rational(self, expr: sympy.Rational) -> str:  # noqa: N802
+        raise NotImplementedError(f"the fraction {expr}")
+
+    def _print_Function(self, expr: Any) -> str:  # noqa: N802
+        raise NotImplementedError(type(expr).__name__)
+
+    def emptyPrinter(self, expr: Any) -> str:  # noqa: N802
+        raise NotImplementedError(type(expr).__name__)

@@ -10,7 +10,7 @@ import torch
 
 from gradsplit.compile_core.capture.run_only import is_run_only
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.torch_facts.functorch import top_transform
+from gradsplit.compile_core.torch_facts.autograd_engine import top_transform
 from gradsplit.compile_core.torch_facts.modules import GLOBAL_HOOK_TABLES
 from gradsplit.compile_core.torch_facts.thread_state import (
     DeviceContext,

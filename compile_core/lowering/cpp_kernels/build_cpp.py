@@ -34,9 +34,9 @@ from gradsplit.compile_core.lowering.cpp_kernels.cpp_machine import (
     machine_identity,
     openmp_runtime,
 )
+from gradsplit.compile_core.toolchain.compile_workers import usable_processors
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function, compiler, run_compiler
 from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
-from gradsplit.compile_core.toolchain.processors import usable_processors
 from gradsplit.compile_core.torch_facts.layouts import word_at
 
 # What a unit costs beside its kernels is about what two small kernels cost.

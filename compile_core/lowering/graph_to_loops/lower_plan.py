@@ -23,7 +23,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.reduction_rules import is_re
 from gradsplit.compile_core.lowering.graph_to_loops.scalar_rules import is_pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import SPLITTING_VIEWS, VIEWS, restride
 from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
-from gradsplit.compile_core.torch_facts.random_operators import is_random
+from gradsplit.compile_core.torch_facts.dispatcher import is_random
 
 aten = torch.ops.aten
 

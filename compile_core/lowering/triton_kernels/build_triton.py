@@ -26,10 +26,9 @@ import torch
 from gradsplit.compile_core.errors import CompileError
 from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
 from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
-from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers
+from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers, usable_processors
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
 from gradsplit.compile_core.toolchain.private_folders import MODE, usable_folder
-from gradsplit.compile_core.toolchain.processors import usable_processors
 from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 _MODULE = "kernel.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradsplit.distributed.collectives.scratch import Scratch
+from gradsplit.distributed.collectives.copy_engines import Scratch
 
 
 def test_works_share_memory_while_one_holds_it() -> None:
