@@ -146,7 +146,7 @@ def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGra
     It takes the same inputs without the integers among them.
 
     Raises:
-        Unsupported: a size depends on what no input tells.
+        Unsupported: a size depends on what no input determines.
     """
     examples = [node.meta["val"] for node in graph_inputs(graph.forward)]
     binding = _Binding(
@@ -211,7 +211,7 @@ class _Binding:
         return lazy_module(module, graph), known
 
     def _is_bound(self, node: Node, made: Mapping[Node, Any], known: Mapping[str, Any]) -> bool:
-        """Whether sizes tell a number; else floats do that come with each run, or a tensor's data."""
+        """Whether sizes determine a number; else floats do that come with each run, or a tensor's data."""
         if node.name in known:
             return True
         number = node.meta["val"]
@@ -239,7 +239,7 @@ class _Binding:
         if found is None:
             value: Any = expression.xreplace(dict(self._values))
             if not value.is_number:
-                raise Unsupported("open-size", f"no input tells the size {expression}")
+                raise Unsupported("open-size", f"no input determines the size {expression}")
             found = self._known[expression] = int(value)
         return found
 

@@ -23,16 +23,16 @@ def changed_names(names: Iterable[str], module: torch.nn.Module, prefix: str = "
         names: of parameters and buffers. Two of them never become the same: then the one that fits stays alone.
         prefix: where the module is in what is loaded; names that do not begin so are not its own.
     """
-    taken = set(names)
+    used = set(names)
     changed: dict[str, str] = {}
     for name in names:
         if not name.startswith(prefix):
             continue
         *path, last = name[len(prefix) :].split(".")
         fitting = prefix + ".".join([*_fit(path, module), last])
-        if fitting not in taken:
+        if fitting not in used:
             changed[name] = fitting
-            taken.add(fitting)
+            used.add(fitting)
     return changed
 
 

@@ -76,8 +76,8 @@ def compile_any_graph(
         # Whoever captured the graph need not have checked that inputs lie apart in memory at every call.
         tensors = {k: given for k, given in enumerate(inputs) if isinstance(given, torch.Tensor)}
         places = {k: tensor.untyped_storage().data_ptr() for k, tensor in tensors.items()}
-        taken = Counter(places.values())
-        if any(taken[places[position]] > 1 for position in changed):
+        count = Counter(places.values())
+        if any(count[places[position]] > 1 for position in changed):
             return gm(*inputs)
         return compiled(*inputs)
 

@@ -60,13 +60,13 @@ def _apart(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
 def positions_in_shared_memory(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[int]:
     """Which results lie in the memory of a tensor or of an earlier result."""
-    taken = {tensor.untyped_storage()._cdata for tensor in tensors}
+    known = {tensor.untyped_storage()._cdata for tensor in tensors}
     shared = []
     for position, result in enumerate(results):
         memory = result.untyped_storage()._cdata
-        if memory in taken:
+        if memory in known:
             shared.append(position)
-        taken.add(memory)
+        known.add(memory)
     return shared
 
 

@@ -17,7 +17,7 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class OpenSize:
-    """A size, stride or offset that only the run tells: its position among the sizes that the forward returns."""
+    """A size, stride or offset known only at run time: its position among the sizes that the forward returns."""
 
     position: int
 
@@ -77,7 +77,7 @@ class Mutation:
         input: position among the primals.
         output: position among the graph's outputs of its new value.
         differentiable: autograd saw the change, so gradients flow from the input's later uses into the graph.
-        counted: the tensor's version tells of the change; it does not of one through ``.data``.
+        counted: the tensor's version counts the change; it does not count one through ``.data``.
     """
 
     input: int

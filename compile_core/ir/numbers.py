@@ -29,7 +29,7 @@ def expression_of(number: torch.SymInt) -> sympy.Expr:
 
 
 def has_backed_symbols(number: torch.SymInt) -> bool:
-    """Whether sizes tell the number; what is read out of a tensor's data has no value at compilation."""
+    """Whether sizes determine the number; what is read out of a tensor's data has no value at compilation."""
     return number.node.has_hint()
 
 

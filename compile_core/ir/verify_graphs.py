@@ -86,16 +86,16 @@ def _verify_compute(step: Compute, known: set[str]) -> None:
 
 
 def _verify_seeds(module: GraphModule) -> None:
-    taken: set[tuple[Node, int]] = set()
+    used: set[tuple[Node, int]] = set()
     for node in module.graph.nodes:
         if node.target in COUNTER_OPERATORS:
             seeds, slot = node.args[:2]
             rows = seeds.meta["val"]
             if rows.dtype != torch.int64 or rows.shape[1:] != (SEED_STRIDE,) or not 0 <= slot < rows.shape[0]:
                 _broken(f"joint graph: {node.name}", f"slot {slot} is no row of seeds")
-            if (seeds, slot) in taken:
+            if (seeds, slot) in used:
                 _broken(f"joint graph: {node.name}", "a seed serves one random operator")
-            taken.add((seeds, slot))
+            used.add((seeds, slot))
 
 
 def _verify_signature(signature: GraphSignature, primals: int, outputs: int) -> None:

@@ -243,7 +243,7 @@ def _check_access(
     access, spec = statement.access, buffers[statement.access.buffer]
     _rule(len(access.strides) == len(nest.extents), where, "needs one stride per axis")
     if statement.mask is not None or 0 in nest.extents:
-        return  # a mask keeps addresses inside; which, only running it tells
+        return  # a mask keeps addresses inside; which, is known only at run time
     low, high = _reach(access, nest.extents)
     _rule(
         low >= 0 and high < max(_span(spec), 1), where, f"reaches [{low}, {high}] of {_span(spec)} elements"
@@ -273,7 +273,7 @@ def _check_store(store: Store, nest: LoopNest, varying: Sequence[frozenset[int]]
         for stride, extent in zip(access.strides, nest.extents, strict=True)
         if stride and extent != 1
     ]
-    # Which points a mask leaves out, as those past the end of a shorter last part, only running it tells.
+    # Which points a mask leaves out, as those past the end of a shorter last part, is known only at run time.
     is_known = store.mask is None and not access.gathers
     reached = 0
     for stride, extent in sorted(moving):

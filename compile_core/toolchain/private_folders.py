@@ -1,6 +1,6 @@
 """Folders whose programs may be loaded: those that nobody but this user and root may write to.
 
-What a cache holds runs with all rights of whoever loads it, and a manifest beside it tells of damage, not of malice. So
+What a cache holds runs with all rights of whoever loads it, and a manifest beside it reveals damage, not malice. So
 the rules are those of ssh and sudo for their files: a folder and all above it belong to the user or to root, and others
 may write to none of them, but to one like ``/tmp``, where they cannot touch what is not theirs. Links are followed
 once, and from then on the folder is known by its real path. What lies in such a folder is looked at too: it may have

@@ -234,7 +234,7 @@ class Agreement:
         if not self._bulletin.has_session:
             assert timeout_s is not None
             self._meet(what, timeout_s)
-        self.watch.operations.begin("comes to an agreement", told=what)
+        self.watch.operations.begin("comes to an agreement", report=what)
         number = self._next_round
         self._next_round += 1
         opened = {"rank": self._rank, "what": what, "timeout_s": timeout_s}

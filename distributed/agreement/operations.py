@@ -41,48 +41,48 @@ class Operations:
         # By number; with how many collectives the group had begun before.
         self._begun: deque[_Operation] = deque(maxlen=_REMEMBERED)
 
-    def begin(self, what: str, is_answered: bool = True, told: str = "") -> None:
+    def begin(self, what: str, is_answered: bool = True, report: str = "") -> None:
         """The next one.
 
         Args:
             what: the same on all ranks.
             is_answered: it does not end before all ranks have begun it.
-            told: what is said of this rank, if more than that.
+            report: what is said of this rank, if more than that.
         """
         self._number = number = self._number + 1
-        self._begun.append((number, what, told or what, is_answered, self._collectives()))
+        self._begun.append((number, what, report or what, is_answered, self._collectives()))
 
     def begin_anew(self, term: int) -> None:
         self.term, self._number = term, 0
         self._begun.clear()
 
     def said(self) -> dict[str, Any]:
-        """What others are told."""
+        """What this rank reports to the others."""
         begun = self._begun.copy()
-        number, what, told, _, _ = begun[-1] if begun else (0, "", "", True, 0)
+        number, what, report, _, _ = begun[-1] if begun else (0, "", "", True, 0)
         return {
             "term": self.term,
             "number": number,
             "what": what,
-            "told": told,
+            "report": report,
             "collectives": self._collectives(),
             "is_in": self._place(),
         }
 
     def contradicts(self, theirs: dict[str, Any]) -> str:
         """What this rank does where one that has said this does another thing instead; or ""."""
-        for number, what, told, _, _ in self._begun_in(theirs["term"]):
+        for number, what, report, _, _ in self._begun_in(theirs["term"]):
             if number == theirs["number"] and what != theirs["what"]:
-                return told
+                return report
         return ""
 
     def waits_in(self, theirs: dict[str, Any]) -> tuple[str, bool]:
         """What this rank has begun, and does not end before the other begins it, or ""; and whether that waits in a
         collective of the program's that this rank had not begun before. What is sent between two ranks counts as well,
         so the numbers tell nothing where the other is not seen in one."""
-        for number, _, told, is_answered, collectives in self._begun_in(theirs["term"]):
+        for number, _, report, is_answered, collectives in self._begun_in(theirs["term"]):
             if number > theirs["number"] and is_answered:
-                return told, bool(theirs["is_in"]) and theirs["collectives"] > collectives
+                return report, bool(theirs["is_in"]) and theirs["collectives"] > collectives
         return "", False
 
     def _begun_in(self, term: int) -> Iterable[_Operation]:

@@ -117,7 +117,7 @@ class Neighbour:
         theirs, ours = said["operation"], self._operations
         name = f"rank {rank} {describe(said)}"
         if what := ours.contradicts(theirs):
-            return f"{name} {theirs['told']} when rank {self._rank} {what}; {SAME_ORDER}"
+            return f"{name} {theirs['report']} when rank {self._rank} {what}; {SAME_ORDER}"
         (what, is_elsewhere), state, now_s = ours.waits_in(theirs), (theirs, ours.said()), time.monotonic()
         if state != self._state:
             self._state, self._same_since_s, self._warn_after_s = state, now_s, WARN_AFTER_S

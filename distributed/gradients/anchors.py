@@ -2,7 +2,7 @@
 
 To autograd a program does not have these inputs, but one leaf, its anchor, which never gets a gradient. The engine
 reaches it in backwards that accumulate gradients in leaves at all; one that is asked for certain leaves reaches it only
-if it is asked for the anchor, too (``asked_gradients``).
+if it is asked for the anchor, too (``requested_gradients``).
 """
 
 from __future__ import annotations

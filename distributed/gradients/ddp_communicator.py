@@ -30,9 +30,14 @@ from gradsplit.compile_core.torch_facts.autograd_engine import (
 )
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
 from gradsplit.distributed.gradients.anchors import Anchors
-from gradsplit.distributed.gradients.asked_gradients import notice_for, returns_values, unasked, wanted_values
 from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.paths_of_backward import reached_by_some
+from gradsplit.distributed.gradients.requested_gradients import (
+    notice_for,
+    returns_values,
+    unasked,
+    wanted_values,
+)
 from gradsplit.distributed.gradients.round import Round
 from gradsplit.distributed.gradients.rounds_of_backward import round_begins, round_ended
 

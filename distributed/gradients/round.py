@@ -21,12 +21,12 @@ import torch
 from gradsplit.compile_core.torch_facts.autograd_engine import current_graph_task_id, will_engine_execute_node
 from gradsplit.distributed.collectives.work import Work
 from gradsplit.distributed.gradients.accumulation_nodes import AccumulationNodes
-from gradsplit.distributed.gradients.asked_gradients import reduces_what_it_reaches, unasked
 from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.contributions import Contributions
 from gradsplit.distributed.gradients.earlier_gradients import EarlierGradients
 from gradsplit.distributed.gradients.late_hooks import LateHooks
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
+from gradsplit.distributed.gradients.requested_gradients import reduces_what_it_reaches, unasked
 from gradsplit.distributed.gradients.rounds_of_backward import is_next
 from gradsplit.distributed.streams import WritingStreams
 

@@ -1,4 +1,4 @@
-"""What the first backward of a static graph tells of all others: ``DistributedDataParallel(static_graph=True)``.
+"""What the first backward of a static graph determines for all others: ``DistributedDataParallel(static_graph=True)``.
 
 Whoever passes that says that each backward gives gradients to the same parameters, by as many contributions. So the
 first reduces everything at its end, and is remembered. Where the engine cannot know what is to come, since a reentrant

@@ -51,8 +51,8 @@ def cut_backward(
     """
     results = graph_results(module)
     # By position: an input may have the same value for its gradient as a parameter, as the terms of a sum do.
-    taken = set(gradients.values())
-    returned = [None if position in taken else node for position, node in enumerate(results)]
+    stored = set(gradients.values())
+    returned = [None if position in stored else node for position, node in enumerate(results)]
     later = {node for node in returned if node is not None}
     computes = []
     for number, segment in reversed(list(enumerate(segments))):

@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsplit.distributed.gradients.accumulation_nodes import node_of, remove_with, tell_before
-from gradsplit.distributed.gradients.asked_gradients import notice_backwards
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
+from gradsplit.distributed.gradients.requested_gradients import notice_backwards
 from gradsplit.distributed.reducer.wrapped_parameters import looks_for_unused, reduced_parameters
 
 

@@ -1,12 +1,12 @@
 """Where a captured graph can be cut so that its pieces, each traced by itself, do what the whole does.
 
-One run on fake tensors tells, without functionalization, so that sharing is visible as shared storage and a change in
+One run on fake tensors shows it, without functionalization, so that sharing is visible as shared storage and a change in
 place as a version. Between two nodes there may be a cut unless
 
 - memory that was used before it is changed after it: a piece may have saved it for its backward, or know it under two
   names;
 - a mode other than autocast is not what it was at the beginning;
-- what passes is neither a tensor nor a number that sizes tell (``pieces.is_passable``).
+- what passes is neither a tensor nor a number that sizes determine (``pieces.is_passable``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradsplit.compile_core.torch_facts.torch_switches import read_switches
 
 @dataclass(frozen=True)
 class CutPoints:
-    """What a run of a graph told.
+    """What a run of a graph showed.
 
     Attributes:
         nodes: those that call something, in order.
@@ -183,7 +183,7 @@ def _modes() -> tuple[object, ...]:
 
 
 def _state(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What tells that a tensor was changed in place; sizes are compared as they are printed, which asks nothing."""
+    """What shows that a tensor was changed in place; sizes are compared as they are printed, which asks nothing."""
     return None if tensor.is_inference() else tensor._version, _kind(tensor)
 
 

@@ -30,7 +30,7 @@ class Piece:
 
     Attributes:
         module: takes ``inputs`` and returns a flat tuple of tensors.
-        inputs: names of the whole graph's nodes, or where the whole graph's inputs tell a symbol.
+        inputs: names of the whole graph's nodes, or where the whole graph's inputs determine a symbol.
         outputs: names of the whole graph's nodes.
         forgotten: names that no later piece needs, nor the graph's result.
     """
@@ -213,14 +213,14 @@ class _PieceWriter:
         return placeholder
 
     def _take_symbols(self, taken: Sequence[Any], foreign: Sequence[Node]) -> None:
-        """Makes an input of each symbol that the piece needs and that no other input of it tells."""
-        told = symbol_places(taken)
-        for symbol, place in told.items():
+        """Makes an input of each symbol that the piece needs and that no other input of it determines."""
+        determined = symbol_places(taken)
+        for symbol, place in determined.items():
             if place.read == "number":
                 self._symbols[symbol] = list(self._graph.nodes)[place.position]
         needed: set[sympy.Symbol] = set()
         for example in taken:
-            needed |= _symbols_of(example) - told.keys()
+            needed |= _symbols_of(example) - determined.keys()
         for node in foreign:
             if not self._is_passed(node):
                 needed |= _symbols_of(node.meta["example_value"]) - self._symbols.keys()

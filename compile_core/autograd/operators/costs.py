@@ -1,4 +1,4 @@
-"""What an operator costs, told from its fake values: operations and bytes. Nothing is measured."""
+"""What an operator costs, estimated from its fake values: operations and bytes. Nothing is measured."""
 
 from __future__ import annotations
 

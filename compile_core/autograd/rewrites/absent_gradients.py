@@ -54,7 +54,7 @@ class _Separation:
         sources: of each value, the gradients that it depends on.
         zeros: values that are zeros if none of these arrives.
         kept: values with zeros in their place then.
-        flags: by gradients and device, the placeholder that tells whether any of them has arrived.
+        flags: by gradients and device, the placeholder for whether any of them has arrived.
     """
 
     def __init__(self, joint: JointGraph) -> None:

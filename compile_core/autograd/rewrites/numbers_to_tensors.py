@@ -64,7 +64,7 @@ def numbers_to_tensors(graph: PartitionedGraph) -> PartitionedGraph:
 
 
 class _Rewriting:
-    """One module; ``devices`` tells where the numbers lie that it takes, by the names of their placeholders."""
+    """One module; ``devices`` has the devices of the numbers that it takes, by the names of their placeholders."""
 
     def __init__(self, module: GraphModule, devices: Mapping[str, torch.device]) -> None:
         self._module = module
@@ -162,7 +162,7 @@ class _Rewriting:
             return self._made[number]
         function = _ARITHMETIC.get(node.target)
         if function is None or node.kwargs:
-            raise _unsupported(node, f"{node.target} of numbers that the run tells")
+            raise _unsupported(node, f"{node.target} of numbers known only at run time")
         device = self._devices[node]
         return self._call(function, *(self._operand(value, device) for value in node.args))
 
@@ -191,7 +191,7 @@ class _Rewriting:
                 raise _unsupported(node, "an operator takes an integer that is read out of a tensor")
         result = node.meta["val"]
         if not isinstance(result, torch.Tensor):
-            raise _unsupported(node, f"{node.target} takes a number that the run tells")
+            raise _unsupported(node, f"{node.target} takes a number known only at run time")
         rounded = functools.partial(self._rounded_to, device=result.device, dtype=_dtype_for(node))
         if node.target in _FILLING and TensorSpec.of(result).is_contiguous:
             made = self._call(aten.expand.default, rounded(numbers[0]), list(result.shape))
@@ -206,7 +206,7 @@ class _Rewriting:
     def _with_alpha(self, node: Node, rounded: Callable[[Node], Node]) -> Node:
         left, right = node.args[:2]
         if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not isinstance(right, Node):
-            raise _unsupported(node, f"{node.target} takes a number that the run tells")
+            raise _unsupported(node, f"{node.target} takes a number known only at run time")
         scaled = self._call(aten.mul.Tensor, self._made[right], rounded(node.kwargs["alpha"]))  # type: ignore
         return self._graph.call_function(node.target, (self._made[left], scaled))  # type: ignore
 
@@ -215,10 +215,10 @@ class _Rewriting:
         target: Any = node.target
         places = [k for k, value in enumerate(node.args) if isinstance(value, Node) and is_number(value)]
         if len(places) != sum(is_number(source) for source in _occurrences(node)):
-            raise _unsupported(node, f"{target} takes a number that the run tells")
+            raise _unsupported(node, f"{target} takes a number known only at run time")
         overload = _overload_for_tensors(target, tuple(places))
         if overload is None:
-            raise _unsupported(node, f"{target} takes a number that the run tells")
+            raise _unsupported(node, f"{target} takes a number known only at run time")
         args = list(map_arg(node.args, lambda read: rounded(read) if is_number(read) else self._made[read]))
         for k in _tensor_arguments(overload):
             if k < len(args) and isinstance(args[k], (int, float)) and overload is not target:
@@ -248,7 +248,7 @@ def _dtype_for(node: Node) -> torch.dtype:
         tensors = [read.meta["val"] for read in node.all_input_nodes if not is_number(read)]
         dtype = torch.result_type(tensors[0], 1.0) if tensors else torch.float64
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise _unsupported(node, f"{node.target} makes {dtype} of a float that the run tells")
+        raise _unsupported(node, f"{node.target} makes {dtype} of a float known only at run time")
     if dtype.is_complex:
         return dtype.to_real()
     return torch.float32 if dtype.itemsize == 2 and result.dim() else dtype

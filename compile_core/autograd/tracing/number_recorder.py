@@ -103,7 +103,7 @@ class NumberRecorder:
         """What an operator takes for a number.
 
         Raises:
-            Unsupported: nothing in the graph tells the number.
+            Unsupported: nothing in the graph determines the number.
         """
         known = self._of_number.get(id(number.node))
         if known is not None:
@@ -143,7 +143,7 @@ class NumberRecorder:
         if found is None:
             place = self._places.get(symbol)
             if place is None:
-                raise NotImplementedError(f"no input tells {symbol}")
+                raise NotImplementedError(f"no input determines {symbol}")
             read = aten.sym_size.int if place.read == "size" else aten.sym_stride.int
             found = self._compute(read, (self._placeholders[place.position], place.dim))
             self._of_expression[symbol] = found

@@ -89,8 +89,8 @@ class FunctionValue(Value):
         if name in self.changes and self.changes[name] is not MISSING:
             return self.changes[name]
         # ``__type_params__`` came with 3.12.
-        told = ("__name__", "__qualname__", "__module__", "__doc__", "__code__", "__type_params__")
-        if name in told and hasattr(types.FunctionType, name):
+        of_code = ("__name__", "__qualname__", "__module__", "__doc__", "__code__", "__type_params__")
+        if name in of_code and hasattr(types.FunctionType, name):
             return state.from_constant(getattr(self.real or self.bare_function(), name))
         if name in ("__defaults__", "__kwdefaults__", "__closure__", "__annotations__"):
             return self._part(state, name)

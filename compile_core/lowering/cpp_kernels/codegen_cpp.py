@@ -102,9 +102,9 @@ def _called_in_parallel(
     function: str, count: int, grain: int, variables: Sequence[Variable], lines: Sequence[str]
 ) -> tuple[list[str], str]:
     """A function of a range and of ``variables``, and the expression that runs it over ``[0, count)``."""
-    taken = (Variable("int64_t", "begin"), Variable("int64_t", "end"), *variables)
-    definition = [f"auto {function} = []({parameters(taken)}) -> int {{", *lines, "};"]
-    arguments = ", ".join(v.name for v in taken)
+    given = (Variable("int64_t", "begin"), Variable("int64_t", "end"), *variables)
+    definition = [f"auto {function} = []({parameters(given)}) -> int {{", *lines, "};"]
+    arguments = ", ".join(v.name for v in given)
     body = f"[&](int64_t begin, int64_t end) {{ return {function}({arguments}); }}"
     return definition, f"parallel_ranges({count}, {grain}, {body})"
 

@@ -250,10 +250,10 @@ class BodyWriter:
                 return [f"{name} = {scalar_cpp.apply(statement, [value(a) for a in arguments], dtypes)};"]
             case Reduce(argument=argument):
                 reduction = self.reductions[n]
-                taken = scalar_cpp.converted(value(argument), self.dtypes[argument], reduction.computed)
+                element = scalar_cpp.converted(value(argument), self.dtypes[argument], reduction.computed)
                 at = f"[{self.column()}]" if self.by_column else ""
                 return [
-                    f"const {scalar_cpp.value_type(reduction.computed)} e{n} = {taken};",
+                    f"const {scalar_cpp.value_type(reduction.computed)} e{n} = {element};",
                     reduction.step(f"e{n}", at, f"i{len(self.nest.extents) - 1}"),
                 ]
 

@@ -94,7 +94,7 @@ _INTEGER = {
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), "{0}"),
 }
 
-# The direct conversion of what a narrow type does not hold is undefined; torch's kernels go by way of these.
+# The direct conversion of what a smaller integer type does not hold is undefined; torch's kernels go by way of these.
 _TRUNCATED_TO = {torch.uint8: torch.int64, torch.int8: torch.int32, torch.int16: torch.int32}
 
 

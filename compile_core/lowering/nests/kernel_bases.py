@@ -1,4 +1,4 @@
-"""Where in a buffer a kernel begins is told by its caller, so that kernels that differ only in that are one.
+"""Where in a buffer a kernel begins is passed by its caller, so that kernels that differ only in that are one.
 
 Equal layers of a model draw their random numbers from seeds that lie in one tensor, each at an offset of its own, and
 take parts of one projection. Built into the kernels, the offsets would make as many kernels of what is one. Where a

@@ -134,7 +134,7 @@ def _without_trivial_reductions(nest: LoopNest) -> LoopNest:
 
 
 def _merged(nest: LoopNest) -> LoopNest:
-    """Every pair of neighbours that no access or position tells from one longer axis becomes that axis."""
+    """Every pair of neighbours that all accesses and positions walk as one longer axis becomes that axis."""
     walks = [access.strides for access in _accesses(nest)]
     walks += [statement.strides for statement in nest.body if isinstance(statement, Position)]
     for outer in range(len(nest.extents) - 1):

@@ -58,8 +58,8 @@ def find_products(program: LoopProgram, precision: str, with_epilogues: bool) ->
             continue
         reader = _sole_next(program, position, product) if with_epilogues else None
         joined = None if reader is None else _joined(product, program, reader)
-        taken = {other for candidate in found for other in candidate.positions}
-        if joined is not None and reader is not None and reader not in taken:
+        claimed = {other for candidate in found for other in candidate.positions}
+        if joined is not None and reader is not None and reader not in claimed:
             found.append(Candidate((position, reader), joined))
         else:
             found.append(Candidate((position,), product))

@@ -222,7 +222,7 @@ class TritonWriter:
         statement = self.nest.body[n]
         if isinstance(statement, Reduce):
             reduction = self._tile_reduction(n, statement)
-            return [*reduction.taken(), *reduction.of_whole_rows()]
+            return [*reduction.elements(), *reduction.of_whole_rows()]
         return self.statement(n)
 
     def _looped(self, step: Pass) -> list[str]:
@@ -246,7 +246,7 @@ class TritonWriter:
             statement = self.nest.body[n]
             if isinstance(statement, Reduce):
                 reduction = self._reduction(n, statement)
-                loop += [*reduction.taken(), *reduction.combined()]
+                loop += [*reduction.elements(), *reduction.combined()]
             else:
                 loop += self.statement(n)
         head = f"for r_start in range({start}, {stop}, {self.tiling.r_block}):"

@@ -34,12 +34,12 @@ def generate_triton_batch(batch: NestBatch, buffers: Mapping[str, TensorSpec]) -
     given = {
         name: k for k, name in enumerate(dict.fromkeys(n for _, each in pairs for n, _ in each.values()))
     }
-    taken = [
+    pointers = [
         [f"p{given[name]}" + (f" + {base}" if base else "") for name, base in each.values()]
         for _, each in pairs
     ]
     specs = {name: buffers[buffer] for name, (buffer, _) in pairs[0][1].items()}
-    writer = _BatchWriter([nest for nest, _ in pairs], taken, specs)
+    writer = _BatchWriter([nest for nest, _ in pairs], pointers, specs)
     meta = (("num_warps", writer.tiling.num_warps),)
     return triton_source(batch.name, tuple(given), buffers, writer.lines(), writer.grid(), meta)
 
@@ -61,11 +61,14 @@ class _BatchWriter(TritonWriter):
 
     Args:
         members: they have one body, but for the names of the buffers.
-        taken: for each member where its buffers are, in terms of the kernel's arguments.
+        pointers: for each member where its buffers are, in terms of the kernel's arguments.
     """
 
     def __init__(
-        self, members: Sequence[LoopNest], taken: Sequence[Sequence[str]], buffers: Mapping[str, TensorSpec]
+        self,
+        members: Sequence[LoopNest],
+        pointers: Sequence[Sequence[str]],
+        buffers: Mapping[str, TensorSpec],
     ) -> None:
         first = members[0]
         sizes = [prod(member.extents) for member in members]
@@ -76,7 +79,7 @@ class _BatchWriter(TritonWriter):
             self.is_open = any(size % tiling.x_block for size in sizes)
             first = replace(first, extents=(max(sizes),))
         super().__init__(first, buffers, {name: k for k, name in enumerate(buffers_of(first))}, tiling)
-        self.sizes, self.taken = sizes, taken
+        self.sizes, self.pointers = sizes, pointers
         in_each = [super().grid()[0]] * len(sizes)
         if tiling is not None:
             in_each = [-(-size // tiling.x_block) for size in sizes]
@@ -96,11 +99,11 @@ class _BatchWriter(TritonWriter):
         return "program.to(tl.int64)" if self.wide else "program"
 
     def lines(self) -> list[str]:
-        shared = [k for k, given in enumerate(zip(*self.taken, strict=True)) if len(set(given)) == 1]
-        lines = [f"q{k} = {self.taken[0][k]}" for k in shared]
-        own = [k for k in range(len(self.taken[0])) if k not in shared]
+        shared = [k for k, given in enumerate(zip(*self.pointers, strict=True)) if len(set(given)) == 1]
+        lines = [f"q{k} = {self.pointers[0][k]}" for k in shared]
+        own = [k for k in range(len(self.pointers[0])) if k not in shared]
         lines.append("program = tl.program_id(0)")
-        lines += self._choice(0, len(self.taken), own)
+        lines += self._choice(0, len(self.pointers), own)
         lines.append("program = program - first")
         return lines + super().lines()
 
@@ -108,7 +111,7 @@ class _BatchWriter(TritonWriter):
         """The variables of the member, from ``begin`` up to ``end``, that a program works for."""
         if end - begin == 1:
             lines = [f'zero = zero_of_branch("mov.b32 $0, 0; // {begin}")']
-            lines += [f"q{k} = {self.taken[begin][k]} + zero" for k in own]
+            lines += [f"q{k} = {self.pointers[begin][k]} + zero" for k in own]
             lines.append(f"first = {self.starts[begin]} + zero")
             return [*lines, f"count = {self.sizes[begin]} + zero"] if self.is_open else lines
         middle = (begin + end) // 2

@@ -43,7 +43,7 @@ class OnlineSum:
             f"r{self.total} = tl.full([{groups}, {_GROUP}], 0, tl.float32)",
         ]
 
-    def taken(self) -> list[str]:
+    def elements(self) -> list[str]:
         n, block = self.largest, self.side.block
         lines = [f"e{n} = tl.broadcast_to(v{self.argument}, [1, {block}])"]
         if self.side.overhangs:

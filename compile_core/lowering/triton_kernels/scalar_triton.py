@@ -37,7 +37,7 @@ _POINTER_TYPES = {
     torch.float64: "*fp64",
 }
 
-_NARROW_FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+_HALF_FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 
 _EVERY = {
     **INFIX,
@@ -120,7 +120,7 @@ _FLOAT32 = {
 
 def loaded(element: str, memory: torch.dtype, dtype: torch.dtype) -> str:
     """The value of dtype ``dtype`` of an element loaded from a buffer of dtype ``memory``."""
-    if memory in _NARROW_FLOATS:
+    if memory in _HALF_FLOATS:
         return converted(f"{element}.to(tl.float32)", torch.float32, dtype)
     if memory == torch.bool:
         return converted(f"({element} != 0)", torch.bool, dtype)
@@ -129,8 +129,8 @@ def loaded(element: str, memory: torch.dtype, dtype: torch.dtype) -> str:
 
 def stored(value: str, value_dtype: torch.dtype, memory: torch.dtype) -> str:
     """What to write into a buffer of dtype ``memory``."""
-    if memory in _NARROW_FLOATS:
-        return f"{converted(value, value_dtype, torch.float32)}.to({_NARROW_FLOATS[memory]})"
+    if memory in _HALF_FLOATS:
+        return f"{converted(value, value_dtype, torch.float32)}.to({_HALF_FLOATS[memory]})"
     if memory == torch.bool:
         return f"{converted(value, value_dtype, torch.bool)}.to(tl.uint8)"
     return converted(value, value_dtype, memory)

@@ -46,8 +46,8 @@ class TileReduction:
             lines.append(f"q{n} = tl.full({self.shape}, 0, {kind})")
         return lines
 
-    def taken(self) -> list[str]:
-        """``e{n}``: the tile of values that it takes, its identity outside of the reduced space."""
+    def elements(self) -> list[str]:
+        """``e{n}``: the tile of values to reduce, the operation's identity outside of the reduced space."""
         n, operation = self.n, self.statement.operation
         wanted = torch.bool if operation in ("any", "all") else self._accumulated
         value = scalar_triton.converted(f"v{self.statement.argument}", self.argument, wanted)
@@ -76,11 +76,11 @@ class TileReduction:
 
     def _deviated(self) -> list[str]:
         """Welford's update: each place of the tile has a mean ``r{n}`` and deviations ``q{n}`` of its own."""
-        n, taken = self.n, f"(r_start // {self.side.block} + 1)"
+        n, count = self.n, f"(r_start // {self.side.block} + 1)"
         lines = [f"d{n} = e{n} - r{n}"]
         if self.side.overhangs:
             lines.append(f"d{n} = tl.where(r_inside, d{n}, 0.0)")
-        return [*lines, f"r{n} += d{n} * (1.0 / {taken})", f"q{n} += d{n} * (e{n} - r{n})"]
+        return [*lines, f"r{n} += d{n} * (1.0 / {count})", f"q{n} += d{n} * (e{n} - r{n})"]
 
     def finished(self) -> list[str]:
         """``v{n}`` of the partial results that a loop left."""

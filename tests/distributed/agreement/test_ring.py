@@ -154,12 +154,12 @@ def test_after_a_rank_that_has_left_comes_the_one_before(bulletin: Bulletin, clo
 def in_operation(
     number: int, what: str, collectives: int = 0, is_in: str = "", term: int = 0
 ) -> dict[str, Any]:
-    told = f"{what} now"
+    report = f"{what} now"
     return {
         "term": term,
         "number": number,
         "what": what,
-        "told": told,
+        "report": report,
         "collectives": collectives,
         "is_in": is_in,
     }

@@ -34,7 +34,7 @@ from gradsplit.distributed.gradients.rounds_of_backward import rounds_end_here
 from gradsplit.distributed.streams import current_stream
 
 
-class AskedGradients:
+class RequestedGradients:
     """What one backward is asked for.
 
     Attributes:
@@ -91,7 +91,7 @@ class AskedGradients:
 
     @contextmanager
     def noticed_from(self, roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[None]:
-        """While this lasts, ``asked_now`` tells of it in the backward that begins at ``roots``."""
+        """While this lasts, ``requested_now`` tells of it in the backward that begins at ``roots``."""
         nodes = {root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots}
         numbers: list[int] = []
 
@@ -112,41 +112,41 @@ class AskedGradients:
 
 
 # By the engine's number of the backward.
-_under_way: dict[int, AskedGradients] = {}
+_under_way: dict[int, RequestedGradients] = {}
 _living: weakref.WeakSet[Anchors] = weakref.WeakSet()
 
 
-def asked_now() -> AskedGradients | None:
+def requested_now() -> RequestedGradients | None:
     """What the backward that runs is asked for; ``None`` if it is for no parameters of buckets in particular."""
     return _under_way.get(current_graph_task_id()) if _under_way else None
 
 
 def returns_values() -> bool:
     """Whether the backward that runs is for gradients of parameters of buckets and accumulates none."""
-    asked = asked_now()
-    return asked is not None and asked.as_values
+    requested = requested_now()
+    return requested is not None and requested.as_values
 
 
 def reduces_what_it_reaches() -> bool:
     """Whether the backward that runs is for gradients of parameters at all, though it may come to none on this rank."""
-    return backward_is_whole() or asked_now() is not None
+    return backward_is_whole() or requested_now() is not None
 
 
 def unasked(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
     """Those of these parameters of buckets that the backward which runs is not for."""
-    asked = asked_now()
-    if asked is None:
+    requested = requested_now()
+    if requested is None:
         return frozenset()
-    return frozenset(name for name, parameter in parameters.items() if not asked.include(parameter))
+    return frozenset(name for name, parameter in parameters.items() if not requested.include(parameter))
 
 
 def wanted_values(parameters: Mapping[str, torch.nn.Parameter], names: Sequence[str]) -> WantedValues:
     """Those of these names whose gradients the backward that runs is to return, and what adds a value to one."""
-    asked = asked_now()
-    if asked is None or not asked.as_values:
+    requested = requested_now()
+    if requested is None or not requested.as_values:
         return {}
-    found = {name: parameters[name] for name in names if asked.include(parameters[name])}
-    return {name: functools.partial(asked.add, parameter) for name, parameter in found.items()}
+    found = {name: parameters[name] for name in names if requested.include(parameters[name])}
+    return {name: functools.partial(requested.add, parameter) for name, parameter in found.items()}
 
 
 def notice_for(anchors: Anchors) -> None:
@@ -181,24 +181,24 @@ class _NoticingEngine(ImperativeEngine):
             with rounds_end_here(), paths_begin_at(tensors, is_whole=not inputs):
                 return begin(*arguments)
 
-        asked = _asked(inputs, as_values=not accumulate_grad) if inputs else None
-        if asked is None:
+        requested = _requested(inputs, as_values=not accumulate_grad) if inputs else None
+        if requested is None:
             return run(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
-        with asked.noticed_from(tensors):
+        with requested.noticed_from(tensors):
             found = run(
                 tensors,
                 grad_tensors,
                 keep_graph,
                 create_graph,
-                (*inputs, *asked.anchors),
+                (*inputs, *requested.anchors),
                 True,
                 accumulate_grad,
             )
         if accumulate_grad:
             return found
-        results = asked.complete(found[: len(inputs)])
+        results = requested.complete(found[: len(inputs)])
         if not allow_unreachable and any(result is None for result in results):
             raise RuntimeError(
                 "One of the tensors whose gradients are asked for appears to not have been used in the graph; pass "
@@ -207,7 +207,7 @@ class _NoticingEngine(ImperativeEngine):
         return results
 
 
-def _asked(inputs: Sequence[torch.Tensor | GradientEdge], as_values: bool) -> AskedGradients | None:
+def _requested(inputs: Sequence[torch.Tensor | GradientEdge], as_values: bool) -> RequestedGradients | None:
     """``None`` if no parameters of buckets are among the inputs."""
     parameters: dict[int, torch.nn.Parameter] = {}
     anchors: list[torch.Tensor] = []
@@ -216,4 +216,4 @@ def _asked(inputs: Sequence[torch.Tensor | GradientEdge], as_values: bool) -> As
         found = {k: parameter for k, parameter in mine.items() if parameter is not None}
         parameters |= found
         anchors += living.of_parameters(set(found.values()))
-    return AskedGradients(parameters, as_values, anchors) if parameters else None
+    return RequestedGradients(parameters, as_values, anchors) if parameters else None
