@@ -80,7 +80,7 @@ def _as_new_tensors(
 
 
 class _Depend(torch.autograd.Function):
-    """Results that depend on tensors which the body that ran may not have read: their gradients are zeros."""
+    """Makes results depend on tensors that the body may not have read; the gradients of these are zeros then."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:

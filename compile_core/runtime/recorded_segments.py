@@ -24,7 +24,7 @@ from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Progr
 
 
 class StoringProgram:
-    """A backward that is called with its destinations after its inputs, so that it is known where they lie.
+    """A backward called with its inputs and then its destinations, so that their addresses are known.
 
     Attributes:
         destinations: of the run that is under way.

@@ -45,7 +45,7 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _forbidding_setting() -> str:
-    """By which people keep NCCL from sending between GPUs directly, where that fails or is to be avoided."""
+    """The setting that keeps NCCL from copying between GPUs directly, as ``NAME=value``; empty if there is none."""
     for name, forbids in (("NCCL_P2P_DISABLE", ("1",)), ("NCCL_P2P_LEVEL", ("LOC", "0"))):
         if os.environ.get(name) in forbids:
             return f"{name}={os.environ[name]}"

@@ -33,9 +33,9 @@ from gradsplit.distributed.gradients.anchors import Anchors
 from gradsplit.distributed.gradients.buckets import Buckets
 from gradsplit.distributed.gradients.paths_of_backward import reached_by_some
 from gradsplit.distributed.gradients.requested_gradients import (
+    not_requested,
     notice_for,
     returns_values,
-    unasked,
     wanted_values,
 )
 from gradsplit.distributed.gradients.round import Round
@@ -145,7 +145,7 @@ class DDPCommunicator:
             return ProgramRun(buckets, None)
         # To stock DDP, too, a gradient that a function drops is zeros, and one to which no path leads is missing.
         zeros = reached_by_some(node, undefined) if undefined else frozenset()
-        missing = frozenset(undefined) - zeros | unasked(buckets.parameters)
+        missing = frozenset(undefined) - zeros | not_requested(buckets.parameters)
         if static is not None:
             missing |= static.left_unused(zeros)
         run = ProgramRun(buckets, self._round or self._open_round(), missing, zeros - missing)

@@ -132,7 +132,7 @@ def reduces_what_it_reaches() -> bool:
     return backward_is_whole() or requested_now() is not None
 
 
-def unasked(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+def not_requested(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
     """Those of these parameters of buckets that the backward which runs is not for."""
     requested = requested_now()
     if requested is None:
@@ -141,7 +141,7 @@ def unasked(parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
 
 
 def wanted_values(parameters: Mapping[str, torch.nn.Parameter], names: Sequence[str]) -> WantedValues:
-    """Those of these names whose gradients the backward that runs is to return, and what adds a value to one."""
+    """For each of these parameters whose gradient the running backward returns, what adds a value to it."""
     requested = requested_now()
     if requested is None or not requested.as_values:
         return {}

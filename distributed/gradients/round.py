@@ -26,7 +26,7 @@ from gradsplit.distributed.gradients.contributions import Contributions
 from gradsplit.distributed.gradients.earlier_gradients import EarlierGradients
 from gradsplit.distributed.gradients.late_hooks import LateHooks
 from gradsplit.distributed.gradients.paths_of_backward import reached_results
-from gradsplit.distributed.gradients.requested_gradients import reduces_what_it_reaches, unasked
+from gradsplit.distributed.gradients.requested_gradients import not_requested, reduces_what_it_reaches
 from gradsplit.distributed.gradients.rounds_of_backward import is_next
 from gradsplit.distributed.streams import WritingStreams
 
@@ -67,7 +67,7 @@ class Round:
         self._late_hooks = LateHooks(
             self.parameters, self._factor, self._hooked & by_programs, self._by_engine
         )
-        self._unasked = unasked(self.parameters)
+        self._not_requested = not_requested(self.parameters)
         announced.update(self._by_engine)
         expected: Mapping[str, int] = announced
         self._static, self.unused = buckets.static_graph, frozenset[str]()
@@ -250,10 +250,10 @@ class Round:
             buckets.observer.collective_started(bucket, buckets.averaging.wire_bytes(gradients), work)
 
     def _complete(self, name: str) -> None:
-        """Adds what the gradient was before this round, where that is not part of it yet."""
+        """Adds the gradient from before this round, unless it is included already."""
         is_stored, aside = name in self.stored, self._earlier.aside
         before = self._earlier.before.get(name)
-        if not is_stored and (before is None or name in self._unasked or name in self.unused):
+        if not is_stored and (before is None or name in self._not_requested or name in self.unused):
             self._without.add(name)
         if is_stored and name in aside:
             self._add(name, aside[name], self._factor)

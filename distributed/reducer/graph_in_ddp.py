@@ -163,8 +163,8 @@ class GraphInDDP:
 
 
 def _starts_delayed_all_reduces(inputs: Sequence[Any]) -> bool:
-    """Whether DDP all-reduces what is in its buffer when the gradient of one of these has come, which must come after
-    those that lie there, as in plain PyTorch: a compiled backward gives all of a piece at once."""
+    """Whether the gradient of one of these inputs makes DDP all-reduce the gradients in its buffer. It must then arrive
+    after those, as in plain PyTorch; a compiled backward would give all gradients of a piece at once."""
     start = delayed_all_reduce_hook
     hooks = [given._backward_hooks for given in inputs if isinstance(given, torch.nn.Parameter)]
     return any(

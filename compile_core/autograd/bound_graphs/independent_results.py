@@ -62,7 +62,7 @@ class IndependentResults:
         )
 
     def keep(self, saved: Sequence[torch.Tensor | None], absent: Set[int]) -> KeptValues | None:
-        """What is needed after a backward in which these tangents did not arrive, and which frees what is saved."""
+        """The saved values that a later backward needs, after one without the ``absent`` tangents frees the rest."""
         waiting = {group for group, read in self.groups.items() if group <= absent or not read}
         if not waiting:
             return None

@@ -162,7 +162,7 @@ def _check_leaves(
     required: Sequence[bool],
     rebound: Sequence[int],
 ) -> None:
-    """Refuses leaves that the program makes and that are seen outside, where their own gradients gather.
+    """Refuses a program that returns leaves of its own making: gradients accumulate in them.
 
     A view that was made without gradients is such a leaf, too; but where the caller has none at all, it is one again
     when it is made after the graph ran.

@@ -1,7 +1,7 @@
 """Where a captured graph can be cut so that its pieces, each traced by itself, do what the whole does.
 
-One run on fake tensors shows it, without functionalization, so that sharing is visible as shared storage and a change in
-place as a version. Between two nodes there may be a cut unless
+One run on fake tensors shows it, without functionalization, so that sharing is visible as shared storage and a change
+in place as a version. Between two nodes there may be a cut unless
 
 - memory that was used before it is changed after it: a piece may have saved it for its backward, or know it under two
   names;

@@ -1,4 +1,4 @@
-"""Leaves out copies that change neither values nor layout: in a functional graph they cannot be distinguished from the original.
+"""Leaves out copies that change neither values nor layout: in a functional graph they are as good as the original.
 
 A copy of a transposed copy is first made one of the original, whose layout it then often has: what a program turns to
 one layout and back is not moved at all.

@@ -299,7 +299,7 @@ class SymbolicSizes:
 
 
 def _derived_strides(sizes: Sequence[Any], real: torch.Tensor) -> tuple[list[Any], list[bool]]:
-    """Each stride as the product of another dim's size and stride, where there is such a dim, and where that is."""
+    """The strides, each as the product of another dim's size and stride if there is one; and whether there is."""
     strides: list[Any] = list(real.stride())
     found = [False] * len(strides)
     products: dict[int, Any] = {1: 1}

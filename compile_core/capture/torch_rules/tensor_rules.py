@@ -63,7 +63,7 @@ def _storage_offset(state: CaptureState, tensor: TensorValue, *args: Value, **kw
 
 @method_rule("as_strided")
 def _as_strided(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-    """An offset counts from where the storage begins, and a graph knows of an input only where that begins.
+    """``as_strided`` counts its offset from the start of the storage; a graph only knows where an input itself starts.
 
     Strides are those of the storage. Of an input a graph has only what that spans, and what lies in another order
     than rows may change it as the graph's writes become operators that return new tensors.
