@@ -1,9 +1,10 @@
 """``python -m gradsplit.doctor FILE:FACTORY``: at which rung a program first crashes, differs or slows down.
 
-The factory is a function of the file without arguments that returns a program: a function or module, and a tuple of
-its arguments (and a dictionary of its keyword arguments). The rungs, each in a process of its own, forward and backward:
-plain PyTorch; ``backend="eager"``, where the capture is all that is new; ``"aot_eager"``, which adds autograd; the
-default, which adds kernels; and, for modules, two ranks on CPUs under ``DistributedDataParallel`` beside stock DDP.
+The factory is a function of the file without arguments that returns a program: a function or module, a tuple of its
+arguments, and perhaps a dictionary of its keyword arguments. Each rung runs in a process of its own, forward and
+backward: plain PyTorch; ``backend="eager"``, where the capture is all that is new; ``"aot_eager"``, which adds
+autograd; the default, which adds kernels; and, for modules, two ranks on CPUs under ``DistributedDataParallel`` beside
+stock DDP.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _NEXT = {
     DDP: "data parallelism is at fault: gradsplit.distributed.explain_ddp(ddp)(*args) shows its plan, and "
     'DDPOptions(overlap="reducer") keeps stock DDP\'s reducer',
 }
-_SLOW_NEXT = "GRADSPLIT_LOGS=graph_breaks,recompiles,perf_hints says what is not compiled, compiled again, or left to torch"
+_SLOW_NEXT = (
+    "GRADSPLIT_LOGS=graph_breaks,recompiles,perf_hints says what is plain, compiled again, or left to torch"
+)
 
 
 @dataclass(frozen=True)
