@@ -1,12 +1,14 @@
 """Jobs that somebody disturbs at a random moment of their start or run, as a program: it takes half a second a job.
 
 ``python -m tests.launch.random_failures COUNT [SEED]`` ends with 1 when a job hung, left a process behind or blamed the
-wrong rank. A rank is killed, exits, or stops while another is killed; or the launcher is told to end, or is killed.
+wrong rank. A rank is killed or exits at any moment of its start or run, in some jobs while another is stopped, or hangs
+and does not heed SIGTERM; or the launcher is told to end, or is killed. `several_machines` does so on more than one.
 """
 
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,17 +21,24 @@ KINDS = [
     "exit",
     "killed",
     "stopped",
+    "hung",
+    "killed early",
     "launcher told",
     "launcher interrupted",
     "launcher killed",
     "keeper killed",
 ]
 SCRIPT = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys, time
 from pathlib import Path
 mark = Path(sys.argv[1], "rank" + os.environ["RANK"])
+if os.environ["RANK"] == "0":
+    listening = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+    mark.with_name("port").write_text(os.environ["MASTER_PORT"])
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+if sys.argv[2:] == ["hung"]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 mark.with_suffix(".new").write_text(str(os.getpid()))
 mark.with_suffix(".new").rename(mark)
 time.sleep(60)
@@ -66,6 +75,9 @@ def disturb(
         os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
         return {1}, "ChildProcessError: the launcher's own process"
     ranks = random_.sample(range(RANKS), 2)
+    if kind == "killed early":
+        os.kill(started(job.pid, ranks[0], random_.uniform(0, 0.2)), signal.SIGKILL)
+        return {128 + signal.SIGKILL}, f"rank {ranks[0]} of {RANKS} "
     for rank in ranks[: 1 + (kind == "stopped")]:
         while not (folder / f"rank{rank}").exists():
             time.sleep(0.001)
@@ -83,6 +95,25 @@ def disturb(
     return {128 + signal.SIGKILL}, f"rank {ranks[0]} of {RANKS} "
 
 
+def started(launcher: int, rank: int, after_s: float) -> int:
+    """Return a rank's process, some time after it was there, whatever it has become by then."""
+
+    def children(process: int) -> list[int]:
+        try:
+            return [
+                int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+            ]
+        except OSError:
+            return []
+
+    while True:
+        ranks = [rank for keeper in children(launcher) for rank in children(keeper)]
+        if len(ranks) > rank:
+            time.sleep(after_s)
+            return ranks[rank]
+        time.sleep(0.001)
+
+
 def run_one(seed: int, kind: str | None = None) -> str | None:
     """Return what went wrong in one job; None when nothing did."""
     random_ = random.Random(seed)
@@ -91,7 +122,7 @@ def run_one(seed: int, kind: str | None = None) -> str | None:
         script = Path(name, "job.py")
         script.write_text(SCRIPT)
         options = [f"--nproc-per-node={RANKS}", "--shutdown-timeout=2"]
-        command = [sys.executable, "-m", "gradsplit.launch", *options, str(script), name]
+        command = [sys.executable, "-m", "gradsplit.launch", *options, str(script), name, kind]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
             codes, said = disturb(kind, job, Path(name), random_)
             try:
@@ -104,6 +135,11 @@ def run_one(seed: int, kind: str | None = None) -> str | None:
             time.sleep(0.01)
         if left:
             return f"{kind}: left behind {left}"
+        if (port := Path(name, "port")).exists() and port.read_text():
+            try:
+                socket.create_server(("", int(port.read_text()))).close()
+            except OSError as error:
+                return f"{kind}: the port of rank 0 is open: {error}"
         if job.returncode not in codes:
             return f"{kind}: exit code {job.returncode}\n{errors}"
         if said and said not in errors.splitlines()[-1]:
