@@ -1,6 +1,7 @@
 """What is to be launched: the parsed command line as a value that travels from the launcher to its ranks."""
 
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -67,11 +68,12 @@ class LaunchSpec:
         Python is unbuffered (``-u``, as under torchrun), so that a progress bar passes through ``mpiexec``'s
         pipes.
         """
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # As torchrun.
         match self.entry_kind:
             case EntryKind.SCRIPT:
-                start = [sys.executable, "-u", self.entry]
+                start = [python, "-u", self.entry]
             case EntryKind.MODULE:
-                start = [sys.executable, "-u", "-m", self.entry]
+                start = [python, "-u", "-m", self.entry]
             case EntryKind.PROGRAM:
                 start = [self.entry]
         return [*start, *self.arguments]

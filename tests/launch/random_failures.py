@@ -149,6 +149,9 @@ def run_one(seed: int, kind: str | None = None) -> str | None:
 
 def main() -> int:
     count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # A shell's background job and its children ignore it.
     wrong = 0
     for seed in range(first, first + count):
         problem = run_one(seed)
