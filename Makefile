@@ -33,10 +33,12 @@ lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
-# Every option and kind of failure beside torchrun, and 500 jobs that somebody disturbs: a quarter of an hour.
+# Every option and kind of failure beside torchrun, how fast each starts, and jobs that somebody disturbs: an hour.
 launch-checks: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.launch.compare_with_torchrun
+	$(VENV_PYTHON) -m tests.launch.start_up
 	$(VENV_PYTHON) -m tests.launch.random_failures 500
+	$(VENV_PYTHON) -m tests.launch.several_machines 50
 
 # A GPU machine brings a torch that fits its driver, so this runs on PYTHON itself and installs nothing.
 # A rank is killed, stopped, raises or is slow, at each stage of a step: about an hour.

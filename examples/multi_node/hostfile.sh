@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 exec python -m gradsplit.launch --hostfile "${HOSTFILE:-hosts}" --nproc-per-node "${PROCESSES:-gpu}" "$@" \
-    examples/train_ddp.py
+    examples/multi_node/train.py

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 exec mpirun --hostfile "${HOSTFILE:-hosts}" --map-by ppr:1:node --bind-to none -x PATH \
-    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" "$@" examples/train_ddp.py
+    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" "$@" examples/multi_node/train.py

@@ -8,4 +8,4 @@ set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 nodes=$(sort -u "$PBS_NODEFILE" | wc -l)
 mpiexec -n "$nodes" --ppn 1 --cpu-bind none \
-    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/train_ddp.py
+    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/multi_node/train.py

@@ -9,4 +9,4 @@
 #SBATCH --time=01:00:00
 set -euo pipefail
 mpirun --map-by ppr:1:node --bind-to none \
-    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/train_ddp.py
+    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/multi_node/train.py

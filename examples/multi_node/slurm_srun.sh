@@ -11,4 +11,4 @@
 set -euo pipefail
 # One launcher on each node starts the node's processes. What mpi4py links with must be Slurm's MPI.
 srun --mpi=pmix --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
-    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/train_ddp.py
+    python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/multi_node/train.py

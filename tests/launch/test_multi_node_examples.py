@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,40 @@ echo "started by: $(basename $0) $*"
 while [ "$1" != python ]; do shift; done
 exec "$@"
 """
+
+
+def test_a_shells_checker_finds_nothing():
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    checker = shutil.which("shellcheck", path=beside)
+    assert checker is not None
+    checked = subprocess.run([checker, *SCRIPTS], check=False, capture_output=True, text=True)
+    assert SCRIPTS and checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_program_runs_unchanged_under_torchrun_and_ours(tmp_path):
+    """And goes on from its checkpoint under the other."""
+    said = {}
+    for launcher, steps in ("torch.distributed.run", 5), ("gradsplit.launch", 10), ("gradsplit.launch", 5):
+        if steps == 5:
+            (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
+        program = [str(ROOT / "examples/multi_node/train.py"), f"--steps={steps}"]
+        job = subprocess.run(
+            [sys.executable, "-m", launcher, "--nproc-per-node=2", *program],
+            check=False,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "GRADSPLIT_DISABLE": "1", "PYTHONWARNINGS": ""},
+            capture_output=True,
+            text=True,
+            timeout=140,
+        )
+        assert job.returncode == 0, job.stderr
+        said[launcher, steps] = job.stdout
+    assert said["torch.distributed.run", 5] == said["gradsplit.launch", 5]
+    step, _, loss = said["gradsplit.launch", 10].partition(": loss ")
+    assert step == "step 10" and float(loss[:6]) < float(
+        said["gradsplit.launch", 5].partition(": loss ")[2][:6]
+    )
 
 
 def dry_run(folder: Path, command: list[str]) -> str:
@@ -45,7 +80,7 @@ def dry_run(folder: Path, command: list[str]) -> str:
 def test_a_script_starts_what_the_launcher_accepts(tmp_path, script):
     shown = dry_run(tmp_path, ["bash", str(script), "--dry-run"])
     assert shown.startswith("started by: " + ("srun" if "srun" in script.stem else "mpi"))
-    assert "  LOCAL_RANK=1\n" in shown and shown.endswith("-u examples/train_ddp.py\n")
+    assert "  LOCAL_RANK=1\n" in shown and shown.endswith("-u examples/multi_node/train.py\n")
 
 
 def test_the_hostfile_script_and_the_manifest(tmp_path):
@@ -56,12 +91,12 @@ def test_the_hostfile_script_and_the_manifest(tmp_path):
     shown = subprocess.run(
         ["bash", script], check=True, env={"PATH": path}, capture_output=True, text=True
     ).stdout
-    assert shown == "-m gradsplit.launch --hostfile hosts --nproc-per-node gpu examples/train_ddp.py\n"
+    assert shown == "-m gradsplit.launch --hostfile hosts --nproc-per-node gpu examples/multi_node/train.py\n"
     (tmp_path / "python").unlink()
     manifest = (ROOT / "examples/multi_node/kubernetes.yaml").read_text()
     command = json.loads(re.search(r"command: (\[.*\])", manifest)[1])
-    assert command.pop() == "examples/train_ddp.py"
+    assert command.pop() == "examples/multi_node/train.py"
     shown = dry_run(
-        tmp_path, [str(tmp_path / command[0]), *command[1:], "--dry-run", "examples/train_ddp.py"]
+        tmp_path, [str(tmp_path / command[0]), *command[1:], "--dry-run", "examples/multi_node/train.py"]
     )
     assert shown.count("  RANK=") == 8
