@@ -10,7 +10,7 @@ VENV_PYTHON := $(VENV)/bin/python
 TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch differential lint launch-checks rank-failures test-gpu test-ranks compile-time-growth \
+.PHONY: demo test test-torch differential lint launch-checks pipelines rank-failures test-gpu test-ranks compile-time-growth \
 	minimized-faults doctor-programs clean python-version
 
 demo: $(VENV)/installed
@@ -53,6 +53,15 @@ test-ranks: $(VENV)/installed
 	mkdir -p out/rank_differences
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.multi_process.rank_differences out/rank_differences
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.multi_process.rank_differences pairs 300
+
+# All schedules with all models on two and four ranks beside the unsplit models, and the proof of all schedules: an hour.
+pipelines: $(VENV)/installed
+	rm -rf out/pipelines
+	$(VENV_PYTHON) -m tests.bucketing.prove_schedules
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 2 -m tests.distributed.pipeline.pipeline_cases out/pipelines/2 \
+		gpt2 bert llama t5 vit unet -- GPipe 1F1B Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV
+	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node 4 -m tests.distributed.pipeline.pipeline_cases out/pipelines/4 \
+		gpt2 t5 -- 1F1B InterleavedZeroBubble ZBVZeroBubble
 
 # Processor seconds of compiling programs of up to 20,000 operations: an hour or two.
 compile-time-growth: $(VENV)/installed

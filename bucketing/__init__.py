@@ -13,16 +13,20 @@ else:
         format_bytes,
         pack_bucket,
     )
+    from gradsplit.bucketing.check_schedule import check_schedule
     from gradsplit.bucketing.cost_model import CostModel, HostModel
     from gradsplit.bucketing.link_model import LinkModel, fit_link_model
     from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
+    from gradsplit.bucketing.pipeline_schedule import Action, PipelineSchedule
     from gradsplit.bucketing.plot_timeline import plot_timeline
     from gradsplit.bucketing.reducer_plan import reducer_plan
     from gradsplit.bucketing.simulate import simulate
+    from gradsplit.bucketing.simulate_pipeline import PipelineTimeline, StageCost, simulate_pipeline
     from gradsplit.bucketing.timeline import Interval, Timeline
 
     __all__ = [
         "ALIGNMENT_BYTES",
+        "Action",
         "Bucket",
         "BucketPlan",
         "CostModel",
@@ -31,7 +35,11 @@ else:
         "LinkModel",
         "MergePlan",
         "Parameter",
+        "PipelineSchedule",
+        "PipelineTimeline",
+        "StageCost",
         "Timeline",
+        "check_schedule",
         "fit_link_model",
         "format_bytes",
         "merge_plan",
@@ -39,4 +47,5 @@ else:
         "plot_timeline",
         "reducer_plan",
         "simulate",
+        "simulate_pipeline",
     ]

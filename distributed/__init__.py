@@ -10,6 +10,9 @@ else:
     from gradsplit.distributed.explaining.ddp_explanation import DDPExplanation
     from gradsplit.distributed.explaining.explain_ddp import explain_ddp
     from gradsplit.distributed.explaining.record_timeline import record_timeline
+    from gradsplit.distributed.pipeline.checkpoints import merge_checkpoints
+    from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
+    from gradsplit.distributed.pipeline.load_stage import load_stage
 
     __all__ = [
         "CompiledDDP",
@@ -17,6 +20,9 @@ else:
         "DDPOptions",
         "compile_ddp",
         "explain_ddp",
+        "export_pipeline",
         "inspect_ddp",
+        "load_stage",
+        "merge_checkpoints",
         "record_timeline",
     ]

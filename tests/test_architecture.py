@@ -84,7 +84,8 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     ),
     "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
     "compile_core_plugin": ("compile_ddp", "explaining", "reducer"),
-    "distributed": ("compile_ddp", "ddp_options", "explaining"),
+    "pipeline": (),
+    "distributed": ("compile_ddp", "ddp_options", "explaining", "pipeline"),
 }
 
 # The same of `compile_core.capture`.

@@ -359,7 +359,9 @@ def _check_inputs(state: Capture) -> bool:
                 "input-metadata", f"the function changes the metadata of {record.entry.source}"
             )
         if real.numel():
-            owners.setdefault(real.untyped_storage().data_ptr(), []).append(record)
+            # Memory of meta tensors is nowhere; different ones have different storages.
+            storage = real.untyped_storage()
+            owners.setdefault(storage._cdata if real.is_meta else storage.data_ptr(), []).append(record)
     changed = {index for index, record in enumerate(tensors) if graph.is_changed(record)}
     for shared in owners.values():
         written = next((record for record in shared if graph.is_changed(record)), None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -38,11 +41,15 @@ has_data_mutation = private("torch:_functionalize_has_data_mutation", _PURPOSE)
 
 def is_random(node: Node) -> bool:
     """Whether the node moves a generator; attention without dropout does not, though its operator can."""
-    target = node.target
+    return is_random_call(node.target, node.args, node.kwargs)
+
+
+def is_random_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``is_random`` of a call of an operator."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+            given = args[position] if position < len(args) else kwargs.get("dropout_p")
             return bool((argument.default_value if given is None else given) != 0)
     return True

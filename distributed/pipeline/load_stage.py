@@ -1,0 +1,78 @@
+"""``load_stage``: a stage of an exported pipeline, on the rank that runs it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsplit.compile_core.export.folder import ExportError
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
+from gradsplit.distributed.pipeline.layout import PipelineLayout
+from gradsplit.distributed.pipeline.pipeline_stage import CompiledStage
+from gradsplit.distributed.pipeline.rank_step import RankStep
+
+# By pipeline, the steps of this rank's stages.
+_steps: weakref.WeakValueDictionary[tuple[str, int], RankStep] = weakref.WeakValueDictionary()
+
+
+def load_stage(
+    path: str | os.PathLike[str],
+    stage: int,
+    device: torch.device | str = "cpu",
+    *,
+    backend: str | Callable[..., Any] | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> CompiledStage:
+    """A stage for torch's pipeline schedules. All ranks of the group call it, each as often as it has stages.
+
+    Args:
+        path: a folder that ``export_pipeline`` has written, of which only this stage is read.
+        stage: which.
+        device: where it runs.
+        backend, mode, options: as ``gradsplit.compile`` takes them.
+        group: of the pipeline's ranks; the default group without.
+
+    Raises:
+        ExportError: on every rank, if any rank's stage is missing or damaged, or ranks have different exports.
+        ValueError: an unknown backend or option.
+    """
+    request = CompileRequest.of(True, None, backend, mode, options)
+    if request.options.cuda_graphs:
+        raise ValueError("the stages of a pipeline run without CUDA graphs; choose another mode")
+    place = torch.device(device)
+    problem, checksum, layout, part = "", "", None, None
+    try:
+        layout, checksum = read_layout(path)
+        part = read_stage(path, stage, place)
+    except ExportError as error:
+        problem = str(error)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (problem, checksum, stage), group=group)
+    for rank, (theirs, _, _) in enumerate(found):
+        if theirs:
+            raise ExportError(f"rank {rank} cannot load its stage: {theirs}")
+    others = [rank for rank, (_, theirs, _) in enumerate(found) if theirs != found[0][1]]
+    if others:
+        raise ExportError(
+            f"ranks 0 and {others[0]} load stages of different exports; give all ranks the same folder"
+        )
+    assert layout is not None and part is not None
+    step = _step_of(layout, place, group)
+    return CompiledStage(layout, stage, part, place, request, group, step)
+
+
+def _step_of(layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> RankStep:
+    key = (layout.identity, id(group))
+    if key not in _steps:
+        step = RankStep(layout, device, group)
+        _steps[key] = step
+        return step
+    return _steps[key]

@@ -1,0 +1,321 @@
+"""``CompiledStage``: a stage of an exported pipeline, as torch's schedules drive it.
+
+Torch's schedules send values from a stage to the next one, and gradients back. That part is left to torch's
+``PipelineStage``, which is given flat tensors; what goes further, weights that several stages read, random numbers and
+the three programs are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+
+from gradsplit.compile_core.export.exported import Exported
+from gradsplit.compile_core.export.structures import build
+from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.distributed.pipeline.call_arguments import read_call
+from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
+from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Message
+from gradsplit.distributed.pipeline.rank_step import RankStep
+from gradsplit.distributed.pipeline.stage_programs import StageProgram, WeightGradients
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What a forward leaves for its backward."""
+
+    inputs: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor]
+
+
+class CompiledStage(PipelineStage):
+    """A stage for torch's schedules; see ``load_stage``.
+
+    Attributes:
+        layout: of the whole pipeline.
+        submod: holds the stage's parameters and buffers under the model's names; it is no module to be called.
+    """
+
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        stage: int,
+        part: Exported,
+        device: torch.device,
+        request: CompileRequest,
+        group: dist.ProcessGroup | None,
+        step: RankStep,
+    ) -> None:
+        self.layout, self._step, self._result = layout, step, part.result
+        own, edges = layout.stages[stage], layout.edges
+        self._inputs, self._outputs, self._threaded = own.inputs, own.outputs, frozenset(own.threaded)
+        self._sent = [k for k, edge in enumerate(edges) if edge.is_sent_by(stage)]
+        # In one order on both sides.
+        self._to_next = [k for k in self._sent if stage + 1 in edges[k].consumers]
+        self._from_previous = sorted(k for k in own.inputs if k >= 0 and edges[k].is_sent_by(stage - 1))
+        super().__init__(
+            part.module(),
+            stage,
+            len(layout.stages),
+            device,
+            input_args=tuple(_described(edges[k]) for k in self._from_previous),
+            output_args=tuple(_described(edges[k]) for k in self._to_next),
+            group=group,
+        )
+        self._placeholders = part.graph.find_nodes(op="placeholder")
+        is_weight = [node.meta["kind"] == "parameter" for node in self._placeholders]
+        self._program = StageProgram(part.graph, is_weight, request)
+        self._tensors = part.tensors
+        # Weights of other stages that this one reads, and its own that others read: leaves of their own, since the
+        # gradient of each microbatch goes to the owner, and is added up there, before it is accumulated.
+        self._borrowed = {
+            k: edges[k].shaped(edges[k].empty(device)).requires_grad_(edges[k].requires_grad)
+            for k in own.inputs
+            if k >= 0 and edges[k].is_state
+        }
+        self._lent: dict[int, torch.Tensor] = {
+            k: self.submod.get_parameter(edge.name)
+            for k, edge in enumerate(edges)
+            if edge.is_state and edge.producer == stage
+        }
+        self._lent_names = {edges[k].name: k for k in self._lent}
+        self._forwards: dict[int, _Forward] = {}
+        self._weights: dict[int, list[WeightGradients]] = {}
+        # By lent weight and microbatch, the gradient that comes from those who read it, if no program adds it.
+        self._owed: dict[tuple[int, int], torch.Tensor] = {}
+        self._scale = 1
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The stage's parameters and buffers under the model's names; see ``merge_checkpoints``."""
+        return self.submod.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes its own from the whole model's ``state_dict``, or from a stage's of the same parts.
+
+        Raises:
+            ValueError: something is missing.
+        """
+        wanted = self.submod.state_dict()
+        missing = [name for name in wanted if name not in state]
+        if missing:
+            raise ValueError(f"the checkpoint has no {missing[0]}, which stage {self.stage_index} needs")
+        taken = {name: state[name] for name in wanted}
+        if any(tensor.is_meta for tensor in wanted.values()):
+            # Exported without data: what is loaded takes the place of what only has a shape.
+            taken = {name: tensor.to(self.device, copy=True) for name, tensor in taken.items()}
+            self.submod.load_state_dict(taken, assign=True)
+        else:
+            self.submod.load_state_dict(taken)
+
+    # What torch's schedules call.
+
+    def clear_runtime_states(self) -> None:
+        """A step begins.
+
+        Raises:
+            ValueError: the stage has no data yet.
+        """
+        for name, tensor in self.submod.state_dict().items():
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} of stage {self.stage_index} was exported without data; call load_state_dict first"
+                )
+        super().clear_runtime_states()
+        self._step.begin(self)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The forward of a microbatch: what the next stage takes, or of the last stage the model's result."""
+        if self._step.begin_forwards(len(self.args_recv_info)):
+            self._step.exchange_weights()
+        inputs = self._received(fwd_chunk_id, args, kwargs or {})
+        grad_mode = nullcontext() if self.has_backward else torch.no_grad()
+        with self._step.random_numbers(self.stage_index, fwd_chunk_id), grad_mode:
+            results = self._program(self._given(inputs))
+        if self.has_backward:
+            self._forwards[fwd_chunk_id] = _Forward(inputs, results)
+        if self.is_last:
+            output = build(self._result, results)
+            if save_forward_output:
+                self.output_chunks.append(output)
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+            return output
+        flat = {k: self.layout.edges[k].flat(value) for k, value in zip(self._sent, results, strict=False)}
+        for k in self._sent:
+            for reader in self.layout.edges[k].consumers:
+                if reader != self.stage_index + 1:
+                    self._send(Message(FORWARD, k, fwd_chunk_id, reader), flat[k], reader)
+        to_next = tuple(flat[k] for k in self._to_next)
+        self.fwd_cache[fwd_chunk_id] = (to_next, [])  # type: ignore[assignment]
+        return to_next
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The gradients of a microbatch's inputs, and with ``full_backward`` those of weights, too."""
+        if not self.has_backward:
+            return
+        forward = self._forwards.pop(bwd_chunk_id)
+        self.fwd_cache.pop(bwd_chunk_id)
+        roots, seeds = ([loss], [None]) if self.is_last else self._arrived(bwd_chunk_id, forward)
+        torch.autograd.backward(roots, seeds)
+        self._weights[bwd_chunk_id] = self._program.take_weights()
+        gradients: dict[int, torch.Tensor] = {}
+        for k, leaf in zip(self._inputs, forward.inputs, strict=True):
+            if k < 0 or not self.layout.edges[k].requires_grad:
+                continue
+            edge = self.layout.edges[k]
+            gradients[k] = edge.flat(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            leaf.grad = None
+            if k not in self._from_previous:
+                reader = edge.reader_before(self.stage_index)
+                self._send(Message(BACKWARD, k, bwd_chunk_id, reader), gradients[k], reader)
+        self.bwd_cache[bwd_chunk_id] = tuple(gradients.get(k) for k in self._from_previous)
+        if full_backward:
+            self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The gradients of weights that ``backward_one_chunk`` has left."""
+        if not self.has_backward:
+            return
+        for left in self._weights.pop(bwd_chunk_id):
+            left.run()
+        for k, leaf in self._lent.items():
+            gradient, leaf.grad = leaf.grad, None
+            theirs = self._owed.pop((k, bwd_chunk_id), None)
+            if theirs is not None:
+                gradient = theirs if gradient is None else theirs + gradient
+            if gradient is not None:
+                parameter = self.submod.get_parameter(self.layout.edges[k].name)
+                torch.autograd.backward([get_gradient_edge(parameter)], [gradient])  # type: ignore[arg-type]
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All backwards of the stage have run; when those of the rank's stages have, its gradients are complete."""
+        self._scale = grad_scale_factor
+        self._step.finish(self)
+
+    # What the rank's step calls.
+
+    def exchange_weights(self, send: bool) -> None:
+        """Sends the weights that others read, or takes those of others."""
+        edges = self.layout.edges
+        if send:
+            for k in self._lent:
+                leaf = self.submod.get_parameter(edges[k].name).detach()
+                self._lent[k] = leaf.requires_grad_(edges[k].requires_grad)
+                for reader in edges[k].consumers:
+                    self._send(Message(FORWARD, k, 0, reader), edges[k].flat(leaf), reader)
+            return
+        with torch.no_grad():
+            for k, leaf in self._borrowed.items():
+                flat = self._receive(Message(FORWARD, k, 0, self.stage_index), edges[k].producer)
+                leaf.copy_(edges[k].shaped(flat))
+
+    def scale(self) -> None:
+        """Divides the gradients as the schedule asked for."""
+        if self.has_backward:
+            self.scale_grads(self._scale)
+
+    # Inputs and gradients.
+
+    def _given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the program takes."""
+        found = []
+        for node in self._placeholders:
+            kind, path = node.meta["kind"], node.meta["path"]
+            if kind == "argument":
+                found.append(inputs[path])
+            elif kind == "constant":
+                found.append(self._tensors[path])
+            elif kind == "buffer":
+                found.append(self.submod.get_buffer(path))
+            else:
+                lent = self._lent_names.get(path)
+                found.append(self.submod.get_parameter(path) if lent is None else self._lent[lent])
+        return found
+
+    def _received(
+        self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The inputs of a microbatch: of the call, of other stages, and of weights of theirs."""
+        edges, stage = self.layout.edges, self.stage_index
+        infos = self.args_recv_info[microbatch]
+        arrived = {k: info.buffer for k, info in zip(self._from_previous, infos, strict=True)}
+        call = read_call(self.layout, args, kwargs) if any(k < 0 for k in self._inputs) else {}
+        inputs = []
+        for k in self._inputs:
+            if k < 0:
+                if -1 - k not in call:
+                    place = self.layout.arguments[-1 - k].place
+                    raise ValueError(
+                        f"stage {stage} reads {place} of the model's call; give it to step() on this rank, too"
+                    )
+                inputs.append(call[-1 - k])
+            elif k in self._borrowed:
+                inputs.append(self._borrowed[k])
+            else:
+                flat = arrived.get(k)
+                if flat is None:
+                    flat = self._receive(Message(FORWARD, k, microbatch, stage), edges[k].producer)
+                leaf = edges[k].shaped(flat.detach())
+                inputs.append(leaf.requires_grad_(edges[k].requires_grad and self.has_backward))
+        return inputs
+
+    def _arrived(
+        self, microbatch: int, forward: _Forward
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The values whose gradients come from later stages, and these."""
+        edges, stage = self.layout.edges, self.stage_index
+        infos = self.grad_recv_info[microbatch]
+        from_next = {k: info.buffer for k, info in zip(self._to_next, infos, strict=True)}
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor | None] = []
+
+        def arrive(k: int, value: torch.Tensor | None) -> None:
+            reader = edges[k].reader_after(stage)
+            if not edges[k].requires_grad or reader is None:
+                return
+            flat = from_next.get(k)
+            if flat is None:
+                flat = self._receive(Message(BACKWARD, k, microbatch, stage), reader)
+            if value is None:
+                self._owed[k, microbatch] = edges[k].shaped(flat)
+            else:
+                roots.append(value)
+                seeds.append(edges[k].shaped(flat))
+
+        for k, value in zip(self._outputs, forward.results, strict=True):
+            arrive(k, value)
+        for k, leaf in zip(self._inputs, forward.inputs, strict=True):
+            if k >= 0 and k not in self._threaded:
+                arrive(k, leaf)
+        for k in self._lent.keys() - self._threaded:
+            arrive(k, None)
+        return roots, seeds
+
+    # Messages.
+
+    def _send(self, message: Message, flat: torch.Tensor, stage: int) -> None:
+        self._step.mail.send(message, flat, self.stage_index_to_group_rank[stage])
+
+    def _receive(self, message: Message, stage: int) -> torch.Tensor:
+        edge = self.layout.edges[message.edge]
+        rank = self.stage_index_to_group_rank[stage]
+        return self._step.mail.receive(message, lambda: edge.empty(self.device), rank)
+
+
+def _described(edge: Edge) -> torch.Tensor:
+    """A tensor that looks like what is sent, without data."""
+    return torch.empty(edge.numel, dtype=edge.torch_dtype, device="meta", requires_grad=edge.requires_grad)

@@ -1,0 +1,190 @@
+"""A model cut into stages: what they compute together, where it is cut, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+
+import gradsplit
+from gradsplit import ExportError
+from gradsplit.distributed import export_pipeline
+from gradsplit.distributed.pipeline.balance import cut_evenly
+from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
+from tests.export.exported_models import MODELS
+
+
+class Tied(nn.Module):
+    """An embedding that is read at both ends, a value that skips a stage and an argument that only the end reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        first = hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = torch.relu(block(hidden + self.table.cos()))
+        return self.norm(hidden + first) @ self.embedding.weight.t() * scale
+
+
+def call() -> tuple[Tensor, Tensor]:
+    return torch.arange(6) % 16, torch.tensor(2.0)
+
+
+def run_stages(folder: Path, args: tuple[Any, ...], read: Any = read_stage) -> Any:
+    """The stages one after the other, with torch's kernels."""
+    layout, _ = read_layout(folder)
+    values: dict[int, Tensor] = {-1 - k: tensor for k, tensor in enumerate(args)}
+    result: Any = None
+    for number, stage in enumerate(layout.stages):
+        part = read(folder, number, "cpu")
+        for k, edge in enumerate(layout.edges):
+            if edge.is_state and edge.producer == number:
+                values[k] = part.tensors[edge.name]
+        result = part.module()(*[values[k] for k in stage.inputs])
+        values |= dict(zip(stage.outputs, result, strict=True)) if stage.outputs else {}
+    return result
+
+
+@pytest.mark.parametrize("name", ["t5", "unet"])
+def test_the_stages_compute_what_the_model_does(name, tmp_path):
+    model, kwargs = MODELS[name]()
+    model.eval()
+    exported = gradsplit.export(
+        model,
+        tuple(kwargs.values()) if name == "unet" else (),
+        {} if name == "unet" else kwargs,
+        strict=False,
+    )
+    layout = export_pipeline(exported, (), 4, folder=tmp_path / "p")
+    found = run_stages(tmp_path / "p", tuple(kwargs.values()))
+    assert torch.equal(found["loss"], model(**kwargs)["loss"])
+    assert len(layout.stages) == 4
+
+
+def test_each_stage_has_its_own_and_no_more(tmp_path):
+    model = Tied()
+    layout = export_pipeline(model, call(), folder=tmp_path / "p", balance=["blocks.1", "blocks.3"])
+    parts = [read_stage(tmp_path / "p", number, "cpu") for number in range(3)]
+    names = [set(part.module().state_dict()) for part in parts]
+    assert set().union(*names) == set(model.state_dict())
+    assert names[0] == {"embedding.weight", "blocks.0.weight", "blocks.0.bias"}
+    assert [(edge.name, edge.producer, edge.consumers) for edge in layout.edges if edge.is_state] == [
+        ("embedding.weight", 0, (2,))
+    ]
+    # The embedded ids go to the last stage, past the one between.
+    between = sorted((edge.producer, edge.consumers) for edge in layout.edges if not edge.is_state)
+    assert between == [(0, (1,)), (0, (2,)), (1, (2,))]
+    # The table follows from a buffer: each stage that adds it computes it anew.
+    assert ["table" in part.tensors for part in parts] == [True, True, False]
+
+
+def test_split_points_of_torch_are_taken(tmp_path):
+    points = {"blocks.1": SplitPoint.END}
+    layout = export_pipeline(Tied(), call(), 2, folder=tmp_path / "p", balance=points)
+    part = read_stage(tmp_path / "p", 1, "cpu")
+    assert len(layout.stages) == 2
+    assert "blocks.2.weight" in part.tensors and "blocks.1.weight" not in part.tensors
+
+
+@pytest.mark.parametrize("balance", ["time", "memory", "parameters"])
+def test_a_model_without_data_is_exported(balance, tmp_path):
+    with torch.device("meta"):
+        model = Tied()
+    ids, scale = call()
+    layout = export_pipeline(
+        model, (ids.to("meta"), scale.to("meta")), 3, folder=tmp_path / "p", balance=balance
+    )
+    assert sum(stage.state_bytes for stage in layout.stages) >= sum(p.nbytes for p in model.parameters())
+    assert all(stage.seconds > 0 for stage in layout.stages)
+
+
+def test_the_greatest_part_is_as_small_as_can_be():
+    for costs, parts, best in (([1, 2, 3, 4, 5], 2, 9), ([5, 1, 1, 1, 5], 3, 5), ([1] * 8, 4, 2)):
+        cuts = cut_evenly(costs, range(1, len(costs)), parts, [0] * (len(costs) + 1))
+        bounds = itertools.pairwise([0, *cuts, len(costs)])
+        assert max(sum(costs[first:end]) for first, end in bounds) == best
+    # Of two cuts that are about as good, that which sends less.
+    assert cut_evenly([1, 1, 1, 1.01], [1, 2, 3], 2, [0, 9, 9, 0.1, 0]) == (3,)
+
+
+REFUSED = [
+    ({"num_stages": 99}, ValueError, r"Tied can be cut into \d+ stages at the most, not 99"),
+    ({"num_stages": 0}, ValueError, "num_stages is a positive number"),
+    ({"num_stages": 2, "balance": "speed"}, ValueError, "balance is 'time', 'memory', 'parameters'"),
+    ({"balance": ["blocks.9"]}, ValueError, "no submodule 'blocks.9' computes anything"),
+    ({"num_stages": 5, "balance": ["blocks.1"]}, ValueError, "1 split points make 2 stages, not 5"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_bad_requests_are_one_line_and_write_nothing(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        export_pipeline(Tied(), call(), folder=tmp_path / "p", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_break_names_the_line(tmp_path):
+    def program(x):
+        print(x)
+        return x * 2
+
+    with pytest.raises(gradsplit.Unsupported, match=r"print\(x\)"):
+        export_pipeline(program, (torch.ones(2),), 2, folder=tmp_path / "p")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("pipelines")
+    for name in ("one", "other"):
+        export_pipeline(Tied(), call(), 2, folder=place / name)
+    return place / "one", place / "other"
+
+
+def damage(folder: Path, other: Path, what: str) -> None:
+    if what == "missing":
+        shutil.rmtree(folder / "stage_1")
+    elif what == "other":
+        shutil.rmtree(folder / "stage_1")
+        shutil.copytree(other / "stage_1", folder / "stage_1")
+    elif what == "tensors":
+        tensors = folder / "stage_1" / "tensors.safetensors"
+        content = bytearray(tensors.read_bytes())
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    elif what == "manifest":
+        text = (folder / "pipeline.json").read_text()
+        (folder / "pipeline.json").write_text(text.replace('"producer": 0', '"producer": 1', 1))
+    else:
+        content = json.loads((folder / "pipeline.json").read_text())
+        (folder / "pipeline.json").write_text(json.dumps({**content, "version": 99}))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", "lacks stage 1"),
+        ("other", "is of another export"),
+        ("tensors", "is damaged"),
+        ("manifest", "is damaged"),
+        ("version", "version 99"),
+    ],
+)
+def test_what_does_not_fit_is_not_loaded(what, message, folders, tmp_path):
+    shutil.copytree(folders[0], tmp_path / "p")
+    damage(tmp_path / "p", folders[1], what)
+    with pytest.raises(ExportError, match=message):
+        read_stage(tmp_path / "p", 1, "cpu")
+    with pytest.raises(ExportError, match="has the stages 0 to 1, and no stage 7"):
+        read_stage(folders[0], 7, "cpu")
