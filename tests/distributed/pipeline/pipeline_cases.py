@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import gradsplit
 from gradsplit.distributed.pipeline.export_pipeline import export_pipeline
 from gradsplit.distributed.pipeline.load_stage import load_stage
-from tests.export.exported_models import MODELS
+from tests.distributed.pipeline.tied_model import tied
 
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
@@ -101,7 +100,7 @@ def run_case(
     exported = gradsplit.export(
         model, tuple(kwargs.values()) if by_position else (), None if by_position else kwargs, strict=False
     )
-    whole = exported.module() if isinstance(model, transformers.LlamaForCausalLM) else model
+    whole = exported.module() if type(model).__name__ == "LlamaForCausalLM" else model
     if dist.get_rank() == 0 and not place.exists():
         export_pipeline(exported, (), num_stages, folder=place)
     dist.barrier()
@@ -139,17 +138,27 @@ def run_case(
     return found
 
 
+def models_of(names: list[str]) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:
+    if names == ["tied"]:
+        return {"tied": tied}
+    # Not without need: transformers takes a while to import.
+    from tests.export.exported_models import MODELS
+
+    return {"tied": tied, **MODELS}
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     split = arguments.index("--")
-    folder, models, names = Path(arguments[0]), arguments[1:split], arguments[split + 1 :]
+    folder, models, schedules = Path(arguments[0]), arguments[1:split], arguments[split + 1 :]
+    makers = models_of(models)
     dist.init_process_group("gloo")
     failures = 0
-    for model, schedule in itertools.product(models, names):
+    for model, schedule in itertools.product(models, schedules):
         per_rank = (1,) if schedule in SINGLE else (2,) if schedule in IN_A_V else (1, 2)
         for count in per_rank:
             microbatches = 2 * count * dist.get_world_size()
-            found = run_case(folder / model, MODELS[model], schedule, count, microbatches)
+            found = run_case(folder / model, makers[model], schedule, count, microbatches)
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, found)
             if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import SplitPoint
 
 import gradsplit
@@ -18,28 +18,8 @@ from gradsplit import ExportError
 from gradsplit.distributed import export_pipeline
 from gradsplit.distributed.pipeline.balance import cut_evenly
 from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
+from tests.distributed.pipeline.tied_model import Tied, call
 from tests.export.exported_models import MODELS
-
-
-class Tied(nn.Module):
-    """An embedding that is read at both ends, a value that skips a stage and an argument that only the end reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
-
-    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        first = hidden = self.embedding(ids)
-        for block in self.blocks:
-            hidden = torch.relu(block(hidden + self.table.cos()))
-        return self.norm(hidden + first) @ self.embedding.weight.t() * scale
-
-
-def call() -> tuple[Tensor, Tensor]:
-    return torch.arange(6) % 16, torch.tensor(2.0)
 
 
 def run_stages(folder: Path, args: tuple[Any, ...], read: Any = read_stage) -> Any:
@@ -102,9 +82,9 @@ def test_split_points_of_torch_are_taken(tmp_path):
 def test_a_model_without_data_is_exported(balance, tmp_path):
     with torch.device("meta"):
         model = Tied()
-    ids, scale = call()
+    ids, labels = call()
     layout = export_pipeline(
-        model, (ids.to("meta"), scale.to("meta")), 3, folder=tmp_path / "p", balance=balance
+        model, (ids.to("meta"), labels.to("meta")), 3, folder=tmp_path / "p", balance=balance
     )
     assert sum(stage.state_bytes for stage in layout.stages) >= sum(p.nbytes for p in model.parameters())
     assert all(stage.seconds > 0 for stage in layout.stages)
