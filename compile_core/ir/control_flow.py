@@ -15,7 +15,10 @@ from gradsplit.compile_core.torch_facts.higher_order_operators import cond_opera
 def cond(
     predicate: torch.Tensor, on_true: BodyFunction, on_false: BodyFunction, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The results of one of two bodies, as tensors of their own that depend on all tensors for autograd."""
+    """The results of one of two bodies, as tensors of their own that depend on all tensors for autograd.
+
+    ``predicate`` has one element, of any dtype; results have the same shapes, strides and dtypes from both bodies.
+    """
     if isinstance(predicate, FakeTensor):
         return cond_example(predicate, on_true, on_false, *tensors)
     return _as_new_tensors((on_true if predicate else on_false)(*tensors), tensors)

@@ -49,7 +49,7 @@ def random_bits(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def random_word(seed: Tensor, position: Tensor) -> Tensor:
-    """32 random bits (int32) for each position: neighbours take the two halves of the same 64."""
+    """32 random bits (int32) for each int64 position: neighbours take the two halves of the same 64."""
     bits = random_bits(seed, position >> 1)
     return torch.where((position & 1) != 0, bits >> 32, bits).to(torch.int32)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 
-_NARROW = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
 
 
 def _pool(x: Tensor, *windows: Any) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _gradient(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
     *_, size = windows
     positions = _positions(places, *windows[:-1], size[1]).flatten(-2)
     # Windows overlap, so several gradients meet in one place: 16-bit floats add up in float32, as in torch's kernel.
-    wide = (grad.float() if grad.dtype in _NARROW else grad).flatten(-2)
+    wide = grad.to(compute_dtype(grad.dtype)).flatten(-2)
     planes = wide.new_zeros(*wide.shape[:-1], size[0] * size[1]).scatter_add(-1, positions, wide)
     result = _gradient_shape(grad, places, *windows)
     return result.copy_(planes.view(result.shape))

@@ -14,6 +14,13 @@ import torch
 
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 
+HALF_FLOATS = frozenset({torch.float16, torch.bfloat16})
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which kernels compute, ours and eager's: float32 for 16-bit floats, else the dtype itself."""
+    return torch.float32 if dtype in HALF_FLOATS else dtype
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -77,7 +77,7 @@ class Averaging:
         return f"float32 is sent as {wire}, buckets by copy engines: {copied}"
 
     def wire_bytes(self, flat: torch.Tensor) -> int:
-        """What is sent of this buffer."""
+        """The bytes that are sent of a one-dimensional buffer, in its dtype or that of ``gradient_compression``."""
         wire_type = self._wire_type if self._compresses(flat) else None
         return flat.numel() * (wire_type or flat.dtype).itemsize
 
@@ -94,7 +94,7 @@ class Averaging:
         """Begins to average a bucket in place; its gradients are stored, or will be by what is queued already.
 
         Args:
-            flat: where they are.
+            flat: where they are: one-dimensional, contiguous, of any dtype and device that the group reduces.
             buffer: what was allocated for the bucket; ``flat`` is other memory if the program has views of that.
         """
         if self._is_copied(buffer) and self._engines is not None:

@@ -60,7 +60,7 @@ class RankOperations(Protocol):
         ...
 
     def add_and_divide(self, part: torch.Tensor, other: torch.Tensor, divisor: int) -> None:
-        """Adds the second to the first, and divides that by a number."""
+        """``part = (part + other) / divisor``; both contiguous, of one dtype and as many elements."""
         ...
 
 
@@ -103,9 +103,10 @@ def average(
     """The mean over ranks of what each has in ``flat``, which comes there; called on all of them.
 
     Args:
-        flat: the rank's own memory of the buffer, or other: then the buffer keeps what it holds.
+        flat: ``[numel]``, the rank's own memory of the buffer, or other of its dtype: then the buffer keeps what it
+            holds.
         buffer: by which ranks reach one another.
-        scratch: like this rank's part of the buffer.
+        scratch: like ``buffer.part``, this rank's share of the elements.
         held: where ``flat`` is other memory, memory like the buffer for what that holds.
         operations: of this rank.
     """
@@ -158,7 +159,7 @@ class CopyEngines:
         """Begins to average what the current stream has stored, or will have.
 
         Args:
-            flat: where: the buffer's own memory, or other while the program holds views of that.
+            flat: where, ``[numel]``: the buffer's own memory, or other while the program holds views of that.
             buffer: what was allocated for it.
         """
         operations = self._operations

@@ -160,7 +160,7 @@ def _views_of(flat: torch.Tensor) -> int:
 
 
 def described(tensor: torch.Tensor, device: object) -> str:
-    """What decides whether it can be averaged with another one."""
+    """Dtype, shape and device of a tensor in words, as ``float32[8, 3] on cpu``: what ranks' gradients must share."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} on {device}"
 
 

@@ -107,7 +107,7 @@ class Round:
         return None
 
     def add_stored(self, name: str, contribution: torch.Tensor) -> None:
-        """A program has stored this, which is not at the gradient's place."""
+        """A program has stored this contribution, of the gradient's shape and dtype, elsewhere than at its place."""
         self._refuse_late(name)
         if name in self._late_hooks.names:
             self._late_hooks.add(name, contribution)

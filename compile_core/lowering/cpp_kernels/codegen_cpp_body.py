@@ -24,7 +24,7 @@ from gradsplit.compile_core.ir.loops import (
     Store,
     operands,
 )
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
 from gradsplit.compile_core.lowering.cpp_kernels import scalar_cpp
 from gradsplit.compile_core.lowering.cpp_kernels.codegen_cpp_reductions import CppReduction
 from gradsplit.compile_core.lowering.nests.order_axes import parallel_axes
@@ -263,7 +263,7 @@ class BodyWriter:
         lines, element = self._element(n, statement.access, active, value)
         if n in self.staged:
             element = self.staged_element(n)
-        read = scalar_cpp.converted(scalar_cpp.loaded(element, dtype), _loaded_dtype(dtype), statement.dtype)
+        read = scalar_cpp.converted(scalar_cpp.loaded(element, dtype), compute_dtype(dtype), statement.dtype)
         if statement.mask is not None:
             read = f"{active} ? {read} : {scalar_cpp.literal(statement.other, statement.dtype)}"
         return [*lines, f"{name} = {read};"]
@@ -322,7 +322,3 @@ def _terms(offset: int, strides: Sequence[int]) -> list[str]:
 
 def _gathers(statement: Statement) -> bool:
     return isinstance(statement, Load | Store) and bool(statement.access.gathers)
-
-
-def _loaded_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -9,6 +9,7 @@ from math import isinf, isnan
 
 import torch
 
+from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
 from gradsplit.compile_core.lowering.nests.scalar_expressions import INFIX, ScalarLanguage
 
 _VALUE_TYPES = {
@@ -161,7 +162,7 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
 
 def _rounded(value: str, source: torch.dtype, target: torch.dtype, result: torch.dtype) -> str:
     memory = stored(value, source, target)
-    if target in (torch.float16, torch.bfloat16):
+    if target in HALF_FLOATS:
         return converted(loaded(memory, target), torch.float32, result)
     return converted(memory, target, result)
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS
 
-_NARROW = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
-    """Decomposition of ``aten.convolution``; declines where the operands are as they should be."""
+    """Decomposition of ``aten.convolution`` for images ``[N, C, H, W]`` of 16-bit floats, which are brought into the
+    channels-last layout; declines others, and operands that are in that layout."""
     if not _is_image(input):
         return NotImplemented
     if _are_channels_last(input, weight):
@@ -67,7 +68,7 @@ def view(tensor: Tensor, size: Sequence[int]) -> Any:
 
 
 def _is_image(tensor: Tensor) -> bool:
-    return tensor.dtype in _NARROW and tensor.dim() == 4
+    return tensor.dtype in HALF_FLOATS and tensor.dim() == 4
 
 
 def _are_channels_last(*tensors: Tensor) -> bool:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradsplit.compile_core.ir import max_pooling
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 
 _MOST_PLACES = 25
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 def max_pool2d(
@@ -27,6 +27,7 @@ def max_pool2d(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> Any:
+    """Decomposition of ``aten.max_pool2d_with_indices`` of ``[*, H, W]`` floats; declines large windows, dilation."""
     windows = _windows(self, kernel_size, stride, padding, dilation)
     if windows is None:
         return NotImplemented
@@ -60,10 +61,11 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
+    """Decomposition of ``aten.avg_pool2d`` of ``[*, H, W]`` floats for windows that tile the plane; declines others."""
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
         return NotImplemented
-    x = self.float() if self.dtype in _NARROW else self
+    x = self.to(compute_dtype(self.dtype))
     total = None
     for row, column in itertools.product(range(kernel[0]), range(kernel[1])):
         element = x[..., row :: kernel[0], column :: kernel[1]]
@@ -85,7 +87,7 @@ def avg_pool2d_backward(
     kernel = _tile(self, kernel_size, stride, padding)
     if kernel is None:
         return NotImplemented
-    grad = grad_output.float() if grad_output.dtype in _NARROW else grad_output
+    grad = grad_output.to(compute_dtype(grad_output.dtype))
     share = (grad / (divisor_override or kernel[0] * kernel[1])).to(grad_output.dtype)
     *outer, rows, columns = share.shape
     tiles = share.unsqueeze(-1).unsqueeze(-3).expand(*outer, rows, kernel[0], columns, kernel[1])

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 from gradsplit.compile_core.lowering.decompositions import convolution_layouts
 from gradsplit.compile_core.lowering.decompositions.decompose_foreach import foreach_decompositions
 from gradsplit.compile_core.lowering.decompositions.decompose_pooling import (
@@ -97,13 +98,8 @@ def decomposition_table(device_type: str) -> dict[torch._ops.OpOverload, Callabl
     return table
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which eager's kernels compute: float32 for 16-bit floats."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
-    x = self.to(_compute_dtype(self.dtype))
+    x = self.to(compute_dtype(self.dtype))
     if approximate == "tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         result = 0.5 * x * (1 + torch.tanh(inner))
@@ -128,7 +124,7 @@ def _native_layer_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(input.dim() - len(normalized_shape), input.dim()))
-    x = input.to(_compute_dtype(input.dtype))
+    x = input.to(compute_dtype(input.dtype))
     mean = torch.mean(x, dims, keepdim=True)
     centered = x - mean
     variance = _merged(torch.mean(centered * centered, dims, keepdim=True), mean, input, dims)
@@ -153,7 +149,7 @@ def _native_layer_norm_backward(
     bias: Tensor | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dtype = _compute_dtype(input.dtype)
+    dtype = compute_dtype(input.dtype)
     outer = list(range(input.dim() - len(normalized_shape)))
     dims = list(range(len(outer), input.dim()))
     grad, x = grad_out.to(dtype), input.to(dtype)
@@ -178,7 +174,7 @@ def _sum_outer(value: Tensor, dims: list[int]) -> Tensor:
 
 # A softmax divides once a row: a quotient an element is most of the time of a kernel over short rows.
 def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    x = self.to(_compute_dtype(self.dtype))
+    x = self.to(compute_dtype(self.dtype))
     result_dtype = x.dtype if half_to_float else self.dtype
     if x.numel() == 0:
         return x.to(result_dtype).clone()
@@ -190,7 +186,7 @@ def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Attention's softmax: a row in which everything is masked, by minus infinity, is 0 and not NaN."""
     result_dtype = dtype or self.dtype
-    x = self.to(_compute_dtype(result_dtype))
+    x = self.to(compute_dtype(result_dtype))
     if x.numel() == 0:
         return x.to(result_dtype).clone()
     largest = torch.amax(x, dim, keepdim=True)
@@ -200,7 +196,7 @@ def _safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> T
 
 
 def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    x = self.to(_compute_dtype(self.dtype))
+    x = self.to(compute_dtype(self.dtype))
     result_dtype = x.dtype if half_to_float else self.dtype
     if x.numel() == 0:
         return x.to(result_dtype).clone()
@@ -247,7 +243,7 @@ def _var_mean(
         return NotImplemented
     dims = [d % self.dim() for d in dim] if dim else list(range(self.dim()))
     count = prod(self.shape[d] for d in dims)
-    x = self.to(_compute_dtype(self.dtype))
+    x = self.to(compute_dtype(self.dtype))
     mean = torch.mean(x, dims, keepdim=True)
     centered = x - mean
     squares = torch.sum(centered * centered, dims, keepdim=True)
@@ -285,7 +281,7 @@ def _class_weights(
     """
     valid = target != ignore_index
     safe = torch.where(valid, target, 0)
-    dtype = _compute_dtype(self.dtype)
+    dtype = compute_dtype(self.dtype)
     weights = aten.index(weight, [safe]).to(dtype) if weight is not None else 1.0
     return valid, safe, torch.where(valid, weights, torch.zeros((), dtype=dtype, device=self.device))
 
@@ -296,7 +292,7 @@ def _nll_loss_forward(
     class_dim = 0 if self.dim() < 2 else 1
     valid, safe, weights = _class_weights(self, target, weight, ignore_index)
     picked = torch.gather(self, class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
-    losses = torch.where(valid, -picked.to(_compute_dtype(self.dtype)) * weights, 0.0)
+    losses = torch.where(valid, -picked.to(compute_dtype(self.dtype)) * weights, 0.0)
     total = torch.sum(weights)
     if reduction == _NONE and self.dim() > 1:
         return losses.to(self.dtype), torch.zeros((), dtype=self.dtype, device=self.device)
@@ -329,7 +325,7 @@ def _nll_loss_backward(
 def _smooth_l1_loss_backward(
     grad_output: Tensor, self: Tensor, target: Tensor, reduction: int, beta: float
 ) -> Tensor:
-    x = (self - target).to(_compute_dtype(self.dtype))
+    x = (self - target).to(compute_dtype(self.dtype))
     slope = grad_output * (1.0 / max(x.numel(), 1)) if reduction == _MEAN else grad_output
     inner = torch.where(x >= beta, slope, slope * x / beta)
     return torch.where(x <= -beta, -slope, inner).to(self.dtype)
@@ -342,7 +338,7 @@ def _hardtanh_backward(grad_output: Tensor, self: Tensor, min_val: float, max_va
 
 
 def _hardswish_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    grad, x = grad_output.to(_compute_dtype(self.dtype)), self.to(_compute_dtype(self.dtype))
+    grad, x = grad_output.to(compute_dtype(self.dtype)), self.to(compute_dtype(self.dtype))
     inner = torch.where(x >= 3, grad, grad * (x / 3 + 0.5))
     return torch.where(x <= -3, 0.0, inner).to(self.dtype)
 
@@ -355,7 +351,7 @@ def _elu_backward(
     is_result: bool,
     self_or_result: Tensor,
 ) -> Tensor:
-    dtype = _compute_dtype(self_or_result.dtype)
+    dtype = compute_dtype(self_or_result.dtype)
     grad, x = grad_output.to(dtype), self_or_result.to(dtype)
     curve = x + alpha * scale if is_result else torch.exp(x * input_scale) * (alpha * scale)
     return torch.where(x > 0, grad * scale, grad * input_scale * curve).to(self_or_result.dtype)

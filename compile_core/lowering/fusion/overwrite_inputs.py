@@ -33,8 +33,8 @@ from gradsplit.compile_core.ir.loops import (
 )
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.ir.step_effects import reads, writes
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
+from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
 from gradsplit.compile_core.lowering.nests.order_axes import simplify
 
 

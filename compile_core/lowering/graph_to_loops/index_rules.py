@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
 from gradsplit.compile_core.lowering.graph_to_loops.random_rules import RANDOM_RULES
 from gradsplit.compile_core.lowering.graph_to_loops.view_rules import flip_reindex
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.loops import LoopProgram, View
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.index_rules import INDEX_RULES
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
@@ -66,7 +66,7 @@ from gradsplit.compile_core.lowering.graph_to_loops.view_rules import (
     strided_reindex,
     view_of,
 )
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype, is_loop_dtype
+from gradsplit.compile_core.lowering.nests.body_builder import is_loop_dtype
 
 aten = torch.ops.aten
 

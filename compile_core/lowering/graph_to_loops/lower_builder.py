@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.loops import ExternCall, LoopNest, Step, View
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype, contiguous_strides
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, AxisSplitError, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import (
     Cost,
@@ -23,7 +23,6 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_values import (
     LazyTensor,
     NeedsMemoryError,
 )
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 _NAME_LENGTH = 60
 

@@ -15,13 +15,13 @@ import torch
 
 from gradsplit.compile_core.ir.loops import View
 from gradsplit.compile_core.ir.max_pooling import GRADIENT, MAX_POOL
+from gradsplit.compile_core.ir.tensor_spec import compute_dtype
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import (
     ProgramBuilder,
     static_spec,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_index import Affine, Entry, Index
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Emitter, LazyTensor
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 POOLING = frozenset({MAX_POOL, GRADIENT})
 

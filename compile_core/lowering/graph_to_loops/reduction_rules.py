@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.ir.loops import View
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, compute_dtype, contiguous_strides
 from gradsplit.compile_core.lowering.graph_to_loops.lower_builder import ProgramBuilder, pointwise
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Cost, Emitter, LazyTensor
-from gradsplit.compile_core.lowering.nests.body_builder import compute_dtype
 
 aten = torch.ops.aten
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.ir.loops import Access, Apply, Constant, Load, Position, Reduce, Statement, Store
+from gradsplit.compile_core.ir.tensor_spec import HALF_FLOATS, compute_dtype
 
 _LOOP_DTYPES = frozenset(
     {
@@ -21,7 +22,6 @@ _LOOP_DTYPES = frozenset(
         torch.float16, torch.bfloat16, torch.float32, torch.float64,
     }
 )  # fmt: skip
-NARROW_FLOATS = frozenset({torch.float16, torch.bfloat16})
 
 _COMPARISONS = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
@@ -44,11 +44,6 @@ _COMMUTATIVE = frozenset(
 def is_loop_dtype(dtype: torch.dtype) -> bool:
     """Whether bodies can compute with elements of ``dtype``."""
     return dtype in _LOOP_DTYPES
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a body's value that stands for an element of ``dtype``."""
-    return torch.float32 if dtype in NARROW_FLOATS else dtype
 
 
 def value_dtype(statement: Statement) -> torch.dtype:
@@ -142,7 +137,7 @@ class BodyBuilder:
     def round_to(self, value: int, dtype: torch.dtype) -> int:
         """The value as an element of ``dtype`` would hold it."""
         value = self.cast(value, dtype)
-        if dtype not in NARROW_FLOATS:
+        if dtype not in HALF_FLOATS:
             return value
         statement = self.statements[value]
         if isinstance(statement, Load) and self.buffer_dtype(statement.access.buffer) == dtype:
