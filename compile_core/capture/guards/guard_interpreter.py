@@ -2,8 +2,8 @@
 
 A call whose guards hold should cost next to nothing, and most of what a check does is look-ups in dictionaries, which C
 does ten times faster than bytecode. It asks torch for a tensor's metadata through C symbols (see
-``toolchain.torch_library``). Where anything is missing or differs, guards are checked by generated Python, with the same
-answers.
+``toolchain.torch_library``). Where anything is missing or differs, guards are checked by generated Python, with the
+same answers.
 """
 
 from __future__ import annotations
