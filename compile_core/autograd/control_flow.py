@@ -101,7 +101,7 @@ class ControlFlow:
 
         return self._calls.call(KeptCall("while_loop", run, step_body.results), tensors)
 
-    def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _Body:
+    def _body(self, body: GraphModule, tensors: Sequence[torch.Tensor]) -> _TracedBody:
         """Traces a body for tensors like those of the outer trace."""
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise Unsupported(
@@ -121,14 +121,14 @@ class ControlFlow:
             raise Unsupported("mutation-in-branch", "a branch or a loop's step changes a tensor in place")
         if any(is_random(node) for node in joint.module.graph.nodes):
             raise Unsupported("random-in-branch", "a branch or a loop's step draws random numbers")
-        traced = _Body(partition(joint))
+        traced = _TracedBody(partition(joint))
         if any(spec.is_open and not spec.is_dense for spec in traced.results):
             raise Unsupported("symbolic-branch", "a branch or a loop makes an expanded tensor of open sizes")
         return traced
 
 
 @dataclass(frozen=True)
-class _Body:
+class _TracedBody:
     """A traced body whose results are tensors of its own, called on real tensors without autograd."""
 
     graph: PartitionedGraph

@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankPlace:
     """What ranks must know of one another before they share memory."""
 
     host: str
@@ -38,7 +38,7 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str:
         index for index in others if torch.cuda.can_device_access_peer(device.index or 0, index)
     )
     host = socket.gethostname() + boot_id
-    mine = _Place(host, device.index, reachable, backend_of(group, device), _forbidding_setting())
+    mine = _RankPlace(host, device.index, reachable, backend_of(group, device), _forbidding_setting())
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     return _reason_of(found)
@@ -52,7 +52,7 @@ def _forbidding_setting() -> str:
     return ""
 
 
-def _reason_of(places: Sequence[_Place]) -> str:
+def _reason_of(places: Sequence[_RankPlace]) -> str:
     """The same, of the places of all ranks."""
     if len(places) == 1:
         return "there is one rank"

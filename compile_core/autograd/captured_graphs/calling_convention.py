@@ -28,7 +28,7 @@ from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
 
 
 @dataclass(frozen=True)
-class Pick:
+class ResultOrBase:
     """Where a tensor that the graph computes is found: a result of the program, or what that result is a view of."""
 
     result: int
@@ -59,7 +59,7 @@ class CallingConvention:
     """
 
     results: tuple[int | ResultAlias, ...]
-    picks: tuple[Pick, ...]
+    picks: tuple[ResultOrBase, ...]
     specs: tuple[TensorSpec, ...]
     differentiable: tuple[bool, ...]
     gradient_inputs: tuple[int, ...]
@@ -182,14 +182,14 @@ def _check_leaves(
 
 def _find_results(
     outputs: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor]
-) -> tuple[tuple[int | ResultAlias, ...], tuple[Pick, ...]]:
+) -> tuple[tuple[int | ResultAlias, ...], tuple[ResultOrBase, ...]]:
     positions = {tensor.untyped_storage()._cdata: k for k, tensor in inputs.items()}
     groups: dict[int, list[int]] = {}
     for k, output in enumerate(outputs):
         groups.setdefault(output.untyped_storage()._cdata, []).append(k)
 
     results: dict[int, int | ResultAlias] = {}
-    picks: list[Pick] = []
+    picks: list[ResultOrBase] = []
     detachments: dict[int, Detachment] = {}
     for storage, members in groups.items():
         position = positions.get(storage)
@@ -208,12 +208,12 @@ def _find_results(
     return tuple(results[k] for k in range(len(outputs))), tuple(picks)
 
 
-def _choose_owner(outputs: Sequence[torch.Tensor], members: Sequence[int]) -> Pick:
+def _choose_owner(outputs: Sequence[torch.Tensor], members: Sequence[int]) -> ResultOrBase:
     """The tensor that all results in one memory can be made from: the only one, or one that fills the memory."""
     if all(outputs[k] is outputs[members[0]] for k in members):
-        return Pick(members[0], False)
-    candidates = [Pick(k, False) for k in members]
-    candidates += [Pick(k, True) for k in members if outputs[k]._base is not None]
+        return ResultOrBase(members[0], False)
+    candidates = [ResultOrBase(k, False) for k in members]
+    candidates += [ResultOrBase(k, True) for k in members if outputs[k]._base is not None]
     filling = [pick for pick in candidates if _fills_memory(pick.of(outputs))]
     if not filling:
         raise Unsupported(

@@ -94,7 +94,7 @@ class _Name(str):
         return str(self)
 
 
-class _Place(TorchSource):
+class _SymbolSource(TorchSource):
     """Torch's notion of a source, which it needs for names only."""
 
     name: Any = ""
@@ -178,7 +178,7 @@ class SymbolicSizes:
         )
 
     def _make(self, symbol: Symbol) -> torch.SymInt:
-        name = _Place(symbol.source)
+        name = _SymbolSource(symbol.source)
         if symbol.least is None:
             made = self.shape_env.create_unspecified_symbol(symbol.value, name, DimDynamic.DYNAMIC)
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradsplit.distributed.collectives.peer_access import _forbidding_setting, _Place, _reason_of
+from gradsplit.distributed.collectives.peer_access import _forbidding_setting, _RankPlace, _reason_of
 
-HERE = _Place("host", 0, frozenset({1, 2}), "nccl")
-THERE = _Place("host", 1, frozenset({0, 2}), "nccl")
+HERE = _RankPlace("host", 0, frozenset({1, 2}), "nccl")
+THERE = _RankPlace("host", 1, frozenset({0, 2}), "nccl")
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def test_one_rank_has_nothing_to_copy() -> None:
     ("other", "reason"),
     [
         (THERE, ""),
-        (_Place("host", 1, frozenset({0}), "gloo"), "not NCCL's"),
-        (_Place("host", 1, frozenset({0}), "nccl", "NCCL_P2P_DISABLE=1"), "NCCL_P2P_DISABLE=1 is set"),
-        (_Place("elsewhere", 1, frozenset({0}), "nccl"), "several hosts"),
-        (_Place("host", 0, frozenset({1}), "nccl"), "sees its GPU alone"),
-        (_Place("host", 3, frozenset({0}), "nccl"), "GPU 0 does not reach the memory of GPU 3"),
-        (_Place("host", 1, frozenset(), "nccl"), "GPU 1 does not reach the memory of GPU 0"),
+        (_RankPlace("host", 1, frozenset({0}), "gloo"), "not NCCL's"),
+        (_RankPlace("host", 1, frozenset({0}), "nccl", "NCCL_P2P_DISABLE=1"), "NCCL_P2P_DISABLE=1 is set"),
+        (_RankPlace("elsewhere", 1, frozenset({0}), "nccl"), "several hosts"),
+        (_RankPlace("host", 0, frozenset({1}), "nccl"), "sees its GPU alone"),
+        (_RankPlace("host", 3, frozenset({0}), "nccl"), "GPU 0 does not reach the memory of GPU 3"),
+        (_RankPlace("host", 1, frozenset(), "nccl"), "GPU 1 does not reach the memory of GPU 0"),
     ],
 )
-def test_which_ranks_can(other: _Place, reason: str) -> None:
+def test_which_ranks_can(other: _RankPlace, reason: str) -> None:
     found = _reason_of([HERE, other])
     assert reason in found and bool(reason) == bool(found)
