@@ -110,6 +110,10 @@ _COARSE = frozenset({"hardsigmoid_backward"})
 _CALLS_WITH_NOTHING = "calls of hooks without a gradient"
 
 
+# More than there are calls.
+_AFTER_ALL = 1000
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What came of a program.
@@ -228,7 +232,24 @@ def observe(
             _note(seen, f"gradient of {name}", parameter.grad)
     _note_log(seen, log)
     _note(seen, "random state", torch.get_rng_state())
+    _change(seen, _tensors(result), [*_tensors(arguments), *leaves])
     return seen
+
+
+def _change(seen: dict[str, Any], results: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+    """What a change of each of the last call's results, under autograd, does to what else there is."""
+    factor = torch.full((), 2.0, requires_grad=True)
+    for index, result in enumerate(results):
+        if not result.is_floating_point():
+            continue
+        try:
+            result.mul_(factor)
+            for k, tensor in enumerate([*results, *given]):
+                _note(seen, f"tensor {k} after change {index}", tensor)
+                seen[f"tensor {k} after change {index} history"] = tensor.grad_fn is not None
+        except RuntimeError as error:
+            seen[f"change {index} raises"] = error
+            return
 
 
 def _backward(
@@ -388,9 +409,9 @@ def _raised(seen: Mapping[str, Any]) -> tuple[str, Exception] | None:
 
 
 def _moment(raises: str) -> tuple[int, bool]:
-    """When a run raised, for comparison: in the call of this number, or in the backward after it."""
+    """When a run raised, for comparison: in the call of this number, in the backward after it, or after all."""
     kind, number, _ = raises.split()
-    return int(number), kind == "backward"
+    return (_AFTER_ALL if kind == "change" else 0) + int(number), kind == "backward"
 
 
 def _difference(eager: Mapping[str, Any], compiled: Mapping[str, Any], relative: float) -> Verdict:
