@@ -4,14 +4,15 @@ DEMO_PROCESSES ?= 2
 TEST_WORKERS ?= 2
 TORCH ?= 2.14.1
 PROGRAMS ?= 20000
+SWEEP ?= --training --backend eager
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 TORCH_VENV := .venv-torch-$(TORCH)
 INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch differential lint launch-checks pipelines rank-failures test-gpu test-ranks compile-time-growth \
-	minimized-faults doctor-programs clean python-version
+.PHONY: demo test test-torch differential lint sweep launch-checks pipelines rank-failures test-gpu test-ranks \
+	compile-time-growth minimized-faults doctor-programs clean python-version
 
 demo: $(VENV)/installed
 	$(VENV_PYTHON) -m gradsplit.launch --nproc-per-node $(DEMO_PROCESSES) examples/train_ddp.py
@@ -27,6 +28,10 @@ test-torch: $(TORCH_VENV)/installed
 differential: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.differential --count $(PROGRAMS) --workers $(TEST_WORKERS) --out out/differential
 	$(VENV_PYTHON) -m tests.differential --operators --workers $(TEST_WORKERS) --out out/operators
+
+# What is captured of the models of transformers, timm and torchvision, as far as they are installed, beside torch.compile.
+sweep: $(VENV)/installed
+	$(VENV_PYTHON) -m tests.sweeps $(SWEEP) --workers $(TEST_WORKERS)
 
 lint: $(VENV)/installed-lint
 	$(VENV_PYTHON) -m ruff check .

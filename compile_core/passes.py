@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
+from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
 from gradsplit.compile_core.autograd.rewrites.pad_products import pad_products
 from gradsplit.compile_core.autograd.rewrites.random_to_counters import random_to_counters
@@ -83,6 +84,7 @@ class Pass(Generic[Graph, Choices]):
 
 # Before stage 2, on the graph of torch's functions.
 CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
+    Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
 )
 

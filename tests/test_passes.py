@@ -71,6 +71,19 @@ def known_masks() -> Any:
     return seen[0], GRAPHS
 
 
+def open_probabilities() -> Any:
+    seen: list[Any] = []
+
+    def note(module: Any, examples: Any) -> Any:
+        seen.append(module)
+        return module
+
+    dropped = gradsplit.compile(lambda x, p: F.dropout(x, p) + torch.empty_like(x).bernoulli_(p), backend=note)
+    dropped(torch.ones(3), 0.5)
+    dropped(torch.ones(3), 0.25)
+    return seen[-1], GRAPHS
+
+
 def absent_gradients() -> Any:
     ones = torch.ones(3, requires_grad=True)
     return joint_of(lambda a, b: (a.log(), b * a), ones, ones.detach().requires_grad_()), GRAPHS
@@ -93,6 +106,7 @@ def overwrite_inputs() -> Any:
 
 
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "open_probabilities": open_probabilities,
     "known_masks": known_masks,
     "absent_gradients": absent_gradients,
     "random_to_counters": random_to_counters,

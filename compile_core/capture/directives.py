@@ -164,8 +164,14 @@ def disabled_frame(callee: Any) -> Any:
     return types.MethodType(original, callee.__self__) if isinstance(callee, types.MethodType) else original
 
 
+_SCRIPTED_FROM = "_torchdynamo_inline"
+
+
 def compiled_by_torch(value: Any) -> str | None:
-    """The attribute that holds what ``torch.compile`` made a function or module from, None if it did not make it."""
+    """The attribute that holds what ``torch.compile`` or ``torch.jit`` made a function from, or ``torch.compile`` a
+    module; None if they did not make it."""
+    if isinstance(value, torch.jit.ScriptFunction):
+        return _SCRIPTED_FROM if hasattr(value, _SCRIPTED_FROM) else None
     if isinstance(value, types.FunctionType):
         own = hasattr(value, ORIGINAL) and getattr(value, _WRAPPER_ID, id(value)) == id(value)
         return ORIGINAL if own and not is_disabled(value) else None

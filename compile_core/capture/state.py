@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import sys
 import types
@@ -26,8 +27,9 @@ from gradsplit.compile_core.capture.object_model.functions import FunctionValue
 from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
+from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
-from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, open_probability
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
 from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
@@ -132,9 +134,31 @@ class Capture(CaptureState):
     def less(self, one: Value, other: Value) -> bool:
         return comparisons.compare(self, "<", one, other).truth(self)
 
-    def loaded_module(self, name: str) -> Value | None:
-        module = sys.modules.get(name)
-        return None if module is None else self.wrap(module, None)
+    def imported_module(self, name: str, package: str | None, wanted: Sequence[str]) -> Value | None:
+        if name.startswith(".") and not package:
+            return None
+        name = importlib.util.resolve_name(name, package)
+        if not self._is_imported(name):
+            return None
+        given = sys.modules[name]
+        parts = wanted if hasattr(given, "__path__") else ()
+        for part in parts:
+            if part != "*" and not hasattr(given, part) and not self._is_imported(f"{name}.{part}"):
+                return None
+        return self.wrap(sys.modules[name if wanted else name.partition(".")[0]], None)
+
+    def _is_imported(self, module: str) -> bool:
+        """Whether a module is loaded, which the capture does where nothing that the program did before waits: the
+        program imports it in this very call, and any later import does nothing."""
+        if sys.modules.get(module) is not None:
+            return True
+        if self.effects:
+            return False
+        try:
+            importlib.import_module(module)
+        except Exception:
+            return False
+        return True
 
     def raise_exception(self, cls: type[BaseException], *args: Any) -> SymbolicRaise:
         values = [item if isinstance(item, Value) else self.from_constant(item) for item in args]
@@ -170,6 +194,9 @@ class Capture(CaptureState):
         return frame.result
 
     def call_tensor_op(self, op: str, target: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if takes_probability(target):
+            args = [open_probability(self, argument) for argument in args]
+            kwargs = {key: open_probability(self, value) for key, value in kwargs.items()}
         graph_args = tuple(argument.graph_argument(self) for argument in args)
         graph_kwargs = {key: value.graph_argument(self) for key, value in kwargs.items()}
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 
 import pytest
@@ -426,6 +427,22 @@ def recursive_closure(x, n):
     return x, outer(n), outer(n + 1)
 
 
+@program
+def classes_of_functions(x):
+    def inner(v):
+        return v
+
+    return (
+        x,
+        inner.__class__,
+        kinds.__class__.__name__,
+        type(inner).__class__,
+        len.__class__,
+        x.__class__,
+        x.sum.__name__,
+    )
+
+
 @pytest.mark.parametrize("function, settings", program.table, ids=program.names)
 def test_same_as_plain(function, settings):
     check_program(function, **settings)
@@ -441,6 +458,34 @@ def test_decorator_state_is_kept():
     for n in range(3):
         assert torch.equal(compiled(torch.ones(1), n), torch.ones(1) + 1 + 10 * n)
     assert increased.calls == 3 and remembered.seen == [0, 1, 2]
+
+
+def test_scripted_functions_are_what_they_were_made_from():
+    @torch.jit.script
+    def scripted(x, n: int):
+        return (x * n).relu()
+
+    compiled = CompiledFunction(
+        lambda x: scripted(x, 2) + 1, lambda graph, inputs: graph.module, fullgraph=True
+    )
+    x = torch.tensor([1.0, -1.0])
+    assert torch.equal(compiled(x), scripted(x, 2) + 1)
+
+
+def test_imports(monkeypatch):
+    """A module that is not loaded is loaded by the capture, where nothing that the program did before waits."""
+
+    def run(x):
+        import colorsys
+        import xml.dom.minidom as dom
+        from . import models
+
+        return x + 1, colorsys.rgb_to_hsv(0.5, 0.5, 0.5), dom.__name__, models.__name__
+
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    compiled = CompiledFunction(run, lambda graph, inputs: graph.module, fullgraph=True)
+    found, expected = compiled(torch.ones(1)), run(torch.ones(1))
+    assert found[1:] == expected[1:] and "colorsys" in sys.modules
 
 
 def test_global_writes_and_deletes():

@@ -382,3 +382,30 @@ def test_functions_bound_by_hand():
             return x, str(error)
 
     assert same(wrong(torch.ones(2)), compile_eager(wrong)(torch.ones(2)))
+
+
+def test_probabilities(caplog):
+    """They stay open between 0 and 1, with torch's numbers where torch draws them, and the right share in kernels."""
+
+    def draws(x, p):
+        mask = torch.empty_like(x).bernoulli_(1 - p)
+        return mask, nn.functional.dropout(x, p), nn.functional.dropout(x * 1, p, inplace=True)
+
+    shares = [0.1, 0.25, 0.5, 0.0, 1.0]
+    x = torch.ones(4000, requires_grad=True)
+    compiled = compile_eager(draws, fullgraph=True)
+    for p in shares:
+        torch.manual_seed(0)
+        expected = draws(x, p)
+        torch.manual_seed(0)
+        assert same(expected, compiled(x, p))
+    assert len(compiled.entries) == 4  # 0.1, any, 0.0 and 1.0
+    in_kernels = gradsplit.compile(draws, fullgraph=True)
+    for p in shares:
+        mask, dropped, in_place = in_kernels(x, p)
+        assert abs(mask.mean().item() - 1 + p) < 0.05 and set(mask.unique().tolist()) <= {0.0, 1.0}
+        for result in (dropped, in_place):
+            (gradient,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+            assert torch.equal(gradient, result) and torch.equal(result != 0, result > 0.5)
+            assert p == 1 or abs(result.mean().item() - 1) < 0.1
+    assert "torch's own kernels" not in caplog.text

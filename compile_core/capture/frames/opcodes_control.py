@@ -331,11 +331,14 @@ def _with_except_start(frame: Frame, instruction: Instruction) -> None:
 
 @opcode("IMPORT_NAME")
 def _import_name(frame: Frame, instruction: Instruction) -> None:
+    state = frame.state
     level, names = (value.as_constant() for value in frame.pop_many(2))
-    module = frame.state.loaded_module(instruction.value)
-    if level != 0 or module is None:
-        raise frame.state.unsupported("import", f"an import of {instruction.value}", "import at module level")
-    frame.push(module if names else frame.state.loaded_module(instruction.value.split(".")[0]) or module)
+    scope = frame.function.scope
+    name = instruction.value if level == 0 else f"{'.' * level}{instruction.value}"
+    module = state.imported_module(name, scope.get("__package__"), names or ())
+    if module is None:
+        raise state.unsupported("import", f"an import of {name}", "import at module level")
+    frame.push(module)
 
 
 value_opcodes(

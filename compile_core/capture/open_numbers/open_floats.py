@@ -2,7 +2,8 @@
 
 The capture runs an operation on fake tensors with the float of this call. What it learns there holds for every float
 if the float is but a factor, a summand or a bound for elements: shapes, dtypes and which results are inputs stay. It
-does not for ``arange``, for ``interpolate`` or for a dropout, which returns its input where nothing is dropped.
+does not for ``arange`` or for ``interpolate``. A probability must lie between 0 and 1, which is a guard: a dropout
+returns its input where nothing is dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 _ARITHMETIC = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.mod),
@@ -33,6 +35,7 @@ _NAMES = frozenset(
         *("__truediv__", "__rtruediv__", "__pow__", "__rpow__"),
     )
 )
+_OF_PROBABILITIES = frozenset(["bernoulli", "dropout"])
 _FOREACH = frozenset(
     f"_foreach_{name}"
     for name in ("add", "sub", "mul", "div", "pow", "addcmul", "addcdiv", "lerp", "clamp_min", "clamp_max")
@@ -44,11 +47,20 @@ def takes_open_floats(target: Callable[..., Any] | str) -> bool:
     """Whether all that is known of an operation's results is the same for every float among its arguments."""
     if target in _ARITHMETIC:
         return True
+    name = _plain_name(target)
+    return name in _NAMES or name in _FOREACH or name in _FUSED or name in _OF_PROBABILITIES
+
+
+def takes_probability(target: Callable[..., Any] | str) -> bool:
+    """Whether floats among an operation's arguments are probabilities."""
+    return _plain_name(target) in _OF_PROBABILITIES
+
+
+def _plain_name(target: Callable[..., Any] | str) -> str:
+    """The name of a function or method of torch, without the underscore of the form in place; of others none, since an
+    operator of somebody else may have any name."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if not isinstance(target, str) and target not in (
-        getattr(torch, name, None),
-        getattr(torch.Tensor, name, None),
-    ):
-        return False  # an operator of somebody else may have any name
-    plain = name if name.endswith("__") else name.removesuffix("_")
-    return plain in _NAMES or plain in _FOREACH or plain in _FUSED
+    of_torch = (getattr(scope, name, None) for scope in (torch, torch.Tensor, functional))
+    if not isinstance(target, str) and target not in of_torch:
+        return ""
+    return name if name.endswith("__") else name.removesuffix("_")

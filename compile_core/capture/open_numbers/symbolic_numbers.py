@@ -322,6 +322,15 @@ def compare_numbers(
     return holds
 
 
+def open_probability(state: CaptureState, value: Value) -> Value:
+    """A number that may stay open as a probability between 0 and 1; one of these is known."""
+    if not isinstance(value, SymbolicNumber) or value.python_type() is not float:
+        return value
+    inside = compare_numbers(state, "<", operator.lt, ConstantValue(0.0), value)
+    inside = inside and compare_numbers(state, "<", operator.lt, value, ConstantValue(1.0))
+    return value if inside else ConstantValue(value.value)
+
+
 def call_with_numbers(
     state: CaptureState, function: Callable[..., Any], args: list[Value], kwargs: dict[str, Value]
 ) -> Value | None:

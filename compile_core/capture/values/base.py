@@ -70,6 +70,8 @@ class Value:
         raise state.unsupported("truth-value", f"no rule for the truth value of {self.describe()}")
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "__class__":
+            return state.wrap(self.python_type(), None)
         raise state.unsupported("attribute", f"no rule for the attribute {name!r} of {self.describe()}")
 
     def has_attribute(self, state: CaptureState, name: str) -> bool:
@@ -399,8 +401,9 @@ class CaptureState:
         """The user's lines, outermost first, in the form of a traceback."""
         raise NotImplementedError
 
-    def loaded_module(self, name: str) -> Value | None:
-        """A Python module that was imported already."""
+    def imported_module(self, name: str, package: str | None, wanted: Sequence[str]) -> Value | None:
+        """What an import statement of a module's code gives, which takes these names out of it; None where the import
+        must be left to Python."""
         raise NotImplementedError
 
 

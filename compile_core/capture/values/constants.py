@@ -93,8 +93,6 @@ class ConstantValue(Value):
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if isinstance(self.value, enum.Enum):
             return state.enum_attribute(self, name)
-        if name == "__class__":
-            return state.wrap(type(self.value), None)
         try:
             found = getattr(self.value, name)
         except AttributeError as error:
@@ -181,6 +179,11 @@ class BuiltinMethod(Value):
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return self.owner.call_method(state, self.name, args, kwargs)
+
+    def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name == "__name__":
+            return ConstantValue(self.name)
+        return self.owner if name == "__self__" else super().get_attribute(state, name)
 
 
 TUPLE_ITERATOR = type(iter(()))

@@ -154,8 +154,6 @@ class TensorValue(Value):
             return state.from_constant(getattr(self.fake, name))
         if name in _VIEW_ATTRIBUTES:
             return state.call_tensor_op("call_function", getattr, [self, ConstantValue(name)], {})
-        if name == "__class__":
-            return state.wrap(self.cls, None)
         read = ATTRIBUTE_READS.get(name)
         if read is not None:
             return read(state, self)
