@@ -78,7 +78,9 @@ def open_probabilities() -> Any:
         seen.append(module)
         return module
 
-    dropped = gradsplit.compile(lambda x, p: F.dropout(x, p) + torch.empty_like(x).bernoulli_(p), backend=note)
+    dropped = gradsplit.compile(
+        lambda x, p: F.dropout(x, p) + torch.empty_like(x).bernoulli_(p), backend=note
+    )
     dropped(torch.ones(3), 0.5)
     dropped(torch.ones(3), 0.25)
     return seen[-1], GRAPHS
@@ -143,7 +145,9 @@ def test_before_and_after(
     torch.set_float32_matmul_precision("highest")
     graph, choices = EXAMPLES[row.name]()
     before = shown(graph)
-    after = shown(passes.run_passes([row], graph, choices, StageDump(tmp_path), "graph", verify=True))
+    after = shown(
+        passes.run_passes([row], graph, choices, StageDump(tmp_path), "graph", CompileOptions(verify=True))
+    )
     assert after != before
     (written,) = tmp_path.iterdir()
     assert written.name.endswith(f".graph.{row.name}.txt") and written.read_text() == after
