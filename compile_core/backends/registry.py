@@ -102,14 +102,22 @@ _backends: dict[str, Backend] = {
         aligns_products=True,
         takes=lambda name: name not in OPTIONS and inductor.has_option(name),
     ),
-    "aot_eager": RegionBackend(
-        "aot_eager",
-        aot_eager.compile_region,
-        aot_eager.decompositions,
-        _DEBUG,
-        takes_open_sizes=True,
-        ignored_options=_OF_KERNELS,
-    ),
+    # Torch's names: the partition is the same in all, and so is what runs.
+    **{
+        name: RegionBackend(
+            name,
+            aot_eager.compile_region,
+            decompositions,
+            _DEBUG,
+            takes_open_sizes=True,
+            ignored_options=_OF_KERNELS,
+        )
+        for name, decompositions in (
+            ("aot_eager", aot_eager.decompositions),
+            ("aot_eager_default_partitioner", aot_eager.decompositions),
+            ("aot_eager_decomp_partition", generated_kernels.decompositions),
+        )
+    },
     "triton": RegionBackend(
         "triton",
         generated_kernels.compile_region,

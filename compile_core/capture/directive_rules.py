@@ -22,6 +22,7 @@ from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.torch_facts.higher_order_operators import call_of_region
 
 
 def directive_rule(function: Any) -> CallRule | None:
@@ -57,6 +58,10 @@ directives.disallow_in_graph(directives.graph_break)
 
 
 answer_to(directives.is_compiling)(lambda state: True)
+
+
+# ``torch.compiler.nested_compile_region``: captured where it is called.
+answer_to(call_of_region)(lambda state, function, *args, **kwargs: function.call(state, list(args), kwargs))
 
 
 @answer_to(torch.compiler.disable)

@@ -17,3 +17,8 @@ tag_activation_checkpoint = private(
     "checkpointed regions in programs",
     PROGRAMS_RUN_PLAIN,
 )
+call_of_region = private(
+    "torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder",
+    "torch.compiler.nested_compile_region in programs",
+    PROGRAMS_RUN_PLAIN,
+)

@@ -185,3 +185,15 @@ def test_graphs_are_logged_at_info(caplog):
     with gradsplit.config.patch(log_level=logging.INFO):
         gradsplit.compile(lambda x: x * 3, backend="eager")(torch.ones(2))
     assert "mul: float32[2] cpu = operator.mul(l_x_, 3)" in caplog.text
+
+
+def test_names_of_torchs_backends_for_finding_faults():
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Dropout()),
+        torch.ones(2, 4),
+    )
+    for backend in ("aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition"):
+        torch.manual_seed(0)
+        expected = model(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(gradsplit.compile(model, backend=backend, fullgraph=True)(x), expected)

@@ -240,3 +240,25 @@ def test_a_module_that_torch_disabled_is_called_plainly():
     x = torch.randn(3, 2)
     assert torch.equal(compiled(x), layer._orig_mod(x) + 1)
     assert compiled.break_reasons
+
+
+def test_nested_regions():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    region = torch.compiler.nested_compile_region(lambda x, factor: (x * factor).sin())
+    layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def run(x):
+        for layer in layers:
+            x = layer(region(x, 2.0))
+        return x
+
+    x = torch.randn(2, 4)
+    assert torch.equal(compile_eager(run, fullgraph=True)(x), run(x))

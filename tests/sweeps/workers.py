@@ -24,9 +24,13 @@ def run_all(tasks: Sequence[Task], workers: int) -> Iterator[dict[str, Any]]:
     """The results as dictionaries, as they come. A task has a model's name, a setting and the seconds it may take."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, max_tasks_per_child=_MODELS_OF_A_PROCESS) as pool:
-        for future in as_completed([pool.submit(_measured, task) for task in tasks]):
-            yield future.result()
+    for first in range(0, len(tasks), size := _MODELS_OF_A_PROCESS * workers):
+        # New processes for each share: the executor's own way to replace them hangs in Python 3.11.
+        with ProcessPoolExecutor(workers, context) as pool:
+            for future in as_completed(
+                [pool.submit(_measured, task) for task in tasks[first : first + size]]
+            ):
+                yield future.result()
 
 
 def _measured(task: Task) -> dict[str, Any]:
