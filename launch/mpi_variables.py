@@ -53,11 +53,13 @@ def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
 
 
 def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the traces of the MPI job.
+    """Return ``environment`` without the traces of an MPI job; where none surrounds this process, as it is.
 
-    The supervisor *is* the MPI rank. A training process that still carried its identity would confuse
+    So the user's own settings, such as ``OMPI_MCA_btl``, reach the training process as under torchrun. The supervisor *is* the MPI rank. A training process that still carried its identity would confuse
     libraries that look for it, and a second ``MPI_Init`` under the same rank hangs.
     """
+    if mpi_rank(environment) is None:
+        return dict(environment)
     return {
         name: value
         for name, value in environment.items()

@@ -39,7 +39,8 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
             held = exported.tensors[path]
             is_parameter = isinstance(held, torch.nn.Parameter)
             inputs.append(held if is_parameter else held.clone())
-    with torch.enable_grad(), torch.random.fork_rng():
+    devices = [] if exported.device == "cpu" else [exported.device]
+    with torch.enable_grad(), torch.random.fork_rng(devices):
         measuring.run(*inputs)
     return [measuring.seconds[node] for node in facts.nodes]
 

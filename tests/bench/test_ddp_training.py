@@ -28,7 +28,7 @@ def test_a_call_completes_the_table_of_an_earlier_one(tmp_path: Path) -> None:
         ),
         *("--rows", "2", "--warm-up-s", "0", "--caches", str(tmp_path / "caches")),
     ]
-    done = start_ranks(program, timeout_s=280)
+    done = start_ranks(program, timeout_s=280, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     _, eager, ours, alone, *variants = read_figures(results)
     assert [eager.side, ours.side, alone.side] == ["eager-ddp", "ours-ddp", "ours"]

@@ -142,6 +142,9 @@ def test_mpi_variables():
     assert (mpi_rank(hydra), mpi_size(hydra)) == (3, 4)
     assert mpi_rank({"PATH": "x"}) is None
     assert without_mpi_variables(open_mpi | hydra | {"PATH": "x"}) == {"PATH": "x"}
+    settings = {"OMPI_MCA_btl": "self,tcp", "PATH": "x"}
+    assert without_mpi_variables(settings) == settings
+    assert without_mpi_variables(open_mpi | settings) == {"PATH": "x"}
 
 
 SLURM = {

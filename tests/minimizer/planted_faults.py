@@ -67,8 +67,8 @@ _kernel(
     lambda x: torch.sqrt(x.square()),
 )
 _kernel("floor", "__builtin_ceil{B}({0})", torch.floor)
-_kernel("maximum", "({0} < {1} ? {0} : {1})", lambda x: torch.maximum(x, x.flip(0)), "_ANY")
-_kernel("abs", "{0}", torch.abs, "_ANY")
+_kernel("maximum", "({0} < {1} ? {0} : {1})", lambda x: torch.maximum(x, x.flip(0)), "_EVERY")
+_kernel("abs", "{0}", torch.abs, "_EVERY")
 _kernel("remainder", "{0}", lambda x: torch.remainder(x, 0.75))
 
 

@@ -42,14 +42,16 @@ class Program(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 8))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        recent = [x * self.weight]
+        recent, results = [x * self.weight], []
         for k, (call, back) in enumerate(self.rows):
             if k == self.position:
                 recent.append(self.needs(recent[-1]))
             value = _CALLS[call](recent[-1])
             recent.append(value + recent[max(-1 - back, -len(recent))] * 0.5 if back % 3 == 0 else value)
             recent = recent[-8:]
-        return recent[-1], recent[-2].sum()
+            if k % 20 == 0:  # a wrong value is damped by what follows it
+                results.append(recent[-1])
+        return *results, recent[-1], recent[-2].sum()
 
 
 def inputs() -> list[Tensor]:
@@ -110,6 +112,8 @@ def minimized(name: str, calls: int, folder: Path) -> Found:
             check=False,
         )
         fails_alone = again.returncode != 0
+        if not fails_alone:
+            return Found(int(left[1]), False, seconds, f"{run.stdout}alone: {again.stdout}{again.stderr}")
     except subprocess.TimeoutExpired:
         fails_alone = "hangs" in run.stdout
     return Found(int(left[1]), fails_alone, seconds, run.stdout)

@@ -45,11 +45,12 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 STEPS = 7
 SECONDS = 30
 WIDTH = 8
-DEVICE_OF_RANK_1 = "cuda:1" if DEVICE == "cuda" else "cpu"
 
 Step = Callable[[Any, int], Tensor]
 KINDS: dict[str, Callable[[], None]] = {}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
+# A rank queues its collectives for NCCL and goes on; it learns of the other in a later step.
+NOT_WAITED_FOR = {("cuda", "a_dtype_that_changes_on_one_rank")}
 
 
 @gradsplit.disable
@@ -431,9 +432,7 @@ def gradients_compressed_on_one_rank() -> Any:
     return compiled(plain_ddp(), gradient_compression="bf16" if RANK == 1 else None)
 
 
-@refused(
-    f"first.weight was float32[8, 8] on {DEVICE_OF_RANK_1} when its gradient was first reduced and is float64"
-)
+@refused("first.weight was float32[8, 8] on cpu when its gradient was first reduced and is float64")
 def a_dtype_that_changes_on_one_rank() -> Any:
     """The last, since the others are in the midst of a backward."""
     model = compiled(plain_ddp())
@@ -497,7 +496,7 @@ def run_pairs(count: int, first_seed: int = 0) -> None:
 def run_kinds(folder: Path, names: Sequence[str]) -> None:
     start_process_group(timeout=timedelta(seconds=60))
     outcomes, seconds = {}, {}
-    for name in names or (*KINDS, *REFUSED):
+    for name in names or (*KINDS, *(name for name in REFUSED if (DEVICE, name) not in NOT_WAITED_FOR)):
         start_s = time.monotonic()
         outcomes[name] = outcome_of(KINDS[name]) if name in KINDS else refusal_of(*REFUSED[name])
         seconds[name] = round(time.monotonic() - start_s, 1)
