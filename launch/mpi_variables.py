@@ -55,8 +55,9 @@ def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
 def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` without the traces of an MPI job; where none surrounds this process, as it is.
 
-    So the user's own settings, such as ``OMPI_MCA_btl``, reach the training process as under torchrun. The supervisor *is* the MPI rank. A training process that still carried its identity would confuse
-    libraries that look for it, and a second ``MPI_Init`` under the same rank hangs.
+    So the user's own settings, such as ``OMPI_MCA_btl``, reach the training process as under torchrun. In a job
+    the supervisor *is* the MPI rank. A training process that still carried its identity would confuse libraries that
+    look for it, and a second ``MPI_Init`` under the same rank hangs.
     """
     if mpi_rank(environment) is None:
         return dict(environment)
