@@ -15,13 +15,7 @@ from gradsplit.compile_core.capture.object_model.class_entries import (
     wrap_class_entry,
 )
 from gradsplit.compile_core.capture.object_model.content import content_base, make_content
-from gradsplit.compile_core.capture.object_model.enums import (
-    enum_call,
-    enum_contains,
-    enum_item,
-    enum_iterator,
-    is_enumeration,
-)
+from gradsplit.compile_core.capture.object_model.enums import is_enumeration
 from gradsplit.compile_core.capture.object_model.exceptions import make_exception
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
@@ -37,10 +31,19 @@ from gradsplit.compile_core.capture.object_model.objects import (
 from gradsplit.compile_core.capture.object_model.type_forms import subscript
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CallRule, find_call_rule, fold_rule
-from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, LITERAL_TYPES, ConstantValue, fold
+from gradsplit.compile_core.capture.values.constants import (
+    FOLDED_TYPES,
+    LITERAL_TYPES,
+    ConstantValue,
+    SequenceIterator,
+    fold,
+)
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource
+
+# Methods that are written in C.
+OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
 
 # Where torch takes a dtype it takes these classes of Python too.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
@@ -58,7 +61,7 @@ class ClassValue(ReferenceValue):
 
     def truth(self, state: CaptureState) -> bool:
         for name in ("__bool__", "__len__"):
-            result = self._of_metaclass(state, name, [])
+            result = self.call_metaclass(state, name, [])
             if result is not None:
                 return result.truth(state)
         return True
@@ -127,35 +130,35 @@ class ClassValue(ReferenceValue):
             message = f"cannot set {name!r} attribute of immutable type {cls.__name__!r}"
             raise state.raise_exception(TypeError, message)
 
-    def _of_metaclass(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
-        """What the program's own metaclass answers; None where it has no such method."""
+    def call_metaclass(self, state: CaptureState, name: str, args: list[Value]) -> Value | None:
+        """What a special method of the metaclass gives; None where the metaclass is Python's or a library's."""
         meta = type(self.real)
         owner, entry = find_class_entry(state, meta, name)
-        if owner is None or is_library_object(owner) or not isinstance(entry, types.FunctionType):
+        if owner is None or is_library_object(owner) or isinstance(entry, OWN_OF_PYTHON):
             return None
         return bind_class_entry(state, self, meta, owner, name, entry).call(state, args, {})
 
     def iterate(self, state: CaptureState) -> Value:
         if is_enumeration(self.real):
-            return enum_iterator(self.real)
-        return self._of_metaclass(state, "__iter__", []) or super().iterate(state)
+            return SequenceIterator([ConstantValue(member) for member in self.real])
+        return self.call_metaclass(state, "__iter__", []) or super().iterate(state)
 
     def length(self, state: CaptureState) -> int:
         if is_enumeration(self.real):
             return len(self.real)
-        result = self._of_metaclass(state, "__len__", [])
+        result = self.call_metaclass(state, "__len__", [])
         return super().length(state) if result is None else int(result.as_constant())
 
     def contains(self, state: CaptureState, item: Value) -> bool:
         if is_enumeration(self.real):
-            return enum_contains(state, self.real, item)
-        result = self._of_metaclass(state, "__contains__", [item])
+            return bool(fold(state, lambda wanted: wanted in self.real, [item], {}).as_constant())
+        result = self.call_metaclass(state, "__contains__", [item])
         return super().contains(state, item) if result is None else result.truth(state)
 
     def get_item(self, state: CaptureState, key: Value) -> Value:
         if is_enumeration(self.real):
-            return enum_item(state, self.real, key)
-        found = self._of_metaclass(state, "__getitem__", [key])
+            return fold(state, lambda name: self.real[name], [key], {})
+        found = self.call_metaclass(state, "__getitem__", [key])
         return subscript(state, self.real, key) if found is None else found
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
@@ -167,7 +170,7 @@ class ClassValue(ReferenceValue):
             except TypeError as error:
                 raise state.unsupported("call-form", f"{cls.__name__}: {error}") from error
         if is_enumeration(cls):
-            return enum_call(state, cls, args, kwargs)
+            return fold(state, cls, args, kwargs)
         owner, entry = find_class_entry(state, type(cls), "__call__")
         if owner is not None and isinstance(entry, types.FunctionType):
             return bind_class_entry(state, self, type(cls), owner, "__call__", entry).call(

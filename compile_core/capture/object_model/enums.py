@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import types
-from typing import Any
 
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.libraries import is_library_object
@@ -12,9 +11,6 @@ from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import (
     BuiltinMethod,
-    ConstantValue,
-    SequenceIterator,
-    fold,
 )
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource
 
@@ -51,21 +47,3 @@ def _is_plain(state: CaptureState, cls: type) -> bool:
 def is_enumeration(cls: type) -> bool:
     """Whether a class has members and a metaclass that is the standard library's."""
     return isinstance(cls, enum.EnumMeta) and is_library_object(type(cls))
-
-
-def enum_call(state: CaptureState, cls: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    """``Color(1)``: the member of a value."""
-    return fold(state, cls, args, kwargs)
-
-
-def enum_item(state: CaptureState, cls: Any, key: Value) -> Value:
-    """``Color["RED"]``."""
-    return fold(state, lambda name: cls[name], [key], {})
-
-
-def enum_iterator(cls: Any) -> Value:
-    return SequenceIterator([ConstantValue(member) for member in cls])
-
-
-def enum_contains(state: CaptureState, cls: Any, item: Value) -> bool:
-    return bool(fold(state, lambda wanted: wanted in cls, [item], {}).as_constant())

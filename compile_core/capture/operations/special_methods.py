@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import types
-
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
-from gradsplit.compile_core.capture.object_model.classes import ClassValue
-from gradsplit.compile_core.capture.object_model.libraries import is_library_object
+from gradsplit.compile_core.capture.object_model.classes import OWN_OF_PYTHON, ClassValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue, bind_class_entry
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
-
-_OWN_OF_PYTHON = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
-
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
@@ -23,7 +17,7 @@ def special_call(state: CaptureState, value: Value, name: str, args: list[Value]
     if not isinstance(value, InstanceValue):
         return None
     owner, entry = find_class_entry(state, value.cls, name)
-    if owner in (None, object) or (value.content is None and isinstance(entry, _OWN_OF_PYTHON)):
+    if owner in (None, object) or (value.content is None and isinstance(entry, OWN_OF_PYTHON)):
         return None
     if entry is None:
         return ConstantValue(NotImplemented)
@@ -68,19 +62,10 @@ def of_metaclass(state: CaptureState, left: Value, right: Value, method: str, re
     """An operator on classes that their metaclass defines in Python."""
     for owner, other, name in ((left, right, method), (right, left, reflected)):
         if isinstance(owner, ClassValue):
-            result = metaclass_call(state, owner, name, [other])
+            result = owner.call_metaclass(state, name, [other])
             if result is not None and not is_not_implemented(result):
                 return result
     return None
-
-
-def metaclass_call(state: CaptureState, cls: ClassValue, name: str, args: list[Value]) -> Value | None:
-    """What a special method of the metaclass gives; None where the metaclass is Python's or a library's."""
-    meta = type(cls.real)
-    owner, entry = find_class_entry(state, meta, name)
-    if owner is None or is_library_object(owner) or isinstance(entry, _OWN_OF_PYTHON):
-        return None
-    return bind_class_entry(state, cls, meta, owner, name, entry).call(state, args, {})
 
 
 class StandIn:

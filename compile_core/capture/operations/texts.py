@@ -18,6 +18,9 @@ from gradsplit.compile_core.capture.values.deques import DequeValue
 from gradsplit.compile_core.capture.values.mappings import DictValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 
+# Built-in bases whose ``__repr__`` does not name the class.
+_SHOWN_AS_BASE = (str, int, float, bytes, list, dict, tuple)
+
 
 def text(state: CaptureState, value: Value) -> Value:
     """``str(value)``."""
@@ -43,15 +46,7 @@ def representation(state: CaptureState, value: Value) -> Value:
             return own
         if isinstance(value, ExceptionValue):
             return value.representation(state)
-        if value.content is not None and value.content.python_type() in (
-            str,
-            int,
-            float,
-            bytes,
-            list,
-            dict,
-            tuple,
-        ):
+        if value.content is not None and value.content.python_type() in _SHOWN_AS_BASE:
             return representation(state, value.content)
         raise state.unsupported("text", f"the text of {value.describe()} shows its address")
     try:

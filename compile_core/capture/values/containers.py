@@ -66,9 +66,6 @@ class ContainerValue(Value):
         except TypeError as error:
             raise state.unsupported("container-method", f"{self.cls.__name__}.{name}: {error}") from error
 
-    def bound_method(self, name: str) -> Value:
-        return BuiltinMethod(self, name)
-
     def before_change(self, state: CaptureState) -> None:
         if self.trusted:
             raise state.unsupported(

@@ -64,12 +64,6 @@ class DequeValue(ListValue):
         self.replace(state, items)
         return item
 
-    def pop_right(self, state: CaptureState) -> Value:
-        return self._end(state, -1)
-
-    def pop_left(self, state: CaptureState) -> Value:
-        return self._end(state, 0)
-
     def rotate(self, state: CaptureState, steps: Value | None = None) -> Value:
         turned = collections.deque(self.items)
         turned.rotate(1 if steps is None else steps.as_constant())
@@ -106,8 +100,8 @@ class DequeValue(ListValue):
         **{name: method for name, method in ListValue.methods.items() if name != "sort"},
         "appendleft": append_left,
         "extendleft": extend_left,
-        "pop": pop_right,
-        "popleft": pop_left,
+        "pop": lambda self, state: self._end(state, -1),
+        "popleft": lambda self, state: self._end(state, 0),
         "rotate": rotate,
         "insert": insert,
         "remove": remove,

@@ -12,7 +12,7 @@ import math
 from typing import Any, ClassVar
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue, SequenceIterator
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
 from gradsplit.compile_core.capture.values.containers import ContainerValue, SequenceValue
 from gradsplit.compile_core.capture.values.hash_keys import ComputedKey
 from gradsplit.compile_core.capture.values.mappings import DictValue, DictView
@@ -173,7 +173,7 @@ class SetValue(ContainerValue):
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
         if hasattr(self.cls, name) and (name in self._tests or name in _RESULTS or name in _RESULTS.values()):
-            return self.bound_method(name)
+            return BuiltinMethod(self, name)
         return super().get_attribute(state, name)
 
 

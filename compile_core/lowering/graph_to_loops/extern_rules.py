@@ -4,7 +4,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -70,15 +70,7 @@ def out_variant(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     wanted = [argument.name for argument in target._schema.arguments]
     offered = [argument.name for argument in candidate._schema.arguments if argument.name != "out"]
     takes_out = any(argument.name == "out" for argument in candidate._schema.arguments)
-    return (
-        candidate
-        if takes_out and all(name in wanted for name in offered) and _same_order(wanted, offered)
-        else None
-    )
-
-
-def _same_order(wanted: Sequence[str], offered: Sequence[str]) -> bool:
-    return [name for name in wanted if name in offered] == list(offered) and len(offered) == len(wanted)
+    return candidate if takes_out and offered == wanted else None
 
 
 def scalar_factor(node: torch.fx.Node) -> tuple[torch.fx.Node, float] | None:

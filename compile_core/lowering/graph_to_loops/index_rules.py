@@ -64,16 +64,6 @@ def _arange(args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor
     return _ramp(start, step, result, origin)
 
 
-def _iota(args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str) -> LazyTensor:
-    return _ramp(kwargs.get("start", 0), kwargs.get("step", 1), result, origin)
-
-
-def _embedding(
-    args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor, origin: str
-) -> LazyTensor | None:
-    return _gathered(args[0], [args[1]], result, origin, wraps=False)
-
-
 def _gather_cost(source: LazyTensor, indices: Sequence[LazyTensor], result: torch.Tensor) -> Cost:
     cost = _plus([source, *indices], _GATHER_OPERATIONS)
     return Cost(
@@ -105,10 +95,6 @@ def _gather(
         return emitter.gathered(source, (*index[:dim], entry, *index[dim + 1 :]))
 
     return pointwise(result, origin, emit, _gather_cost(source, [indices], result))
-
-
-def _index(args: Sequence[Any], _: Mapping[str, Any], result: torch.Tensor, origin: str) -> LazyTensor | None:
-    return _gathered(args[0], args[1], result, origin, wraps=True)
 
 
 def _gathered(
@@ -258,13 +244,19 @@ INDEX_RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,
-    prims.iota.default: _iota,
+    prims.iota.default: lambda _, kwargs, result, origin: _ramp(
+        kwargs.get("start", 0), kwargs.get("step", 1), result, origin
+    ),
     **RANDOM_RULES,
-    aten.embedding.default: _embedding,
+    aten.embedding.default: lambda args, _, result, origin: _gathered(
+        args[0], [args[1]], result, origin, wraps=False
+    ),
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
-    aten.index.Tensor: _index,
-    aten._unsafe_index.Tensor: _index,
+    **dict.fromkeys(
+        (aten.index.Tensor, aten._unsafe_index.Tensor),
+        lambda args, _, result, origin: _gathered(args[0], args[1], result, origin, wraps=True),
+    ),
     aten.constant_pad_nd.default: _constant_pad,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,

@@ -346,15 +346,12 @@ class _Lowering:
             return tensor
         place = self.plan.places.get(node)
         if place is not None:
-            if not (view and self._lies_at_base(node, tensor)):
+            # The destination may have been carried back to the view's base, which then lies there already.
+            if not (view and tensor.base is not None and tensor.base.located() is not None):
                 self.builder.realise_at(tensor, place)
         elif node in self.plan.in_memory or (not view and self._worth_memory(node, tensor)):
             self.builder.realise(tensor)
         return tensor
-
-    def _lies_at_base(self, node: torch.fx.Node, tensor: LazyTensor) -> bool:
-        """Whether the destination was carried back to the view's base, which then lies there already."""
-        return tensor.base is not None and tensor.base.located() is not None
 
     def _worth_memory(self, node: torch.fx.Node, tensor: LazyTensor) -> bool:
         """Whether writing a tensor once beats computing it in every nest that reads it."""

@@ -234,14 +234,12 @@ class ProgramBuilder:
         def place(argument: Any) -> Any:
             return self.realise(argument) if isinstance(argument, LazyTensor) else argument
 
-        places = tree_map(place, (list(args), dict(kwargs)), is_leaf=_is_lazy)
+        places = tree_map(
+            place, (list(args), dict(kwargs)), is_leaf=lambda value: isinstance(value, LazyTensor)
+        )
         self.steps.append(
             ExternCall(target, tuple(places[0]), places[1], tuple(outputs), dict(out), (origin,))
         )
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, LazyTensor)
 
 
 def pointwise(

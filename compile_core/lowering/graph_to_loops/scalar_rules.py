@@ -100,10 +100,6 @@ def _relu(emitter: Emitter, values: Sequence[int], dtype: torch.dtype) -> int:
     return emitter.apply("maximum", (values[0], emitter.constant(0, dtype)), dtype)
 
 
-def _where(emitter: Emitter, values: Sequence[int], dtype: torch.dtype) -> int:
-    return emitter.apply("where", values, dtype)
-
-
 def _identity(_: Emitter, values: Sequence[int], __: torch.dtype) -> int:
     return values[0]
 
@@ -169,7 +165,7 @@ def _table() -> Mapping[torch._ops.OpOverload, ScalarRule]:
     table[aten.sign.default] = ScalarRule(_sign)
     table[aten.relu.default] = ScalarRule(_relu)
     for target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
-        table[target] = ScalarRule(_where, operands=3, conditional=True)
+        table[target] = replace(_simple("where", 3), conditional=True)
     for target in (
         aten.clone.default,
         aten.lift_fresh_copy.default,
