@@ -18,7 +18,7 @@ else:
     from gradsplit.bucketing.link_model import LinkModel, fit_link_model
     from gradsplit.bucketing.merge_plan import MergePlan, merge_plan
     from gradsplit.bucketing.pipeline_schedule import Action, PipelineSchedule
-    from gradsplit.bucketing.plot_timeline import plot_timeline
+    from gradsplit.bucketing.plot_timeline import plot_pipeline, plot_timeline
     from gradsplit.bucketing.reducer_plan import reducer_plan
     from gradsplit.bucketing.simulate import simulate
     from gradsplit.bucketing.simulate_pipeline import PipelineTimeline, StageCost, simulate_pipeline
@@ -44,6 +44,7 @@ else:
         "format_bytes",
         "merge_plan",
         "pack_bucket",
+        "plot_pipeline",
         "plot_timeline",
         "reducer_plan",
         "simulate",

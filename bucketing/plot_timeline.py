@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from gradsplit.bucketing.bucket import format_bytes
+from gradsplit.bucketing.simulate_pipeline import PipelineTimeline
 from gradsplit.bucketing.timeline import Interval, Span, Timeline, intersect
 
 COMPUTE_COLOUR = "#4c78a8"
 HIDDEN_COLOUR = "#54a24b"
 EXPOSED_COLOUR = "#e45756"
 LINE_COLOUR = "#6b7280"
+PIPELINE_COLOURS = {
+    "F": ("#9ecae9", "forward"),
+    "B": ("#88d27a", "backward"),
+    "I": ("#ffbf79", "input gradients"),
+    "W": ("#d6a5c9", "weight gradients"),
+}
 
 # Heights are in rows; a row is ROW_INCHES high.
 ROW_INCHES = 0.62
@@ -31,17 +38,9 @@ def plot_timeline(timeline: Timeline, path: str | Path) -> None:
     and size: inside the bar where that fits, else on a flag above (compute) or below (all-reduce). Raises
     ModuleNotFoundError without matplotlib, which the `demo` extra installs.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    # Without pyplot no global state and no window system are involved; a bare Figure draws with Agg.
-    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlim(0, 1e3 * (timeline.end_s - timeline.start_s) or 1.0)
-    axes.set_xlabel("time since the start (ms)")
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.grid(axis="x", color="#e5e7eb")
-    axes.set_axisbelow(True)
+    figure, axes = _figure_of(4, timeline.end_s - timeline.start_s)
 
     compute = sorted_intervals(timeline, "compute")
     all_reduces = sorted_intervals(timeline, "all_reduce")
@@ -173,3 +172,46 @@ def draw_labels(
         pole_rows = [row + towards * BAR_HEIGHT / 2, flag_row]
         axes.plot([anchor_ms, anchor_ms], pole_rows, color=LINE_COLOUR, linewidth=0.8, zorder=0.9)
     return max(levels, default=0)
+
+
+def _figure_of(rows: int, duration_s: float) -> tuple[Any, Any]:
+    """A figure with axes of time in ms."""
+    from matplotlib.figure import Figure
+
+    # Without pyplot no global state and no window system are involved; a bare Figure draws with Agg.
+    figure = Figure(figsize=(12, max(2.0, float(rows))), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlim(0, 1e3 * duration_s or 1.0)
+    axes.set_xlabel("time since the start (ms)")
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.grid(axis="x", color="#e5e7eb")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def plot_pipeline(timeline: PipelineTimeline, path: str | Path) -> None:
+    """Write a pipeline's step as a PNG to ``path``, whose folder must exist: a row for each rank, a bar for each
+    computation with its stage and microbatch, and gaps where the rank waits.
+
+    Times are in ms since the first start. Raises ModuleNotFoundError without matplotlib.
+    """
+    figure, axes = _figure_of(len(timeline.rows), timeline.duration_s)
+    start_s = min((span.start_s for row in timeline.rows for span in row), default=0.0)
+    used = {}
+    for rank, row in enumerate(timeline.rows):
+        for span in row:
+            colour, name = PIPELINE_COLOURS[span.action.kind]
+            used[name] = colour
+            left, width = 1e3 * (span.start_s - start_s), 1e3 * (span.end_s - span.start_s)
+            axes.barh(rank, width, BAR_HEIGHT, left, color=colour, edgecolor="white", linewidth=0.5)
+            if width > 1e3 * timeline.duration_s / 80:
+                text = str(span.action.microbatch)
+                axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=LABEL_POINTS)
+    axes.set_yticks(range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))])
+    axes.invert_yaxis()
+    axes.set_title(
+        f"{1e3 * timeline.duration_s:.1f} ms, bubble {100 * timeline.bubble:.1f} %", fontsize=11, loc="right"
+    )
+    bars = [axes.barh(0, 0, color=colour, label=name) for name, colour in used.items()]
+    axes.legend(handles=bars, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False)
+    figure.savefig(path)

@@ -30,6 +30,7 @@ def load_stage(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> CompiledStage:
     """A stage for torch's pipeline schedules. All ranks of the group call it, each as often as it has stages.
 
@@ -39,6 +40,7 @@ def load_stage(
         device: where it runs.
         backend, mode, options: as ``gradsplit.compile`` takes them.
         group: of the pipeline's ranks; the default group without.
+        replicas: of the ranks that have this stage, one in each of several pipelines; its gradients are averaged.
 
     Raises:
         ExportError: on every rank, if any rank's stage is missing or damaged, or ranks have different exports.
@@ -54,6 +56,23 @@ def load_stage(
         part = read_stage(path, stage, place)
     except ExportError as error:
         problem = str(error)
+    loaded = _compare(problem, checksum, stage, group)
+    if replicas is not None:
+        stages = _compare("", checksum, stage, replicas)
+        if len(set(stages)) > 1:
+            raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
+    assert layout is not None and part is not None
+    step = _step_of(layout, place, group)
+    step.note_loaded(loaded)
+    return CompiledStage(layout, stage, part, place, request, group, step, replicas)
+
+
+def _compare(problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None) -> list[int]:
+    """The stages that the ranks of a group load; each rank raises what any of them has met.
+
+    Raises:
+        ExportError: one of them cannot, or they have different exports.
+    """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (problem, checksum, stage), group=group)
     for rank, (theirs, _, _) in enumerate(found):
@@ -64,9 +83,7 @@ def load_stage(
         raise ExportError(
             f"ranks 0 and {others[0]} load stages of different exports; give all ranks the same folder"
         )
-    assert layout is not None and part is not None
-    step = _step_of(layout, place, group)
-    return CompiledStage(layout, stage, part, place, request, group, step)
+    return [stage for _, _, stage in found]
 
 
 def _step_of(layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> RankStep:

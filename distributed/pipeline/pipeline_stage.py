@@ -24,6 +24,7 @@ from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
 from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Message
 from gradsplit.distributed.pipeline.rank_step import RankStep
+from gradsplit.distributed.pipeline.replicas import ReplicaAverages
 from gradsplit.distributed.pipeline.stage_programs import StageProgram, WeightGradients
 
 
@@ -52,6 +53,7 @@ class CompiledStage(PipelineStage):
         request: CompileRequest,
         group: dist.ProcessGroup | None,
         step: RankStep,
+        replicas: dist.ProcessGroup | None,
     ) -> None:
         self.layout, self._step, self._result = layout, step, part.result
         own, edges = layout.stages[stage], layout.edges
@@ -90,6 +92,9 @@ class CompiledStage(PipelineStage):
         self._weights: dict[int, list[WeightGradients]] = {}
         # By lent weight and microbatch, the gradient that comes from those who read it, if no program adds it.
         self._owed: dict[tuple[int, int], torch.Tensor] = {}
+        self._averages = (
+            None if replicas is None else ReplicaAverages(dict(self.submod.named_parameters()), replicas)
+        )
         self._scale = 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -200,6 +205,8 @@ class CompiledStage(PipelineStage):
             if gradient is not None:
                 parameter = self.submod.get_parameter(self.layout.edges[k].name)
                 torch.autograd.backward([get_gradient_edge(parameter)], [gradient])  # type: ignore[arg-type]
+        if last_backward and self._averages is not None:
+            self._averages.start()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of the stage have run; when those of the rank's stages have, its gradients are complete."""
@@ -223,9 +230,11 @@ class CompiledStage(PipelineStage):
                 flat = self._receive(Message(FORWARD, k, 0, self.stage_index), edges[k].producer)
                 leaf.copy_(edges[k].shaped(flat))
 
-    def scale(self) -> None:
-        """Divides the gradients as the schedule asked for."""
+    def complete_gradients(self) -> None:
+        """Waits for those of replicas, and divides them as the schedule asked for."""
         if self.has_backward:
+            if self._averages is not None:
+                self._averages.finish()
             self.scale_grads(self._scale)
 
     # Inputs and gradients.

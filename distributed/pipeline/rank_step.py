@@ -5,7 +5,7 @@ Torch's generator, the messages and the end of the step belong to the rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -23,7 +23,7 @@ class Stage(Protocol):
     stage_index: int
 
     def exchange_weights(self, send: bool) -> None: ...
-    def scale(self) -> None: ...
+    def complete_gradients(self) -> None: ...
 
 
 class RankStep:
@@ -38,13 +38,27 @@ class RankStep:
     def __init__(self, layout: PipelineLayout, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.layout, self.device = layout, device
         self.mail = Mail(group, len(layout.stages))
+        self._loaded: set[int] = set()
         self._active: list[Stage] = []
         self._finished: list[Stage] = []
         self._running = False
         self._states: dict[tuple[int, int], torch.Tensor] = {}
 
+    def note_loaded(self, stages: Iterable[int]) -> None:
+        """Ranks of the group have loaded these."""
+        self._loaded.update(stages)
+
     def begin(self, stage: Stage) -> None:
-        """A stage is about to take part in a step."""
+        """A stage is about to take part in a step.
+
+        Raises:
+            ValueError: on every rank, if no rank has loaded one of the pipeline's stages.
+        """
+        missing = [k for k in range(len(self.layout.stages)) if k not in self._loaded]
+        if missing:
+            raise ValueError(
+                f"no rank has loaded stage {missing[0]} of {self.layout.name}; all {len(self.layout.stages)} take part"
+            )
         if self._running:
             self.mail.wait_for_sends()
             self._active, self._finished, self._running = [], [], False
@@ -88,4 +102,4 @@ class RankStep:
         # Only now, since who is to read a message may wait for another stage of this rank.
         self.mail.wait_for_sends()
         for one in self._finished:
-            one.scale()
+            one.complete_gradients()

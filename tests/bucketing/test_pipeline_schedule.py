@@ -5,10 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from gradsplit.bucketing import Action, PipelineSchedule, StageCost, check_schedule, simulate_pipeline
+from gradsplit.bucketing import (
+    Action,
+    PipelineSchedule,
+    StageCost,
+    check_schedule,
+    plot_pipeline,
+    simulate_pipeline,
+)
 from gradsplit.bucketing.check_schedule import peak_bytes
 from gradsplit.bucketing.pipeline_schedule import SENDS
 from gradsplit.distributed.pipeline.torch_schedules import SINGLE, torch_schedule
@@ -175,3 +183,12 @@ def test_what_does_not_run_is_one_line() -> None:
         torch_schedule("1F1B", 2, 4, 4)
     with pytest.raises(ValueError, match="does not run: 0F0 is there 2 times"):
         simulate_pipeline(PipelineSchedule.parse("0F0 0F0 0B0"), [StageCost(1, 1, 1)])
+
+
+def test_a_step_is_drawn(tmp_path: Path) -> None:
+    costs = [StageCost(1, 1, 1, 0.1, 0.1, 5)] * 4
+    timeline = simulate_pipeline(torch_schedule("InterleavedZeroBubble", 4, 4, 8), costs)
+    plot_pipeline(timeline, tmp_path / "pipeline.png")
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+    assert str(timeline).splitlines()[0].endswith("% of it bubble")
+    assert len(str(timeline).splitlines()) == 5

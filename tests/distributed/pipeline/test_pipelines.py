@@ -14,3 +14,10 @@ def test_stages_train_as_the_whole_model_does(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     lines = [line for line in found.stdout.splitlines() if line.endswith(": equal")]
     assert len(lines) == 4, found.stdout
+
+
+def test_replicas_average_and_errors_come_on_every_rank(tmp_path: Path) -> None:
+    program = ["-m", "tests.distributed.pipeline.replica_cases", str(tmp_path)]
+    found = start_ranks(program, timeout_s=110, processes=4)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(": equal") == 4, found.stdout
