@@ -5,7 +5,7 @@
     python -m gradsplit.launch --nproc-per-node 4 examples/pipeline_export.py
 
 The first line writes ``out/pipeline_2`` and ``out/pipeline_4``; the others load them, without the model's source, and
-run torch's 1F1B schedule with compiled stages. Rank 0 prints what a step of it should look like, the last rank the losses.
+run torch's 1F1B schedule with compiled stages. Rank 0 prints what a step should look like, the last rank the losses.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
     data, estimated from operations and bytes."""
     if any(tensor.is_meta for tensor in exported.tensors.values()):
         return _estimated(exported, facts)
-    measuring = _Measuring(exported.graph, facts)
+    measuring = _Measuring(exported.graph, facts, exported.device)
     inputs: list[torch.Tensor] = []
     for node in exported.graph.find_nodes(op="placeholder"):
         path = node.meta["path"]
@@ -48,9 +48,9 @@ def seconds_of_nodes(exported: Exported, facts: GraphFacts) -> list[float]:
 class _Measuring(fx.Interpreter):
     """Times each node, forward and backward, on values that were computed once."""
 
-    def __init__(self, graph: fx.Graph, facts: GraphFacts) -> None:
+    def __init__(self, graph: fx.Graph, facts: GraphFacts, device: str) -> None:
         super().__init__(fx.GraphModule({}, graph))
-        self.facts = facts
+        self.facts, self.device = facts, device
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -64,9 +64,9 @@ class _Measuring(fx.Interpreter):
         for _ in range(1 if writes else _REPEATS):
             # As inputs from elsewhere, of which autograd lets none be changed in place.
             given = tree_map_only(torch.Tensor, torch.Tensor.detach if writes else _fresh, (args, kwargs))
-            start = time.perf_counter()
+            start = _now(self.device)
             result = getattr(self, n.op)(n.target, *given)
-            elapsed = time.perf_counter() - start
+            elapsed = _now(self.device) - start
             roots = [
                 leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
@@ -75,15 +75,23 @@ class _Measuring(fx.Interpreter):
             leaves = [leaf for leaf in leaves if leaf.requires_grad]
             if roots and leaves and grad_enabled:
                 seeds = [torch.ones_like(root) for root in roots]
-                start = time.perf_counter()
+                start = _now(self.device)
                 torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-                elapsed += time.perf_counter() - start
+                elapsed += _now(self.device) - start
             best = min(best, elapsed * (_BACKWARD_FACTOR if writes else 1))
         self.seconds[n] = best
         needs_grad = self.facts.requires_grad(n)
         return tree_map_only(
             torch.Tensor, lambda made: made.detach().requires_grad_(made.requires_grad or needs_grad), result
         )
+
+
+def _now(device: str) -> float:
+    """Seconds of the device's work so far; on a CPU of this thread alone, whatever else the machine does."""
+    if device == "cpu":
+        return time.thread_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ def main() -> None:
 
     points = {f"blocks.{options.layers * k // ranks}": SplitPoint.BEGINNING for k in range(1, ranks)}
     for compiled in (False, True):
-        pipe = pipeline(model, mb_args=(one,), split_spec=points)
+        pipe = pipeline(GPT(config), mb_args=(one,), split_spec=points)  # it changes the model
         stage = pipe.build_stage(rank, torch.device("cpu"))
         if compiled:
             stage.submod = torch.compile(stage.submod)

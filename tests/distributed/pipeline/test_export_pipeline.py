@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 import gradsplit
@@ -97,6 +100,37 @@ def test_the_greatest_part_is_as_small_as_can_be():
         assert max(sum(costs[first:end]) for first, end in bounds) == best
     # Of two cuts that are about as good, that which sends less.
     assert cut_evenly([1, 1, 1, 1.01], [1, 2, 3], 2, [0, 9, 9, 0.1, 0]) == (3,)
+
+
+def private_bytes() -> int:
+    """Memory of this process that is not a file's."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def test_loading_a_stage_takes_its_own_weights_of_memory(tmp_path):
+    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(8)))
+    export_pipeline(model, (torch.zeros(1, 1536),), 2, folder=tmp_path / "p", balance="parameters")
+    del model
+    read_stage(tmp_path / "p", 1, "cpu")  # what is imported and allocated once
+    peak, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, private_bytes())
+
+    gc.collect()
+    before = private_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    module = read_stage(tmp_path / "p", 0, "cpu").module()
+    ended.set()
+    watcher.join()
+    own = sum(parameter.nbytes for parameter in module.parameters())
+    assert own > 30e6
+    assert max(peak, private_bytes()) - before <= 1.10 * own
 
 
 REFUSED = [
