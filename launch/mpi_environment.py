@@ -30,7 +30,8 @@ class Flavour(StrEnum):
 
 LIBRARY_NAMES = {
     Flavour.OPEN_MPI: ("libmpi.so.40", "libmpi.40.dylib"),
-    Flavour.MPICH: ("libmpi.so.12", "libmpich.so.12", "libmpi.12.dylib"),  # Debian says libmpich.
+    # Debian's is called libmpich.so.12, which mpi4py's wheels cannot load: with that alone, another MPI is taken.
+    Flavour.MPICH: ("libmpi.so.12", "libmpi.12.dylib"),
     Flavour.INTEL: ("libmpi.so.12",),
     Flavour.OTHER: ("libmpi.so",),
 }

@@ -4,7 +4,9 @@ Sources: Open MPI's and PMIx's documentation of the variables of launched proces
 and Slurm's PMI plug-ins set ``PMI_RANK`` and ``PMI_SIZE``.
 """
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from gradsplit.launch.errors import LaunchError
 
@@ -50,6 +52,15 @@ def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
             f"srun started {tasks} tasks without MPI, which would be {tasks} jobs: use srun --mpi=pmix (srun "
             "--mpi=list shows what there is), or mpirun in the batch script"
         )
+
+
+def allocated_nodes(environment: Mapping[str, str]) -> int:
+    """Return how many nodes the scheduler has given to this job, or to the step in which this runs; 1 where unknown."""
+    nodes = _first_number(environment, ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "FLUX_JOB_NNODES"))
+    if nodes is None and "PBS_NODEFILE" in environment:
+        with contextlib.suppress(OSError):
+            return len(set(Path(environment["PBS_NODEFILE"]).read_text().split())) or 1
+    return nodes or 1
 
 
 def without_mpi_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -187,8 +187,11 @@ def join_world() -> MpiWorld:
     started = mpi_size(os.environ)
     if started not in (None, world.size):
         name = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
+        by, mend = "mpiexec", "set MPI4PY_LIBMPI to the libmpi of that mpiexec, or build mpi4py with it"
+        if "SLURM_STEP_ID" in os.environ:
+            by, mend = "srun", "use srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
         raise LaunchError(
-            f"mpiexec started {started} ranks, but mpi4py's library ({name}) sees {world.size}: they belong "
-            "to different MPIs; set MPI4PY_LIBMPI to the libmpi of that mpiexec"
+            f"{by} started {started} ranks, but mpi4py's library ({name}) sees {world.size}: they belong to different "
+            f"MPIs; {mend}"
         )
     return world

@@ -73,7 +73,11 @@ def parse_options(arguments: list[str], environment: Mapping[str, str] = os.envi
         shown="N",
         about="processes on each node: a number, auto, cpu, gpu or xpu (default 1)",
     )
-    value("--nnodes", shown="N|MIN:MAX", about="number of nodes; of a range MPI's size decides")
+    value(
+        "--nnodes",
+        shown="N|MIN:MAX",
+        about="number of nodes, of a hostfile's or of a scheduler's allocation; of a range MPI's size decides",
+    )
     flag("--standalone", about="the same as --nnodes 1")
     value("--hostfile", shown="FILE", about="start mpiexec on these machines, one a line")
     value("--mpi-args", shown="ARGS", about="start mpiexec, with these further arguments of its own")
@@ -128,7 +132,7 @@ def parse_options(arguments: list[str], environment: Mapping[str, str] = os.envi
     value(
         "--shutdown-timeout",
         shown="S",
-        about="from SIGTERM to SIGKILL (default 30; 5 once another rank has failed)",
+        about="from SIGTERM to SIGKILL (default 30; 4.5 once another rank has failed)",
     )
     flag("--virtual-local-rank", about="LOCAL_RANK is 0 everywhere, and each process sees its own GPU alone")
     flag("--no-preflight", about="do not compare the machines of a job on several first")

@@ -22,8 +22,8 @@ from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
 
 POLL_INTERVAL_S = 0.01
-FAILURE_GRACE_S = 5.0
-"""How long a healthy process has to end after SIGTERM when another rank has failed."""
+FAILURE_GRACE_S = 4.5
+"""How long a healthy process has to end after SIGTERM when another rank has failed: all have ended within 5 s."""
 
 
 class EndedBySignalError(Exception):

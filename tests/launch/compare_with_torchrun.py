@@ -108,6 +108,9 @@ CASES = {
     "duplicate output": Case((LOGS, "--tee=3", "--duplicate-stdout-filters=out 0,none")),
     "duplicate errors": Case((LOGS, "--tee=3", "--duplicate-stderr-filters=error 0,none")),
     "underscores": Case(("--max_restarts=1", "--monitor_interval=0.1", "--rdzv_id=job")),
+    "together": Case(
+        ("--standalone", "--max-restarts=2", "--role=trainer", "--signals-to-handle=SIGTERM,SIGUSR2")
+    ),
     "module": Case(("--module",), entry=("probe",)),
     "module in short": Case(("-m",), entry=("probe",)),
     "no python": Case(("--no-python",), entry=(sys.executable, "probe.py")),
@@ -210,10 +213,8 @@ def observe(launcher: str, name: str, processes: int) -> Seen:
         (folder / "probe.py").write_text(PROBE)
         (folder / "broken.py").write_text("probe = (")
         (folder / "recorded.py").write_text(RECORDED)
-        if "PET_NPROC_PER_NODE" in case.variables:
-            options = []
-        else:
-            options = [f"--nproc-per-node={processes}", *case.options]
+        by_variable = "PET_NPROC_PER_NODE" in case.variables
+        options = [] if by_variable else [f"--nproc-per-node={processes}", *case.options]
         job = start(launcher, [*options, *case.entry, case.do], environment, folder)
         told = case.do != "wait"
         until = time.monotonic() + MOST_S

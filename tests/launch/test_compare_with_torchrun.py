@@ -9,19 +9,20 @@ pytest.importorskip("torch")
 
 from tests.launch.test_launch_options import ROOT, environment
 
-NAMES = [
+CASES = [
     "redirects and tee",
     "virtual local rank (PET_…)",
     "raises, recorded",
     "fails once",
-    "others do not end",
+    "no program",
 ]
 
 
-@pytest.mark.timeout(90)
-def test_what_torchrun_does_is_done():
-    command = [sys.executable, "-m", "tests.launch.compare_with_torchrun", "2", *NAMES, "no program"]
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("asked", [["2", *CASES], ["1", "4", "together"]], ids=["2", "1 and 4"])
+def test_what_torchrun_does_is_done(asked):
+    command = [sys.executable, "-m", "tests.launch.compare_with_torchrun", *asked]
     compared = subprocess.run(
-        command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=80
+        command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=170
     )
     assert compared.returncode == 0, compared.stdout + compared.stderr
