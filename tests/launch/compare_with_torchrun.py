@@ -22,7 +22,7 @@ import torch.distributed.run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("torchrun", "ours")
-MOST_S = 100
+MOST_S = 300
 OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"}
 """Each launcher's own: where ranks meet, files, and processors shared out (torchrun: 1)."""
 PROBE = """
