@@ -107,25 +107,26 @@ def _gathered(
     """The elements at the indices that dims have; torch's kernels raise where there is none."""
     if not source.numel:
         return None
-    used = [d for d, tensor in enumerate(indices) if tensor is not None]
-    if any(indices[d].dtype in (torch.bool, torch.uint8) for d in used):
+    used = {d: tensor for d, tensor in enumerate(indices) if tensor is not None}
+    if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in used.values()):
         return None
-    broadcast = torch.broadcast_shapes(*(indices[d].shape for d in used))
-    adjacent = used == list(range(used[0], used[-1] + 1))
-    first = used[0] if adjacent else 0
+    broadcast = torch.broadcast_shapes(*(tensor.shape for tensor in used.values()))
+    first, last = min(used), max(used)
+    if last - first >= len(used):
+        first = 0  # dims between them are not indexed, so what is chosen comes first
 
     def emit(emitter: Emitter, index: Index) -> int:
         chosen = index[first : first + len(broadcast)]
         rest = iter((*index[:first], *index[first + len(broadcast) :]))
         entries = [
-            emitter.indirect(emitter.broadcast(indices[d], chosen), source.shape[d], wraps)
+            emitter.indirect(emitter.broadcast(used[d], chosen), source.shape[d], wraps)
             if d in used
             else next(rest)
             for d in range(len(source.shape))
         ]
         return emitter.gathered(source, tuple(entries))
 
-    return pointwise(result, origin, emit, _gather_cost(source, [indices[d] for d in used], result))
+    return pointwise(result, origin, emit, _gather_cost(source, list(used.values()), result))
 
 
 def _inside(emitter: Emitter, entry: Entry, start: int, stop: int, size: int) -> int:
