@@ -33,7 +33,9 @@ def can_be_imitated() -> bool:
     """Return whether this system lets us have namespaces, and ``ip`` to join them."""
     if not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         return False
-    trial = in_own_namespaces(["ip", "link", "add", "trial", "type", "bridge"])
+    trial = in_own_namespaces(
+        ["sh", "-c", "ip link add trial0 type bridge && ip link add trial1 type veth peer name trial2"]
+    )
     return subprocess.run(trial, check=False, capture_output=True).returncode == 0
 
 
