@@ -84,7 +84,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
     ),
     "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
     "compile_core_plugin": ("compile_ddp", "explaining", "reducer"),
-    "pipeline": (),
+    "pipeline": ("group_backend",),
     "distributed": ("compile_ddp", "ddp_options", "explaining", "pipeline"),
 }
 

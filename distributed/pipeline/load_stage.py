@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradsplit.compile_core.export.folder import ExportError
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.distributed.group_backend import backend_of
 from gradsplit.distributed.pipeline.export_folder import read_layout, read_stage
 from gradsplit.distributed.pipeline.layout import PipelineLayout
 from gradsplit.distributed.pipeline.pipeline_stage import CompiledStage
@@ -44,7 +45,7 @@ def load_stage(
 
     Raises:
         ExportError: on every rank, if any rank's stage is missing or damaged, or ranks have different exports.
-        ValueError: an unknown backend or option.
+        ValueError: an unknown backend or option; or values go past neighbours, and the group is none of gloo.
     """
     request = CompileRequest.of(True, None, backend, mode, options)
     if request.options.cuda_graphs:
@@ -62,6 +63,15 @@ def load_stage(
         if len(set(stages)) > 1:
             raise ValueError(f"replicas have one stage in common, and these ranks load {stages}")
     assert layout is not None and part is not None
+    past = next(
+        (edge for edge in layout.edges if edge.is_state or edge.consumers != (edge.producer + 1,)), None
+    )
+    backend_name = backend_of(group or dist.group.WORLD, place)  # type: ignore[arg-type]
+    if past is not None and backend_name != "gloo":
+        raise ValueError(
+            f"{past.name} goes from stage {past.producer} to {past.consumers} past torch's schedules, in messages with "
+            f"tags, which gloo has and {backend_name} has not; load the stages on a device that gloo serves"
+        )
     step = _step_of(layout, place, group)
     step.note_loaded(loaded)
     return CompiledStage(layout, stage, part, place, request, group, step, replicas)
