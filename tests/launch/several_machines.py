@@ -55,7 +55,9 @@ def disturb(
             "daemon killed": ("prted", "hydra_pmi_proxy"),
         }
         found = [
-            pid for pid, command in machines.processes("node2") if any(n in command for n in names[kind])
+            pid
+            for pid, command in machines.processes("node2")
+            if not command.startswith("sh ") and any(n in command for n in names[kind])
         ]
         os.kill(random_.choice(found), signal.SIGKILL)
         return bool, "launch: "
@@ -82,6 +84,7 @@ def run_one(machines: Machines, shared: Path, kind: str, random_: random.Random)
     try:
         job.wait(MOST_S)
     except subprocess.TimeoutExpired:
+        job.kill()
         return f"{kind}: hung\n{said.read_text()}"
     seconds = time.monotonic() - start_s
     until = time.monotonic() + 5
