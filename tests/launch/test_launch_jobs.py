@@ -50,7 +50,7 @@ def launch(*arguments: str | Path, cwd: Path, **more: str) -> subprocess.Complet
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
     )
 
 
