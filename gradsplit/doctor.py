@@ -40,6 +40,7 @@ from gradsplit.compile_core.minimizer.trials import in_a_fork
 
 PLAIN, DDP = "plain", "DDP on two ranks"
 RUNGS = (PLAIN, "eager", "aot_eager", DEFAULT_BACKEND, DDP)
+_NO_PROGRAM = "there is no program"
 # Steps that are timed, after those in which all is compiled.
 _STEPS, _WARM_UP = 7, 3
 # A rung is slower than plain PyTorch from here on; less than a millisecond is what calls of any compiler cost.
@@ -153,7 +154,7 @@ def try_rung(program: Program, backend: str) -> Outcome:
             difference = difference_of(mine.get(name), value, None)
             if difference:
                 return Outcome("differs", name, f"the {name} {difference} in step {step + 1}")
-    return Outcome("equal", seconds={"first": first_s, **_step_s(program, (call, owner), (plain, plain))})
+    return Outcome("equal", figures={"first": first_s, **_step_s(program, (call, owner), (plain, plain))})
 
 
 def _step_s(program: Program, ours: tuple[Any, Any], plain: tuple[Any, Any]) -> dict[str, float]:
@@ -211,7 +212,7 @@ def _run_rank(place: str, folder: Path) -> None:
                         "differs", name, f"the {name} {difference} in step {step + 1} on rank {rank}"
                     )
         if not outcome.is_failure:
-            outcome = Outcome("equal", seconds=_step_s(program, (call, ours), (stock, stock)))
+            outcome = Outcome("equal", figures=_step_s(program, (call, ours), (stock, stock)))
     except Exception as error:
         outcome = raised(error)
     (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(outcome)))
@@ -221,20 +222,28 @@ def _run_rank(place: str, folder: Path) -> None:
 
 def climb(place: str, rungs: Sequence[str] = RUNGS, limit_s: float = LIMIT_S) -> dict[str, Outcome]:
     """What becomes of a program at each rung; those after plain PyTorch's are left out where it fails itself."""
-    program = load(place)
     found: dict[str, Outcome] = {}
     for rung in rungs:
         if rung == DDP:
-            is_trained = isinstance(program.call, torch.nn.Module) and any(
-                parameter.requires_grad for parameter in program.call.parameters()
-            )
-            if is_trained:
+            if found[PLAIN].figures["trained parameters"]:
                 found[rung] = try_ddp(place, limit_s)
             continue
-        found[rung] = in_a_fork(lambda rung=rung: try_rung(load(place), rung), limit_s)
+        found[rung] = in_a_fork(lambda rung=rung: _load_and_try(place, rung), limit_s)
         if rung == PLAIN and found[rung].kind != "equal":
             break
     return found
+
+
+def _load_and_try(place: str, rung: str) -> Outcome:
+    """In a fork: a factory may use a GPU, which does not outlive one."""
+    try:
+        program = load(place)
+    except (ValueError, TypeError) as error:
+        return Outcome(_NO_PROGRAM, "", str(error))
+    outcome = try_rung(program, rung)
+    parameters = program.call.parameters() if isinstance(program.call, torch.nn.Module) else ()
+    trained = sum(parameter.requires_grad for parameter in parameters)
+    return replace(outcome, figures={**outcome.figures, "trained parameters": trained})
 
 
 def verdict(found: Mapping[str, Outcome]) -> str:
@@ -251,12 +260,12 @@ def verdict(found: Mapping[str, Outcome]) -> str:
 
 
 def _is_slow(outcome: Outcome) -> bool:
-    lost_s = outcome.seconds["step"] - outcome.seconds["plain"]
+    lost_s = outcome.figures["step"] - outcome.figures["plain"]
     return _of_plain(outcome) > _SLOWER and lost_s > _SLOWER_S
 
 
 def _of_plain(outcome: Outcome) -> float:
-    return outcome.seconds["step"] / outcome.seconds["plain"]
+    return outcome.figures["step"] / outcome.figures["plain"]
 
 
 def main() -> None:
@@ -271,13 +280,12 @@ def main() -> None:
     if arguments.rank_of is not None:
         _run_rank(arguments.program, arguments.rank_of)
         return
-    try:
-        found = climb(arguments.program)
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
+    found = climb(arguments.program)
+    if found[PLAIN].kind == _NO_PROGRAM:
+        parser.error(found[PLAIN].text)
     table = Table("rung", "what became of it", "first step, s", "step, ms", "of plain (DDP: of stock DDP)")
     for rung, outcome in found.items():
-        first, step = outcome.seconds.get("first"), outcome.seconds.get("step")
+        first, step = outcome.figures.get("first"), outcome.figures.get("step")
         table.add_row(
             rung,
             escape(str(outcome)),

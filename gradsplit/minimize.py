@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -123,7 +124,11 @@ def joint_of(candidate: Candidate, settings: Settings) -> Candidate:
 def minimize_file(
     path: Path, folder: Path, after: str | None = None, level: int | None = None, backend: str | None = None
 ) -> Minimized:
-    """``minimize`` of the program in a file."""
+    """``minimize`` of the program in a file; changes this process's threads, and hides GPUs that it does not name."""
+    if "cuda" not in path.read_text(encoding="utf-8"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # where a process has found GPUs, backwards in its forks abort
+        )
     found = runpy.run_path(str(path))
     settings = found.get("SETTINGS", Settings("triton"))
     settings = replace(

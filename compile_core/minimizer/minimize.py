@@ -1,5 +1,8 @@
 """A failing graph made smaller: passes first, then calls, then sizes, then inputs, each change tried in a fork.
 
+A process that uses a GPU cannot be forked, so programs on GPUs are tried in this one: errors and wrong values are made
+smaller, and a crash or a hang ends the search.
+
 What counts as the same failure is ``outcome.Outcome.is_like``.
 """
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsplit.compile_core.minimizer.outcome import Outcome
@@ -75,6 +79,8 @@ def minimize(
     def tried(candidate: Candidate, settings: Settings) -> Outcome:
         nonlocal trials
         trials += 1
+        if torch.cuda.is_initialized():  # which does not outlive a fork
+            return attempt(candidate, settings)
         return in_a_fork(lambda: attempt(candidate, settings), limit_s)
 
     failure = tried(candidate, settings)

@@ -36,13 +36,13 @@ class Outcome:
         kind: "equal", "raises", "crashes", "hangs", "differs", or "plain raises" where plain PyTorch does.
         what: what tells this failure from others of its kind.
         text: the whole message.
-        seconds: what was measured besides, by name.
+        figures: what was measured besides, by name.
     """
 
     kind: str
     what: str = ""
     text: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_failure(self) -> bool:

@@ -12,7 +12,7 @@ from tests.observe.doctor_programs import EXPECTED, examine, is_right
 
 
 def _equal(step: float, plain: float = 0.01) -> Outcome:
-    return Outcome("equal", seconds={"first": 1.0, "step": step, "plain": plain})
+    return Outcome("equal", figures={"first": 1.0, "step": step, "plain": plain})
 
 
 def test_the_first_rung_with_trouble_is_named():
