@@ -20,7 +20,7 @@ PARTS = sorted(PRIVATE_PARTS)
 SHARES = 4
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_without_each_part(share):
     command = [sys.executable, "-m", "tests.torch_facts.without_each_part", *PARTS[share::SHARES]]
