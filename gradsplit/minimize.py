@@ -29,6 +29,7 @@ from gradsplit.compile_core.minimizer.outcome import CompileGraph, Outcome, copi
 from gradsplit.compile_core.minimizer.reduce import with_examples
 from gradsplit.compile_core.minimizer.repro_inputs import draw, stored
 from gradsplit.compile_core.minimizer.subgraph import Candidate
+from gradsplit.compile_core.minimizer.write_failures import DOES_NOT_FAIL
 from gradsplit.compile_core.minimizer.write_repro import Settings
 from gradsplit.compile_core.options import parse_options
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES
@@ -167,7 +168,7 @@ def main() -> None:
     folder = arguments.out or arguments.file.parent / "minimized"
     minimized = minimize_file(arguments.file, folder, arguments.after, arguments.level, arguments.backend)
     print(minimized)
-    sys.exit(0 if minimized.path is not None else 1)  # 2 is argparse's
+    sys.exit(0 if minimized.path is not None else DOES_NOT_FAIL)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 CompileCaptured = Callable[[CapturedGraph, Sequence[Any]], Callable[..., Any]]
 
 _numbers = itertools.count(1)
-# The folder and caches are the same in the process that makes a graph smaller.
-_NOT_PASSED_ON = ("GRADSPLIT_REPRO_AFTER",)
 _LIMIT_S = 600.0
+# What `gradsplit.minimize` exits with where the graph does not fail; 1 and 2 are Python's and argparse's.
+DOES_NOT_FAIL = 3
 
 
 def writing_failures(
@@ -122,7 +122,7 @@ def _write(
 
 def _minimize(path: Path, folder: Path) -> str:
     """The last line of what makes it smaller; "" if the graph does not fail there."""
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    environment = {**os.environ, "GRADSPLIT_REPRO_AFTER": ""}
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-m", "gradsplit.minimize", str(path), "--out", str(folder)]
     try:
@@ -131,6 +131,6 @@ def _minimize(path: Path, folder: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"it took longer than {_LIMIT_S:.0f} s; the whole graph is {path}"
-    if run.returncode not in (0, 1):
+    if run.returncode not in (0, DOES_NOT_FAIL):
         return f"that failed itself, so it is the whole graph, {path}: {run.stderr[-2000:]}"
     return run.stdout.strip().rpartition("\n")[2] if run.returncode == 0 else ""
