@@ -52,6 +52,7 @@ from gradsplit.compile_core.autograd.tracing.recompute_regions import (
 )
 from gradsplit.compile_core.autograd.tracing.record_operators import Decompositions, record
 from gradsplit.compile_core.autograd.tracing.recurrent_layers import layered_networks
+from gradsplit.compile_core.autograd.tracing.zeros_for_absent import join_arrivals, noted_functions_with_none
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
@@ -122,7 +123,8 @@ def _trace(
         passed: list[Any] = [
             tensor.clone() if position in rebound else tensor for position, tensor in enumerate(primals)
         ]
-        results = module.forward(*passed)
+        with noted_functions_with_none() as with_none:
+            results = module.forward(*passed)
         outputs = [pick.of(results) for pick in convention.picks]
         mutated.extend(
             position
@@ -135,10 +137,11 @@ def _trace(
             roots = [outputs[position] for position in tangents]
             roots += [passed[position] for position in rebound]
             wanted = [primals[position] for position in convention.gradient_inputs]
+            reached = _reached_nodes(roots)
+            join_arrivals(reached, with_none)
             with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             if any(gradient is None for gradient in gradients):
-                reached = _reached_nodes(roots)
                 left_undefined.extend(
                     k
                     for k, (source, gradient) in enumerate(zip(wanted, gradients, strict=True))

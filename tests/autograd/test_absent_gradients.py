@@ -46,8 +46,61 @@ def changed_in_place(a, b):
     return h, k, b * 2
 
 
+class TwoResults(torch.autograd.Function):
+    """Its gradients are infinite or NaN for whatever arrives, zeros too."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a)
+        return a * 2, b.sin()
+
+    @staticmethod
+    def backward(ctx, g, h):
+        (a,) = ctx.saved_tensors
+        return g / a + h, h / (a - a)
+
+
+class NoneForAbsent(TwoResults):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.set_materialize_grads(False)
+        return TwoResults.forward(ctx, a, b)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        (a,) = ctx.saved_tensors
+        return None if g is None else g / a, None if h is None else h / (a - a)
+
+
+def custom_function(a, b):
+    x, y = TwoResults.apply(a.sqrt(), b * 1)
+    return x.t(), y * 3, a.exp()
+
+
+def custom_function_with_none(a, b):
+    x, y = NoneForAbsent.apply(a * 1, b)
+    return x.sqrt() * b, y.sqrt(), b.exp()
+
+
+@torch.library.custom_op("tests_absent::two_results", mutates_args=())
+def two_results(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return a * 2, b.sin()
+
+
+two_results.register_fake(lambda a, b: (torch.empty_like(a), torch.empty_like(b)))
+two_results.register_autograd(
+    TwoResults.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+
+def custom_operator(a, b):
+    x, y = two_results(a.sqrt(), b * 1)
+    return x.t(), y * 3
+
+
 PROGRAMS = (
-    roots_and_logarithms, one_from_another, joined, repeated, of_other_types, changed_in_place,
+    roots_and_logarithms, one_from_another, joined, repeated, of_other_types, changed_in_place, custom_function,
+    custom_function_with_none, custom_operator,
 )  # fmt: skip
 
 

@@ -229,7 +229,9 @@ if os.environ["RANK"] == "2":
     assert [variables["GROUP_RANK"] for variables in seen] == list("00001111")
     assert {variables["MASTER_ADDR"] for variables in seen} == {"127.0.0.2"}
     said = job.stderr.splitlines()  # a machine's mpiexec may warn before the table
-    table = said[next(number for number, line in enumerate(said) if line.split()[1:3] == ["rank", "host"]) :][:5]
+    table = said[next(number for number, line in enumerate(said) if line.split()[1:3] == ["rank", "host"]) :][
+        :5
+    ]
     assert table[0].split()[1:4] == ["rank", "host", "GPU"] and table[0].endswith("gradsplit   script")
     assert [row.split()[1:4] for row in table[1:]] == [
         [str(rank), f"127.0.0.{2 + rank // 2}", "-"] for rank in range(4)

@@ -7,8 +7,8 @@ usually to be added, either is replaced by zeros if none of its gradients has ar
 are further inputs. So nothing is compiled for each set of gradients that may arrive, and what is chosen is part of the
 kernels that add.
 
-Limit: to a function that has several results itself plain PyTorch gives zeros for some of their gradients, and
-computes infinity times zero; here it does not.
+A custom function of several results gets zeros for those of their gradients that do not arrive; ``joint_arrival``
+says so in the graph, and is left out here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
+from gradsplit.compile_core.autograd.operators.joint_arrival import drop_joint_arrivals
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
 from gradsplit.compile_core.ir.graphs import JointGraph
 
@@ -33,10 +34,13 @@ _LINEAR = {aten.neg, aten.sum, aten.clone, aten._to_copy, aten.cat, aten.stack}
 def keep_absent_apart(joint: JointGraph) -> JointGraph:
     """The joint graph, with flags after its tangents if it needs some; changes its module."""
     if len(joint.tangents) < 2:
+        drop_joint_arrivals(joint.module.graph)
+        joint.module.recompile()
         return joint
     separation = _Separation(joint)
     for node in [*joint.module.graph.nodes]:
         separation.visit(node)
+    drop_joint_arrivals(joint.module.graph)
     joint.module.recompile()
     return replace(
         joint,

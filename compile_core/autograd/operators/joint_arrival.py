@@ -1,0 +1,41 @@
+"""An operator of joint graphs that says: this gradient counts as arrived as soon as any of these has.
+
+Torch's engine runs a node of autograd's graph as soon as a gradient has arrived at one of its results. A custom
+function then gets zeros for those that have not, and what it computes of them is as defined as the rest: infinity times
+these zeros is NaN. Edges from all of the gradients to each keep that in the graph, whatever else is done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+_library = torch.library.Library("gradsplit", "FRAGMENT")
+_library.define("joint_arrival(Tensor gradient, Tensor[] others) -> Tensor")
+
+
+def _run(gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
+    return torch.ops.aten.alias.default(gradient)
+
+
+def _shape(gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
+    # The very strides: the node is left out in the end.
+    return torch.empty_strided(
+        gradient.size(), gradient.stride(), dtype=gradient.dtype, device=gradient.device
+    )
+
+
+_library.impl("joint_arrival", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("gradsplit::joint_arrival", _shape, lib=_library)
+
+JOINT_ARRIVAL = torch.ops.gradsplit.joint_arrival.default
+
+
+def drop_joint_arrivals(graph: Graph) -> None:
+    """Leaves them out of the graph once nobody asks any more which gradients a value depends on."""
+    for node in graph.find_nodes(op="call_function", target=JOINT_ARRIVAL):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
