@@ -14,7 +14,7 @@ intermediate (``retain_grad``, a hook), holds what arrives from outside the grap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_back
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
+from gradsplit.compile_core.autograd.tracing.arrivals import join_arrivals, noted_functions_with_none
 from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
@@ -52,7 +53,6 @@ from gradsplit.compile_core.autograd.tracing.recompute_regions import (
 )
 from gradsplit.compile_core.autograd.tracing.record_operators import Decompositions, record
 from gradsplit.compile_core.autograd.tracing.recurrent_layers import layered_networks
-from gradsplit.compile_core.autograd.tracing.zeros_for_absent import join_arrivals, noted_functions_with_none
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.ir.graphs import GraphSignature, JointGraph, Mutation
@@ -117,7 +117,7 @@ def _trace(
     left_undefined: list[int] = []
     sizes = OpenSizes()
 
-    def joint(*inputs: Any) -> list[Any]:
+    def joint(comes_from_seeds: Callable[[torch.Tensor], bool], *inputs: Any) -> list[Any]:
         primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
         # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
         passed: list[Any] = [
@@ -138,7 +138,7 @@ def _trace(
             roots += [passed[position] for position in rebound]
             wanted = [primals[position] for position in convention.gradient_inputs]
             reached = _reached_nodes(roots)
-            join_arrivals(reached, with_none)
+            join_arrivals(reached, with_none, comes_from_seeds)
             with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             if any(gradient is None for gradient in gradients):
@@ -163,7 +163,7 @@ def _trace(
         kernels_of_sizes(fake_mode),
         failures_explained(),
     ):
-        traced = record(joint, (*leaves, *seeds), decompositions, fake_mode, operations)
+        traced = record(joint, leaves, seeds, decompositions, fake_mode, operations)
     results, tangent_specs = sizes.of_results(convention.results), sizes.of_specs(specs)
     _check_overlap(examples, mutated)
     check_random_state(traced)

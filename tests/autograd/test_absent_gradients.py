@@ -98,9 +98,14 @@ def custom_operator(a, b):
     return x.t(), y * 3
 
 
+def constant_derivatives(a, b):
+    h = a * b
+    return torch.sgn(h), torch.copysign(h.detach(), b) * 2, a.sqrt()
+
+
 PROGRAMS = (
     roots_and_logarithms, one_from_another, joined, repeated, of_other_types, changed_in_place, custom_function,
-    custom_function_with_none, custom_operator,
+    custom_function_with_none, custom_operator, constant_derivatives,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def targets(function, *tensors, decompositions=None):
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor) for tensor in tensors]
     with mode:
-        module = record(function, fakes, decompositions or {}, mode)
+        module = record(lambda _, *given: function(*given), fakes, (), decompositions or {}, mode)
     return [node.target for node in module.graph.nodes if node.op == "call_function"], module
 
 

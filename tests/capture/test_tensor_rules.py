@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradsplit
+from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from gradsplit.compile_core.errors import Unsupported
 from tests.capture.same_as_plain import check_same
 
@@ -161,3 +162,27 @@ def test_memory_that_functionalization_does_not_follow(program, of):
     ours, plain = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(2, 4)
     assert torch.equal(gradsplit.compile(program, backend="triton")(of(ours)), program(of(plain)))
     assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
+def test_a_view_keeps_the_gradient_of_its_own_place(backend):
+    """It was made before the tensor was transposed in place."""
+
+    def program(x):
+        y = x * 2
+        view = y.unsqueeze(0)
+        y.t_().add_(1)
+        return view * 3, y
+
+    def gradient(run):
+        x = torch.ones(2, 3, requires_grad=True)
+        view, y = run(x)
+        assert y.shape == (3, 2) and view.shape == (1, 2, 3)
+        torch.autograd.backward(
+            [view, y], [torch.arange(6.0).view(1, 2, 3), torch.arange(6.0).view(3, 2) ** 2]
+        )
+        return x.grad
+
+    assert torch.equal(
+        gradient(gradsplit.compile(program, fullgraph=True, backend=backend)), gradient(program)
+    )

@@ -98,6 +98,16 @@ def test_the_mean_of_a_row_with_infinity(function: Callable[..., Any], position:
         torch.testing.assert_close(gradsplit.compile(program)(x), program(x), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_values_have_no_deviation(dtype: torch.dtype) -> None:
+    """Theirs is exactly 0, where the gradient of its root is, too."""
+    for count in (3, 7, 100):
+        x = torch.tensor([0.1, 2.7, 1e10 + 0.3], dtype=dtype).expand(count, 3).clone().requires_grad_()
+        deviation = gradsplit.compile(functools.partial(torch.std, dim=0))(x)
+        deviation.sum().backward()
+        assert not deviation.any() and x.grad is not None and not x.grad.any()
+
+
 def test_running_means_of_infinite_channels() -> None:
     """Of a batch, the mean is a sum divided."""
 

@@ -42,7 +42,7 @@ def test_each_kind_is_printed(capsys: pytest.CaptureFixture[str]):
 
     @gradsplit.compile
     def step(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
+        y = (x * 0.8315).sin()  # in no other test, whose kernels this process has loaded
         gradsplit.graph_break()
         return torch.cumsum(y, 0).cos().sum()
 

@@ -1,8 +1,9 @@
 """An operator of joint graphs that says: this gradient counts as arrived as soon as any of these has.
 
-Torch's engine runs a node of autograd's graph as soon as a gradient has arrived at one of its results. A custom
-function then gets zeros for those that have not, and what it computes of them is as defined as the rest: infinity times
-these zeros is NaN. Edges from all of the gradients to each keep that in the graph, whatever else is done to it.
+Torch's engine runs a node of autograd's graph as soon as a gradient has arrived at one of its results. What the node
+computes then is as defined as that gradient, though the values may not depend on it: zeros for the gradients of a
+custom function that have not arrived, which times infinity are NaN, or the zeros that are the derivative of a sign.
+Edges keep that in the graph, whatever else is done to it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ usually to be added, either is replaced by zeros if none of its gradients has ar
 are further inputs. So nothing is compiled for each set of gradients that may arrive, and what is chosen is part of the
 kernels that add.
 
-A custom function of several results gets zeros for those of their gradients that do not arrive; ``joint_arrival``
-says so in the graph, and is left out here.
+``joint_arrival`` says where a value is defined though the gradients that it is computed from have not arrived; it is
+left out here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
-from gradsplit.compile_core.autograd.operators.joint_arrival import drop_joint_arrivals
+from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL, drop_joint_arrivals
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
 from gradsplit.compile_core.ir.graphs import JointGraph
 
@@ -81,7 +81,11 @@ class _Separation:
                 node.replace_input_with(value, self._zeros_if_absent(value))
         is_sum = packet(node) in (aten.add, aten.sub) and all(isinstance(term, Node) for term in node.args)
         is_linear = is_sum or is_view(node) or packet(node) in _LINEAR
-        if is_linear and self.zeros.issuperset(node.all_input_nodes):
+        if node.target is JOINT_ARRIVAL:
+            is_zeros = node.args[0] in self.zeros or _is_filled_with_zeros(node.args[0])
+        else:
+            is_zeros = is_linear and self.zeros.issuperset(node.all_input_nodes)
+        if is_zeros:
             self.zeros.add(node)
 
     def _zeros_if_absent(self, value: Node) -> Node:
@@ -113,3 +117,8 @@ class _Separation:
                 flag.meta["val"] = torch.empty((), dtype=torch.bool, device=example.device)
             self.flags[key] = self.last_input = flag
         return self.flags[key]
+
+
+def _is_filled_with_zeros(node: Any) -> bool:
+    filled = packet(node) in (aten.full, aten.full_like) and node.args[1] == 0
+    return filled or packet(node) in (aten.zeros, aten.zeros_like)

@@ -23,6 +23,7 @@ from torch.fx import traceback as node_metadata
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
 from gradsplit.compile_core.autograd.tracing import functional_batch_norm, random_order, recurrent_layers
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
@@ -71,31 +72,41 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 def record(
     function: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
+    seeds: Sequence[torch.Tensor],
     decompositions: Decompositions,
     fake_mode: FakeTensorMode,
     operations: NumberOperations | None = None,
 ) -> fx.GraphModule:
-    """The operators below autograd of ``function(*inputs)``, as a graph.
+    """The operators below autograd of ``function(comes_from_seeds, *inputs, *seeds)``, as a graph.
 
     Args:
-        function: is called once, with functional tensors that stand for ``inputs``; what it changes in place, it
-            changes in those alone.
+        function: is called once, with functional tensors that stand for ``inputs`` and ``seeds``; what it changes in
+            place, it changes in those alone. ``comes_from_seeds`` says whether a tensor is computed from any seed.
         inputs: fake tensors, leaves where they require gradients, and symbolic numbers.
+        seeds: fake tensors, the gradients of results.
         decompositions: operator -> function that expresses it in others, or returns ``NotImplemented``.
         fake_mode: their mode, which must be on.
         operations: what the program did with numbers.
 
     Returns:
-        A module with one placeholder for each input and the results of ``function`` as a tuple. Nodes have their fake
-        result in ``meta["val"]``, and what ``torch.fx.traceback.annotate`` said of them in ``meta["custom"]``.
+        A module with one placeholder for each input and seed, and the results of ``function`` as a tuple. Nodes have
+        their fake result in ``meta["val"]``, and what ``torch.fx.traceback.annotate`` said of them in
+        ``meta["custom"]``.
     """
     table = {**_OF_EVERY_TRACE, **decompositions}
     recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
     placeholders = [recorder.placeholder(given) for given in inputs]
+    placeholders += [recorder.placeholder(seed, is_seed=True) for seed in seeds]
+
+    def comes_from_seeds(tensor: torch.Tensor) -> bool:
+        return recorder.comes_from_seeds(_unwrapped(tensor))
+
     enable_functionalization(reapply_views=True)
     try:
         with recorder:
-            results = [_unwrapped(result) for result in function(*map(_wrapped, placeholders))]
+            results = [
+                _unwrapped(result) for result in function(comes_from_seeds, *map(_wrapped, placeholders))
+            ]
     finally:
         disable_functionalization()
     return recorder.finish(results)
@@ -146,8 +157,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         # Which of them torch would hold without memory.
         self._zeros: set[int] = set()
+        self._from_seeds: set[fx.Node] = set()
 
-    def placeholder(self, given: Any) -> Any:
+    def placeholder(self, given: Any, is_seed: bool = False) -> Any:
         node = self._graph.placeholder(f"input_{self._placeholders}")
         self._placeholders += 1
         if isinstance(given, torch.Tensor):
@@ -155,7 +167,13 @@ class OperatorRecorder(TorchDispatchMode):
         else:
             node.meta["val"] = given
         self._numbers.add_input(given, node)
+        if is_seed:
+            self._from_seeds.add(node)
         return given
+
+    def comes_from_seeds(self, tensor: torch.Tensor) -> bool:
+        found = self._nodes.get(id(tensor))
+        return found is not None and found[1] in self._from_seeds
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         self._graph.output(tuple(self._argument(result) for result in results))
@@ -171,7 +189,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._zeros and self._gives_zeros(func, args)
         ):
             return self._record(func, args, kwargs)
-        if func.is_view:
+        if _passes_on(func):
             result = self._record(func, args, kwargs)
         else:
             # Zeros without memory, as the gradient of sgn: torch's fallback for them crashes on tensors without data.
@@ -211,7 +229,7 @@ class OperatorRecorder(TorchDispatchMode):
             return any(zeros)
         if func in _SUMS:
             return all(zeros[:2])
-        return zeros[:1] == [True] and (func in _QUOTIENTS or getattr(func, "is_view", False))
+        return zeros[:1] == [True] and (func in _QUOTIENTS or _passes_on(func))
 
     def _take(self, result: Any, node: fx.Node) -> None:
         if isinstance(result, torch.Tensor):
@@ -235,6 +253,8 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes[id(tensor)] = (tensor, node)
 
     def _mark(self, node: fx.Node) -> None:
+        if not self._from_seeds.isdisjoint(node.all_input_nodes):
+            self._from_seeds.add(node)
         annotation = node_metadata.current_meta.get("custom")  # torch exchanges the whole dictionary at times
         if annotation:
             node.meta["custom"] = dict(annotation)
@@ -258,6 +278,11 @@ class OperatorRecorder(TorchDispatchMode):
         node.meta["val"] = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self._nodes[id(tensor)] = (tensor, node)
         return node
+
+
+def _passes_on(func: Any) -> bool:
+    """Whether the result has the values of the first argument."""
+    return func is JOINT_ARRIVAL or getattr(func, "is_view", False)
 
 
 def _check_windows(_: Any, sizes: Sequence[Any], dim: int, size: int, step: int) -> None:

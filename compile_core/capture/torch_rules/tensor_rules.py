@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.nn.functional import one_hot
 
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
@@ -27,18 +28,32 @@ def _is_own(state: CaptureState, tensor: TensorValue) -> bool:
 
 def _change(
     state: CaptureState, name: str, tensor: TensorValue, args: Sequence[Value], kwargs: dict[str, Value]
-) -> Value:
+) -> Node:
     given = tuple(value.graph_argument(state) for value in args)
     named = {key: value.graph_argument(state) for key, value in kwargs.items()}
-    state.graph.call("call_method", name, (tensor.node, *given), named, state.stack_trace())
-    return tensor
+    return state.graph.call("call_method", name, (tensor.node, *given), named, state.stack_trace())
 
 
 def _metadata_change(name: str) -> MethodRule:
     def change(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-        return _change(state, name, tensor, args, kwargs) if _is_own(state, tensor) else None
+        if not _is_own(state, tensor):
+            return None
+        if not torch.is_grad_enabled() or not _has_views(state, tensor):
+            _change(state, name, tensor, args, kwargs)
+            return tensor
+        # Functional tensors would take the views, and their gradients, for those of the changed tensor.
+        view = _change(state, name.removesuffix("_"), tensor, args, kwargs)
+        tensor.node, tensor.fake = view, view.meta["example_value"]
+        state.tensor_of_fake[id(tensor.fake)] = tensor
+        return tensor
 
     return change
+
+
+def _has_views(state: CaptureState, tensor: TensorValue) -> bool:
+    """Whether another tensor of the program lies in its memory."""
+    others = (other for other in state.tensor_of_fake.values() if other is not tensor)
+    return any(is_alias_of(tensor.fake, other.fake) for other in others)
 
 
 METHOD_RULES.update({name: _metadata_change(name) for name in _METADATA_CHANGES})
@@ -52,7 +67,8 @@ def _requires_grad(state: CaptureState, tensor: TensorValue, *args: Value, **kwa
     # A tensor that exists keeps its metadata, and only leaves may change.
     if not _is_own(state, tensor) or not tensor.fake.is_leaf:
         return None
-    return _change(state, "requires_grad_", tensor, args, kwargs)
+    _change(state, "requires_grad_", tensor, args, kwargs)
+    return tensor
 
 
 @method_rule("storage_offset")

@@ -245,7 +245,12 @@ def _var_mean(
     count = prod(self.shape[d] for d in dims)
     x = self.to(compute_dtype(self.dtype))
     mean = torch.mean(x, dims, keepdim=True)
-    centered = x - mean
+    if _normalisation_of.get():
+        centered = x - mean
+    else:
+        # Of equal values it is exactly 0, on which the gradient of a standard deviation relies. A mean may be rounded.
+        shifted = x - x[tuple(slice(1) if d in dims else slice(None) for d in range(x.dim()))]
+        centered = shifted - torch.mean(shifted, dims, keepdim=True)
     squares = torch.sum(centered * centered, dims, keepdim=True)
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = squares / divisor

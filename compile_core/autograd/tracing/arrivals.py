@@ -1,12 +1,12 @@
-"""Custom functions of several results in a joint trace: which of them get zeros for gradients that do not arrive.
+"""Which gradients of a joint trace count as arrived together with others, as torch's engine sees it.
 
-Source: ``torch.autograd.function.FunctionCtx.set_materialize_grads``. A function that is to get ``None`` instead gets
-zeros here, of which nothing is computed that reaches a gradient.
+Source: ``torch.autograd.function.FunctionCtx.set_materialize_grads``, for custom functions. One that is to get ``None``
+for what does not arrive gets zeros here, of which nothing is computed that reaches a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -36,9 +36,27 @@ def noted_functions_with_none() -> Iterator[WeakSet[Any]]:
         FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
 
 
-def join_arrivals(nodes: Iterable[Any], with_none: WeakSet[Any]) -> None:
-    """Makes the gradients that come to a node depend on one another, for the nodes that get zeros for absent ones."""
+def join_arrivals(
+    nodes: Iterable[Any], with_none: WeakSet[Any], comes_from_seeds: Callable[[torch.Tensor], bool]
+) -> None:
+    """Makes what nodes compute depend on what comes to them, as it does for torch's engine.
+
+    The gradients that come to a custom function depend on one another if it gets zeros for absent ones, and a gradient
+    that is a constant, such as a sign's, depends on those that it is computed for.
+    """
+
+    def of_constants(computed: Gradients, gradients: Gradients) -> Gradients | None:
+        constants = [gradient is not None and not comes_from_seeds(gradient) for gradient in computed]
+        if not any(constants):
+            return None
+        arrived = [gradient for gradient in gradients if gradient is not None]
+        return tuple(
+            JOINT_ARRIVAL(gradient, arrived) if is_constant else gradient
+            for gradient, is_constant in zip(computed, constants, strict=True)
+        )
+
     for node in nodes:
+        node.register_hook(of_constants)
         if isinstance(node, BackwardCFunction) and node not in with_none:
             node.register_prehook(_joined)
 
