@@ -63,12 +63,7 @@ def write_folder(
     Raises:
         FileExistsError: there is something of that name.
     """
-    place = Path(folder)
-    if place.exists():
-        raise FileExistsError(f"{place} exists; an export is written to a folder of its own")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
+    with new_folder(folder) as work:
         for name, text in texts.items():
             (work / name).write_text(text, encoding="utf-8")
         with_data = {name: _plain(tensor) for name, tensor in tensors.items() if not tensor.is_meta}
@@ -79,18 +74,10 @@ def write_folder(
             "torch": torch.__version__,
             "data": dict(data),
             "tensors": {name: _described(tensor) for name, tensor in tensors.items()},
-            "files": {name: _fingerprint(work / name) for name in (*texts, TENSORS)},
+            "files": {name: fingerprint(work / name) for name in (*texts, TENSORS)},
         }
         text = json.dumps(manifest, indent=1, allow_nan=False)
         (work / MANIFEST).write_text(text, encoding="utf-8")
-        for file in work.iterdir():
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
-        work.chmod(0o777 & ~_umask())
-        work.rename(place)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def read_folder(
@@ -102,26 +89,14 @@ def read_folder(
         ExportError: see there.
     """
     place = Path(folder)
-    try:
-        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ExportError(f"{place} holds no export: there is no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{place / MANIFEST} is damaged: {error}; export again") from error
-    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
-        raise ExportError(f"{place} holds no {kind}")
-    if manifest.get("version") != version:
-        raise ExportError(
-            f"{place} was written in version {manifest.get('version')} of the format, and this gradsplit reads version "
-            f"{version}; export again with it"
-        )
+    manifest = read_manifest(place / MANIFEST, kind, version)
     contents = FolderContents(place, manifest.get("data", {}), {}, {})
     with contents.explained():
         for name in (*texts, TENSORS):
             expected = manifest["files"][name]
             if not (place / name).is_file():
                 raise ExportError(f"{place} lacks {name}; copy the whole folder, or export again")
-            if _fingerprint(place / name) != expected:
+            if fingerprint(place / name) != expected:
                 raise ExportError(f"{place / name} is damaged: it is not what was written; export again")
         found = {name: (place / name).read_text(encoding="utf-8") for name in texts}
         try:
@@ -130,6 +105,62 @@ def read_folder(
             raise ExportError(f"{place / TENSORS} is damaged: {error}; export again") from error
         tensors = {name: _restored(name, as_, loaded) for name, as_ in manifest["tensors"].items()}
     return FolderContents(place, manifest["data"], found, tensors)
+
+
+@contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to fill, which is at its place, on disk, once the block has ended well, and else never was.
+
+    Raises:
+        FileExistsError: there is something of that name.
+    """
+    place = Path(folder)
+    if place.exists():
+        raise FileExistsError(f"{place} exists; an export is written to a folder of its own")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        yield work
+        for file in work.iterdir():
+            if file.is_file():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+        work.chmod(0o777 & ~_umask())
+        work.rename(place)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def read_manifest(path: Path, kind: str, version: int) -> dict[str, Any]:
+    """A file of JSON that says of what kind and version its folder is.
+
+    Raises:
+        ExportError: it is missing, damaged, or says something else.
+    """
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ExportError(f"{path.parent} holds no {kind}: there is no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} is damaged: {error}; export again") from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        raise ExportError(f"{path.parent} holds no {kind}")
+    if manifest.get("version") != version:
+        raise ExportError(
+            f"{path.parent} was written in version {manifest.get('version')} of the format, and this gradsplit reads "
+            f"version {version}; export again with it"
+        )
+    return manifest
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """The size and checksum of a file."""
+    with open(path, "rb") as file:
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,14 +192,6 @@ def _restored(name: str, described: Mapping[str, Any], loaded: Mapping[str, torc
         # What was loaded lies anywhere in the file, and kernels round otherwise where memory is not aligned.
         made.copy_(given)
     return torch.nn.Parameter(made, described["requires_grad"]) if described["parameter"] else made
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {
-            "bytes": os.fstat(file.fileno()).st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
 
 
 def _umask() -> int:
