@@ -1,165 +1,344 @@
-"""Steps of a GPT in as many stages as there are ranks: predicted and measured, and beside torch's own pipeline.
+"""Steps of pipelines, ours beside torch's own, and bubbles predicted and measured.
 
-    python -m gradsplit.launch --nproc-per-node 2 -m tests.bench.pipeline_training
+    python -m gradsplit.launch --nproc-per-node 2 -m tests.bench.pipeline_training [--device cuda] [--models gpt2 llama]
 
-The model is examples/gpt.py; each rank computes on one thread. What a microbatch costs in a stage is the median of what
-was measured in the steps themselves, so the prediction is about the schedule, not about the kernels. Ranks need a core
-each: on a machine that is busy, or has fewer cores, the measured bubble is that of the machine.
+Sides of a model live in one process a rank, hold the same weights, and take turns in rows of steps (``rows.py``): ours
+under several schedules, and torch's 1F1B with eager and with torch.compile'd stages, cut where ours are. Losses are
+computed by a function that each side compiles in its own way. What a microbatch costs in a stage is the median of what
+was measured in the steps themselves, so predictions are about the schedule, not about the kernels. Ranks need a core,
+or a GPU, each. On a CPU each rank computes on one thread; on a GPU weights are bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from examples.gpt import GPT, GPTConfig
+import gradsplit
 from gradsplit.bucketing import Action, PipelineTimeline, StageCost, plot_pipeline, simulate_pipeline
 from gradsplit.bucketing.simulate_pipeline import ComputeSpan
 from gradsplit.distributed import export_pipeline, load_stage
-from gradsplit.distributed.pipeline.torch_schedules import SINGLE, torch_schedule
+from gradsplit.distributed.pipeline.torch_schedules import IN_A_V, SINGLE, torch_schedule
+from tests.bench.pipeline_models import MODELS, SIZES, Sizes, nearest_layers, torch_stage
+from tests.bench.rows import Row, rows_in_turn, run_row, synchronise
+
+# A schedule of ours, and how many stages each rank has.
+OURS = (("1F1B", 1), ("InterleavedZeroBubble", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
+_WATCHED_STEPS = 7
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Watched:
-    """Notes when a stage computes what."""
+    """Notes when the stages of a rank compute what, while ``is_on``; a loss belongs to the forward before it."""
 
-    def __init__(self, stage: Any) -> None:
-        self.spans: list[ComputeSpan] = []
-        self._stage = stage
-        self._watch("forward_one_chunk", lambda arguments: "F")
-        self._watch(
-            "backward_one_chunk", lambda arguments: "B" if arguments.get("full_backward", True) else "I"
-        )
-        self._watch("backward_weight_one_chunk", lambda arguments: "W")
-        self._inside = False
+    def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
+        self.is_on = False
+        self._device, self._found, self._inside = device, [], False
+        for stage in stages:
+            self._watch(stage, "forward_one_chunk", lambda arguments: "F")
+            self._watch(
+                stage,
+                "backward_one_chunk",
+                lambda arguments: "B" if arguments.get("full_backward", True) else "I",
+            )
+            self._watch(stage, "backward_weight_one_chunk", lambda arguments: "W")
 
-    def _watch(self, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
-        call = getattr(self._stage, name)
+    def start(self) -> None:
+        self._found: list[list[Any]] = []
+        self._base, self.is_on = self._now(), True
+
+    def spans(self) -> list[ComputeSpan]:
+        """Since ``start``, in seconds since then."""
+        self.is_on = False
+        synchronise(self._device)
+        return [
+            ComputeSpan(action, self._seconds(start), self._seconds(end))
+            for action, start, end in self._found
+        ]
+
+    def loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(logits: Tensor, targets: Tensor) -> Tensor:
+            loss = loss_fn(logits, targets)
+            if self.is_on:
+                self._found[-1][2] = self._now()
+            return loss
+
+        return run
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        is_event = self._device.type == "cuda"
+        return self._base.elapsed_time(moment) / 1e3 if is_event else moment - self._base
+
+    def _watch(self, stage: Any, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
+        call = getattr(stage, name)
 
         def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # a whole backward calls that of weights
+            if self._inside or not self.is_on:  # a whole backward calls that of weights
                 return call(microbatch, *args, **kwargs)
-            self._inside, start = True, time.perf_counter()
+            self._inside, start = True, self._now()
             try:
                 return call(microbatch, *args, **kwargs)
             finally:
                 self._inside = False
-                action = Action(self._stage.stage_index, kind(kwargs), microbatch)
-                self.spans.append(ComputeSpan(action, start, time.perf_counter()))
+                self._found.append([Action(stage.stage_index, kind(kwargs), microbatch), start, self._now()])
 
-        setattr(self._stage, name, run)
+        setattr(stage, name, run)
 
 
-def steps_of(
-    stage: Any, name: str, microbatches: int, batch: tuple[torch.Tensor, torch.Tensor], count: int
-) -> Any:
-    """The median of the steps' seconds, and of that step the spans of this rank."""
-    kind = get_schedule_class(name)
-    schedule = kind(stage if name in SINGLE else [stage], microbatches, loss_fn=loss_of)
-    watched = Watched(stage)
-    found = []
-    for step in range(count + 2):
-        stage.submod.zero_grad()
-        dist.barrier()
-        watched.spans.clear()
-        start = time.perf_counter()
-        schedule.step(
-            *((batch[0],) if stage.is_first else ()), target=batch[1], losses=[], return_outputs=False
+class Side:
+    """One way to take a step of a model."""
+
+    def __init__(
+        self,
+        name: str,
+        schedule: str,
+        stages: Sequence[Any],
+        loss_fn: Callable[..., Tensor],
+        microbatches: int,
+        tokens: Tensor,
+    ) -> None:
+        self.name, self.schedule, self.stages = name, schedule, sorted(stages, key=lambda s: s.stage_index)
+        self.watched = Watched(self.stages, tokens.device)
+        given: Any = self.stages[0] if schedule in SINGLE else self.stages
+        self._made = get_schedule_class(schedule)(given, microbatches, loss_fn=self.watched.loss(loss_fn))
+        self._args = (tokens,) if any(stage.is_first for stage in self.stages) else ()
+        self._targets, self.losses = tokens, []
+
+    def step(self) -> None:
+        for stage in self.stages:
+            stage.submod.zero_grad()
+        self.losses: list[Tensor] = []
+        self._made.step(*self._args, target=self._targets, losses=self.losses, return_outputs=False)
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Of a side: predicted from its own costs, and measured, the median of some steps."""
+
+    predicted: PipelineTimeline
+    measured: PipelineTimeline
+
+
+class Bench:
+    """A model's sides on this rank.
+
+    Args:
+        group: of gloo, for what is not measured.
+    """
+
+    def __init__(
+        self, model: str, device: torch.device, options: argparse.Namespace, group: dist.ProcessGroup | None
+    ) -> None:
+        self.model, self.device, self.options, self.group = model, device, options, group
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        sizes = SIZES[model, device.type]
+        self.sizes = Sizes(**{**sizes.__dict__, "layers": options.layers or sizes.layers})
+        torch.manual_seed(1)
+        shape = options.microbatches * self.sizes.batch, self.sizes.length
+        self.tokens = torch.randint(self.sizes.vocabulary, shape).to(device)
+        self.one = self.tokens[: self.sizes.batch]
+        self.sides: dict[str, Side] = {}
+        self.cuts: list[int] = []
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def make(self) -> Any:
+        torch.manual_seed(0)
+        model = MODELS[self.model](self.sizes)
+        return model.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+
+    def set_up(self, folder: Path) -> None:
+        """Exports, loads, compiles: each side takes its first step."""
+        for schedule, per_rank in OURS:
+            if schedule not in self.options.schedules:
+                continue
+            place = folder / f"{self.model}_{per_rank}"
+            stages = self.ranks * per_rank
+            start = time.perf_counter()
+            if self.rank == 0 and not place.exists():
+                export_pipeline(self.make(), (self.one,), stages, folder=place, strict=False)
+            dist.barrier(self.group)
+            exported = time.perf_counter()
+            last = stages - 1 - self.rank
+            mine = [self.rank, last] if schedule in IN_A_V else range(self.rank, stages, self.ranks)
+            loaded = [
+                load_stage(place, k, self.device, backend=self.options.backend, mode=self.options.mode)
+                for k in mine
+            ]
+            if per_rank == 1:
+                names: list[Any] = [None] * self.ranks
+                dist.all_gather_object(names, [*loaded[0].state_dict()], self.group)
+                self.cuts = nearest_layers(self.model, names, self.sizes.layers)
+            self._add("ours", schedule, loaded, gradsplit.compile(loss_of))
+            self.say(
+                f"ours {schedule}: export {exported - start:.1f} s, load, compile and first step "
+                f"{time.perf_counter() - exported:.1f} s"
+            )
+        self.say(f"torch's stages are cut before layers {self.cuts} of {self.sizes.layers}, where ours are")
+        for name in ("eager", "torch.compile"):
+            if name not in self.options.peers:
+                continue
+            start = time.perf_counter()
+            cuts = self.cuts or [self.sizes.layers * (k + 1) // self.ranks for k in range(self.ranks - 1)]
+            stage, how = torch_stage(self.model, self.make, self.sizes, cuts, self.one, self.rank)
+            loss_fn: Callable[..., Tensor] = loss_of
+            if name == "torch.compile":
+                stage.submod, loss_fn = torch.compile(stage.submod), torch.compile(loss_of)
+            self._add(name, "1F1B", [stage], loss_fn)
+            self.say(f"torch's {how}, {name}: first step after {time.perf_counter() - start:.1f} s")
+
+    def _add(self, name: str, schedule: str, stages: Sequence[Any], loss_fn: Callable[..., Tensor]) -> None:
+        side = Side(name, schedule, stages, loss_fn, self.options.microbatches, self.tokens)
+        for _ in range(2):
+            side.step()
+        synchronise(self.device)
+        dist.barrier(self.group)
+        self.sides[f"{name} {schedule}"] = side
+
+    def rows(self) -> dict[str, list[Row]]:
+        def agree(mine: bool) -> bool:
+            answer = torch.tensor([mine], dtype=torch.int32)
+            dist.all_reduce(answer, dist.ReduceOp.MIN, group=self.group)
+            return bool(answer)
+
+        def run(side: Side) -> Row:
+            dist.barrier(self.group)
+            return run_row(side.step, self.device, self.options.steps)
+
+        runs = {key: lambda side=side: run(side) for key, side in self.sides.items()}
+        warm_up_s = 1.5 if self.device.type == "cuda" else 0.0
+        return rows_in_turn(runs, warm_up_s, self.options.rows, agree)
+
+    def bubble(self, side: Side) -> Bubble:
+        steps = []
+        for _ in range(_WATCHED_STEPS):
+            synchronise(self.device)
+            dist.barrier(self.group)
+            side.watched.start()
+            side.step()
+            steps.append(side.watched.spans())
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, steps, self.group)
+        measured = [
+            PipelineTimeline(tuple(tuple(rank[k]) for rank in every), (0,) * self.ranks)
+            for k in range(_WATCHED_STEPS)
+        ]
+        measured.sort(key=lambda timeline: timeline.duration_s)
+        stages = self.ranks * len(side.stages)
+        rows = torch_schedule(side.schedule, self.ranks, stages, self.options.microbatches)
+        spans = [span for rank in every for step in rank for span in step]
+        predicted = simulate_pipeline(rows, costs_of(spans, stages))
+        return Bubble(predicted, measured[len(measured) // 2])
+
+
+def costs_of(spans: Sequence[ComputeSpan], stages: int) -> list[StageCost]:
+    """By stage, medians."""
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in spans:
+        seconds[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+    medians = {key: statistics.median(found) for key, found in seconds.items()}
+
+    def cost(stage: int) -> StageCost:
+        whole = medians.get((stage, "B"), 0.0) / 2
+        return StageCost(
+            medians[stage, "F"], medians.get((stage, "I"), whole), medians.get((stage, "W"), whole)
         )
-        dist.barrier()
-        if step >= 2:
-            found.append((time.perf_counter() - start, list(watched.spans)))
-    found.sort(key=lambda item: item[0])
-    return found[len(found) // 2][0], [spans for _, spans in found], found[len(found) // 2][1]
+
+    return [cost(stage) for stage in range(stages)]
 
 
-def costs_of(every: list[list[list[ComputeSpan]]]) -> list[StageCost]:
-    """By stage, from the spans of all steps of all ranks: medians."""
-    costs = []
-    for steps in every:
-        seconds = defaultdict(list)
-        for span in (span for spans in steps for span in spans):
-            seconds[span.action.kind].append(span.end_s - span.start_s)
-        medians = {kind: statistics.median(found) for kind, found in seconds.items()}
-        whole = medians.get("B", 0.0)
-        costs.append(StageCost(medians["F"], medians.get("I", whole / 2), medians.get("W", whole / 2)))
-    return costs
+def run_model(
+    name: str, device: torch.device, options: argparse.Namespace, group: Any, folder: Path
+) -> list[str]:
+    """The lines of its table."""
+    bench = Bench(name, device, options, group)
+    bench.set_up(folder)
+    rows = bench.rows()
+    lines = []
+    for key, side in bench.sides.items():
+        bubble = bench.bubble(side)
+        found = sorted(row.step_ms for row in rows[key])
+        losses: list[Any] = [None] * bench.ranks
+        dist.all_gather_object(losses, [loss.item() for loss in side.losses], group)
+        loss = statistics.mean(loss for some in losses for loss in some)
+        predicted, measured = bubble.predicted, bubble.measured
+        lines.append(
+            f"{name:6} {side.name:14} {side.schedule:22} {statistics.median(found):8.2f} {found[0]:8.2f} "
+            f"{1e3 * predicted.duration_s:9.2f} {1e3 * measured.duration_s:8.2f} "
+            f"{100 * predicted.bubble:8.1f} {100 * measured.bubble:8.1f} {loss:8.4f}"
+        )
+        if bench.rank == 0 and options.out:
+            Path(options.out).mkdir(exist_ok=True, parents=True)
+            path = Path(options.out) / f"pipeline_{name}_{side.name}_{side.schedule}.png"
+            plot_pipeline(measured, path)
+    return lines
+
+
+HEADER = (
+    f"{'model':6} {'side':14} {'schedule':22} {'step ms':>8} {'least':>8} {'predicted':>9} {'measured':>8} "
+    f"{'bubble %':>8} {'measured':>8} {'loss':>8}"
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=9)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--schedules", nargs="*", default=[schedule for schedule, _ in OURS])
+    parser.add_argument("--peers", nargs="*", default=["eager", "torch.compile"])
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--backends", nargs="*", default=["triton", "aot_eager"])
-    parser.add_argument("--out", default="out")
+    parser.add_argument("--layers", type=int, help="instead of the model's own")
+    parser.add_argument("--rows", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="in a row; 10 on a GPU and 3 on a CPU by default")
+    parser.add_argument("--backend", help="of our stages; generated kernels by default")
+    parser.add_argument("--mode", help="of our stages")
+    parser.add_argument("--out", help="a folder for pictures of the steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    folder = [tempfile.mkdtemp()] if rank == 0 else [None]
-    dist.broadcast_object_list(folder)
-    torch.manual_seed(0)
-    config = GPTConfig(layers=options.layers, width=options.width)
-    model = GPT(config)
-    tokens = torch.randint(config.vocabulary, (options.microbatches * 4, config.context))
-    one = tokens[:4]
-    place = Path(str(folder[0])) / "pipeline"
-    if rank == 0:
-        export_pipeline(model, (one,), ranks, folder=place)
-    dist.barrier()
-
-    def report(what: str, seconds: float) -> None:
-        if rank == 0:
-            print(f"{what}: {1e3 * seconds:.1f} ms a step", flush=True)
-
-    for backend in options.backends:
-        for name in ("1F1B", "InterleavedZeroBubble"):
-            stage = load_stage(place, rank, backend=backend)
-            seconds, steps, spans = steps_of(
-                stage, name, options.microbatches, (tokens, tokens), options.steps
-            )
-            every: list[Any] = [None] * ranks
-            dist.all_gather_object(every, (steps, spans))
-            report(f"{backend} {name}", seconds)
-            if rank == 0:
-                predicted = simulate_pipeline(
-                    torch_schedule(name, ranks, ranks, options.microbatches),
-                    costs_of([steps for steps, _ in every]),
-                )
-                measured = PipelineTimeline(tuple(tuple(spans) for _, spans in every), (0,) * ranks)
-                print(
-                    f"  bubble: predicted {100 * predicted.bubble:.1f} %, measured {100 * measured.bubble:.1f} %; "
-                    f"step: predicted {1e3 * predicted.duration_s:.1f} ms, measured {1e3 * measured.duration_s:.1f} ms",
-                    flush=True,
-                )
-                Path(options.out).mkdir(exist_ok=True)
-                plot_pipeline(measured, Path(options.out) / f"pipeline_{backend}_{name}.png")
-
-    points = {f"blocks.{options.layers * k // ranks}": SplitPoint.BEGINNING for k in range(1, ranks)}
-    for compiled in (False, True):
-        pipe = pipeline(GPT(config), mb_args=(one,), split_spec=points)  # it changes the model
-        stage = pipe.build_stage(rank, torch.device("cpu"))
-        if compiled:
-            stage.submod = torch.compile(stage.submod)
-        seconds, _, _ = steps_of(stage, "1F1B", options.microbatches, (tokens, tokens), options.steps)
-        report(f"torch's pipeline, {'torch.compile' if compiled else 'eager'} 1F1B", seconds)
+    options.steps = options.steps or (10 if options.device == "cuda" else 3)
+    device = torch.device(options.device)
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    group = dist.new_group(backend="gloo") if options.device == "cuda" else None
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, group=group)
+    lines = []
+    for name in options.models:
+        lines += run_model(name, device, options, group, Path(folder[0]))
+        if dist.get_rank() == 0:
+            print("\n".join([HEADER, *lines]), flush=True)
+    dist.barrier(group)
     dist.destroy_process_group()
 
 

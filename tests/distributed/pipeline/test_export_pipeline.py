@@ -100,6 +100,8 @@ def test_the_greatest_part_is_as_small_as_can_be():
         assert max(sum(costs[first:end]) for first, end in bounds) == best
     # Of two cuts that are about as good, that which sends less.
     assert cut_evenly([1, 1, 1, 1.01], [1, 2, 3], 2, [0, 9, 9, 0.1, 0]) == (3,)
+    assert cut_evenly([50, 50, 1, 99], [1, 2, 3], 2, [0, 0, 0.2, 0.1, 0]) == (3,)
+    assert cut_evenly([50, 50, 9, 91], [1, 2, 3], 2, [0, 0, 0.2, 0.1, 0]) == (2,)
 
 
 def private_bytes() -> int:
