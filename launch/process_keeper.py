@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from gradsplit.launch.received_signals import PASSED_ON
 
 CANNOT_RUN = 126
 """What shells return for a program that exists and cannot be run."""
@@ -45,14 +47,15 @@ class RankProcess:
 class ProcessKeeper:
     """The supervisor's end of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Collection[int]) -> None:
+        """``ending``: the signals that end the job, of which the supervisor decides what to do."""
         self._socket, theirs = socket.socketpair()
         self._processes: dict[int, RankProcess] = {}
         self._heard = b""
         self._started: RankProcess | None = None
         self._pid = os.fork()
         if self._pid == 0:
-            _keep(theirs)
+            _keep(theirs, PASSED_ON | frozenset(ending))
         theirs.close()
 
     def start(
@@ -103,8 +106,11 @@ class ProcessKeeper:
                 self._started = self._processes[int(pid)] = RankProcess(int(pid))
 
 
-def _keep(supervisor: socket.socket) -> None:
-    """Be the keeper; does not return."""
+def _keep(supervisor: socket.socket, survived: Collection[int]) -> None:
+    """Be the keeper; does not return.
+
+    ``survived``: signals that are the supervisor's business. Slurm may send one to every process of a job, this one too.
+    """
     running: set[int] = set()
     try:
         os.setsid()  # Out of reach of Ctrl-C and of what ends the supervisor's group.
@@ -116,7 +122,9 @@ def _keep(supervisor: socket.socket) -> None:
         ends, signalled = os.pipe()
         os.set_blocking(signalled, False)
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, *survived):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
         while True:
             ready, _, _ = select.select([supervisor, ends], [], [])
             if ends in ready:
@@ -135,9 +143,12 @@ def _keep(supervisor: socket.socket) -> None:
                 order = b""
                 while len(order) < int.from_bytes(header):
                     order += supervisor.recv(int.from_bytes(header) - len(order))
+                # A signal to the new process shall not be lost to the keeper's handler.
+                blocked = signal.pthread_sigmask(signal.SIG_BLOCK, survived)
                 pid = os.fork()
                 if pid == 0:
-                    _become(*json.loads(order), *streams)
+                    _become(*json.loads(order), *streams, blocked)
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 running.add(pid)
                 for stream in streams:
                     os.close(stream)
@@ -155,8 +166,9 @@ def _become(
     processors: list[int],
     standard_output: int,
     standard_error: int,
+    blocked: Collection[int],
 ) -> None:
-    """Be a process of the user's program; does not return."""
+    """Be a process of the user's program, with these signals ``blocked``; does not return."""
     try:
         os.setsid()
         if processors:
@@ -166,11 +178,15 @@ def _become(
         os.close(standard_output)
         os.close(standard_error)
         signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         for number in (
             signal.SIGPIPE,
             signal.SIGXFSZ,
         ):  # Python ignores them, and an ignored signal stays ignored.
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.execvpe(command[0], command, environment)
     except OSError as error:
         print(f"launch: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def run_supervisor(
     process's signal handlers.
     """
     environment = dict(os.environ)  # Before MPI is told how to go about it.
-    keeper = ProcessKeeper()
+    keeper = ProcessKeeper(spec.ending_signals)
     signals = ReceivedSignals(frozenset(spec.ending_signals))
     if record is not None:
         record.enter(mpi_rank(environment))

@@ -248,7 +248,8 @@ def test_the_group_is_started_again(tmp_path, restarts, code, told):
     ],
 )
 def test_signals_reach_the_processes(tmp_path, options, sent, said, code):
-    """And one that ends the job leaves time to write a checkpoint."""
+    """And one that ends the job leaves time to write a checkpoint, also where the launcher's other process, the keeper,
+    gets it: Slurm sends it to every process of a job."""
     (tmp_path / "job.py").write_text("""
 import signal, time
 def heed(number, frame):
@@ -272,7 +273,9 @@ while True:
     ) as job:
         assert job.stdout is not None and job.stderr is not None
         assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        keeper = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
         for number, name in zip(sent, said, strict=True):
+            os.kill(keeper, number)
             job.send_signal(number)
             assert [job.stdout.readline() for _ in range(2)] == [f"{name}\n"] * 2
         assert job.wait(10) == code
