@@ -44,6 +44,7 @@ launch-checks: $(VENV)/installed
 	$(VENV_PYTHON) -m tests.launch.start_up
 	$(VENV_PYTHON) -m tests.launch.random_failures 500
 	$(VENV_PYTHON) -m tests.launch.several_machines 50
+	if command -v slurmctld; then $(VENV_PYTHON) -m tests.launch.under_slurm; fi
 
 # A GPU machine brings a torch that fits its driver, so this runs on PYTHON itself and installs nothing.
 # A rank is killed, stopped, raises or is slow, at each stage of a step: about an hour.

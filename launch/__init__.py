@@ -2,7 +2,7 @@
 
 ``python -m gradsplit.launch --nproc-per-node 2 train.py`` (console script: ``mpi-torchrun``) starts them on this
 machine; ``--hostfile hosts`` starts ``mpiexec`` for several; ``mpiexec -n 4 python -m gradsplit.launch train.py`` uses
-the ranks that are there already, on any number of nodes.
+the ranks that are there already, on any number of nodes, and so does ``srun``, with MPI or without.
 
 Who runs what::
 

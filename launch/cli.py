@@ -13,23 +13,26 @@ from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tel
 from gradsplit.launch.job import run_job
 from gradsplit.launch.launch_spec import DEFAULT_SIGNALS, EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import find_mpi
-from gradsplit.launch.mpi_variables import lonely_task, mpi_rank, refuse_lonely_worlds
+from gradsplit.launch.mpi_variables import mpi_rank
 from gradsplit.launch.numa_binding import MODES
 from gradsplit.launch.options import parse_options, told_without_effect
 from gradsplit.launch.process_count import count_devices, parse_process_count
 from gradsplit.launch.rank_output import streams_of
+from gradsplit.launch.slurm_task import slurm_rank
 from gradsplit.launch.worker import run_rank
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the launcher with ``arguments`` (default: those of the process) and return its exit code.
 
-    Errors of the command line are one line on standard error and exit code 2; when ``mpiexec`` runs this on
-    several ranks, rank 0 alone prints it.
+    Errors of the command line are one line on standard error and exit code 2; when ``mpiexec`` or ``srun`` runs
+    this on several ranks, rank 0 alone prints it.
     """
     if arguments is None:
         arguments = sys.argv[1:]
     rank = mpi_rank(os.environ)
+    if rank is None:
+        rank = slurm_rank(os.environ)
     if list(arguments[:1]) == ["doctor"]:
         arguments = _of_doctor(arguments[1:], rank)
     exit_code = _run(arguments, rank)
@@ -59,7 +62,6 @@ def _run(arguments: Sequence[str], rank: int | None) -> int:
     try:
         options = parse_options(list(arguments))
         spec = spec_of(options)
-        refuse_lonely_worlds(os.environ)
         note = told_without_effect(options)
         if note is not None and not rank:
             print(f"launch: {note}", file=sys.stderr)
@@ -68,7 +70,7 @@ def _run(arguments: Sequence[str], rank: int | None) -> int:
         check_entry(spec)  # Ranks do it together, each on its own node.
         return run_job(spec)
     except LaunchError as error:
-        if not (lonely_task(os.environ) if rank is None else rank):
+        if not rank or error.known_here_alone:
             print(f"launch: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
 

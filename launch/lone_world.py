@@ -36,5 +36,8 @@ class LoneWorld:
     def leave(self) -> None:
         pass
 
+    def leave_after_signal(self, exit_code: int) -> None:
+        pass
+
     def abort(self, exit_code: int) -> None:
         pass

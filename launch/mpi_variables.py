@@ -8,8 +8,6 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from gradsplit.launch.errors import LaunchError
-
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -34,24 +32,9 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
     return size is not None and size == _first_number(environment, LOCAL_SIZE_VARIABLES)
 
 
-def lonely_task(environment: Mapping[str, str]) -> int | None:
-    """Return which of several tasks this is that ``srun`` started without MPI; None when it is none of those."""
-    if mpi_rank(environment) is not None or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return None
-    return _first_number(environment, ("SLURM_PROCID",))
-
-
-def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
-    """Raise `LaunchError` where ``srun`` started several processes without telling them of each other.
-
-    Each would be a job of its own, of the same program.
-    """
-    if lonely_task(environment) is not None:
-        tasks = environment["SLURM_STEP_NUM_TASKS"]
-        raise LaunchError(
-            f"srun started {tasks} tasks without MPI, which would be {tasks} jobs: use srun --mpi=pmix (srun "
-            "--mpi=list shows what there is), or mpirun in the batch script"
-        )
+def started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Return whether Slurm itself is this process's PMIx server, and no ``mpirun`` in an allocation of Slurm."""
+    return environment.get("PMIX_NAMESPACE", "").startswith("slurm.")
 
 
 def allocated_nodes(environment: Mapping[str, str]) -> int:

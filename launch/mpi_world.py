@@ -13,9 +13,9 @@ from array import array
 from itertools import accumulate
 from typing import Any
 
-from gradsplit.launch.errors import LaunchError
+from gradsplit.launch.errors import LaunchError, RankLostError, silent_for
 from gradsplit.launch.mpi_environment import find_running_library
-from gradsplit.launch.mpi_variables import mpi_size, on_one_machine
+from gradsplit.launch.mpi_variables import mpi_size, on_one_machine, started_by_srun
 
 _SHARED_MEMORY_ALONE = {
     "OMPI_MCA_pml": "ob1",
@@ -27,20 +27,12 @@ _SHARED_MEMORY_ALONE = {
 """With these an MPI library talks within one machine, and none of its ranks listens on a network."""
 _ANNOUNCEMENT, _HEARTBEAT, _LOSS = range(3)
 """Kinds of messages."""
+_GRACE_S, _GRACE_OF_SLURM_S = 0.15, 30.0
+"""From a signal to the end: Open MPI's ``mpirun`` follows its SIGTERM with SIGKILL after 0.25 s."""
 _HEARTBEAT_S = 5.0
 _LOOK_S = 0.2
 SILENCE_S = 60.0
 """After so long without a heartbeat a rank is lost."""
-
-
-class RankLostError(Exception):
-    """A rank is silent: its machine, or the network between, has failed. No MPI call that waits for it would return."""
-
-    def __init__(self, rank: int, *, found_here: bool) -> None:
-        super().__init__(rank)
-        self.rank = rank
-        self.found_here = found_here
-        """Whether this rank is the one that waited for it, and has told all others."""
 
 
 class MpiWorld:
@@ -50,10 +42,9 @@ class MpiWorld:
     sends a heartbeat to the next one, and misses those of the one before. Whatever waits may raise `RankLostError`.
     """
 
-    signal_grace_s = 0.15
-    """How long processes have to end when we are told to: Open MPI follows its SIGTERM with SIGKILL after 0.25 s."""
-
-    def __init__(self, mpi: Any) -> None:
+    def __init__(self, mpi: Any, signal_grace_s: float) -> None:
+        self.signal_grace_s = signal_grace_s
+        """How long processes have to end when we are told to."""
         self._mpi = mpi
         self._ranks = mpi.COMM_WORLD
         self._barrier: Any = None
@@ -103,11 +94,11 @@ class MpiWorld:
             self._silence_s = 0.0
         lost = self._take(self._mpi.ANY_SOURCE, _LOSS)
         if lost is not None:
-            raise RankLostError(int.from_bytes(lost), found_here=False)
+            raise RankLostError(int.from_bytes(lost), silent_for(SILENCE_S))
         if self._silence_s > SILENCE_S:
             for other in set(range(self.size)) - {self.rank, self._before}:
                 self._heartbeats.append(self._ranks.Isend(self._before.to_bytes(4), dest=other, tag=_LOSS))
-            raise RankLostError(self._before, found_here=True)
+            raise RankLostError(self._before, silent_for(SILENCE_S), found_here=True)
 
     def _take(self, source: int, tag: int) -> bytes | None:
         """Return a message that has arrived; None without one."""
@@ -153,6 +144,9 @@ class MpiWorld:
                 self._heard += 1
         self._mpi.Finalize()
 
+    def leave_after_signal(self, exit_code: int) -> None:
+        """A signal has ended this rank: ``mpiexec`` ends the others."""
+
     def abort(self, exit_code: int) -> None:
         """End all ranks now. For a fault of the launcher itself."""
         self._ranks.Abort(exit_code)
@@ -183,13 +177,13 @@ def join_world() -> MpiWorld:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"MPI cannot be loaded ({reason}); check mpi4py and MPI4PY_LIBMPI") from error
     MPI.Init_thread(MPI.THREAD_FUNNELED)
-    world = MpiWorld(MPI)
+    world = MpiWorld(MPI, _GRACE_OF_SLURM_S if started_by_srun(os.environ) else _GRACE_S)
     started = mpi_size(os.environ)
     if started not in (None, world.size):
         name = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
         by, mend = "mpiexec", "set MPI4PY_LIBMPI to the libmpi of that mpiexec, or build mpi4py with it"
         if "SLURM_STEP_ID" in os.environ:
-            by, mend = "srun", "use srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
+            by, mend = "srun", "use srun --mpi=none, which needs no MPI, or --mpi=pmix for Open MPI"
         raise LaunchError(
             f"{by} started {started} ranks, but mpi4py's library ({name}) sees {world.size}: they belong to different "
             f"MPIs; {mend}"

@@ -109,7 +109,7 @@ class ProcessKeeper:
 def _keep(supervisor: socket.socket, survived: Collection[int]) -> None:
     """Be the keeper; does not return.
 
-    ``survived``: signals that are the supervisor's business. Slurm may send one to every process of a job, this one too.
+    ``survived``: signals that are the supervisor's business. Slurm may send one to every process of a job.
     """
     running: set[int] = set()
     try:

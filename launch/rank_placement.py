@@ -68,10 +68,10 @@ def check_placement(spec: LaunchSpec, placements: Sequence[RankPlacement]) -> No
     node_count = placements[0].node_count
     if spec.nodes is not None and not spec.nodes[0] <= node_count <= spec.nodes[1]:
         asked = ":".join(map(str, dict.fromkeys(spec.nodes)))
-        raise LaunchError(f"--nnodes {asked}, but mpiexec placed its ranks on {node_count} node(s)")
+        raise LaunchError(f"--nnodes {asked}, but the ranks were placed on {node_count} node(s)")
     for placement in placements:
         if spec.processes_per_node not in (None, placement.local_world_size):
             raise LaunchError(
-                f"--nproc-per-node {spec.processes_per_node}, but mpiexec started "
+                f"--nproc-per-node {spec.processes_per_node}, but mpiexec or srun started "
                 f"{placement.local_world_size} rank(s) on {placement.hostname}; these must match"
             )

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
+from gradsplit.launch.errors import RankLostError
 from gradsplit.launch.failure import Failure, collapsed
 from gradsplit.launch.launch_spec import LaunchSpec
-from gradsplit.launch.lone_world import LoneWorld
-from gradsplit.launch.mpi_world import MpiWorld, RankLostError
 from gradsplit.launch.process_keeper import ProcessKeeper, RankProcess
 from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
+from gradsplit.launch.world import World
 
 POLL_INTERVAL_S = 0.01
 FAILURE_GRACE_S = 4.5
@@ -38,7 +38,7 @@ class Supervision:
     """Watches this supervisor's processes, one group of them after the other."""
 
     def __init__(
-        self, spec: LaunchSpec, world: MpiWorld | LoneWorld, keeper: ProcessKeeper, signals: ReceivedSignals
+        self, spec: LaunchSpec, world: World, keeper: ProcessKeeper, signals: ReceivedSignals
     ) -> None:
         self._spec = spec
         self._world = world

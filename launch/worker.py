@@ -22,13 +22,12 @@ from pathlib import Path
 from gradsplit.launch import job_record
 from gradsplit.launch.devices import bound_to_one_device, list_gpus
 from gradsplit.launch.entry import check_entry
-from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tell
+from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, RankLostError, let_rank_0_tell
 from gradsplit.launch.failure import Failure, report
 from gradsplit.launch.job_record import JobRecord, Outcome
 from gradsplit.launch.launch_spec import LaunchSpec
-from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_variables import mpi_rank
-from gradsplit.launch.mpi_world import SILENCE_S, MpiWorld, RankLostError, join_world
+from gradsplit.launch.mpi_world import join_world
 from gradsplit.launch.numa_binding import processors_near
 from gradsplit.launch.parent_death import end_with_parent
 from gradsplit.launch.preflight import machine_facts, preflight_table
@@ -43,10 +42,9 @@ from gradsplit.launch.rank_output import RankOutput
 from gradsplit.launch.rank_placement import RankPlacement, check_placement, place_ranks
 from gradsplit.launch.received_signals import ReceivedSignals
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
+from gradsplit.launch.slurm_world import join_slurm_world
 from gradsplit.launch.supervision import EndedBySignalError, Supervision
-
-LOST_EXIT_CODE = 1
-"""Of a job one of whose machines is lost."""
+from gradsplit.launch.world import World
 
 
 def main() -> int:
@@ -70,17 +68,18 @@ def main() -> int:
 
 
 def run_rank(spec: LaunchSpec, record: JobRecord | None = None) -> int:
-    """Run the user's program on this MPI rank, and return the job's exit code, the same on every rank.
+    """Run the user's program on this rank of MPI, or task of Slurm, and return the job's exit code, the same on all.
 
     ``record``: that of the launcher which started ``mpiexec``; then that one prints what comes last.
     """
-    return run_supervisor(spec, None, join_world, record)
+    join = join_slurm_world if mpi_rank(os.environ) is None else join_world
+    return run_supervisor(spec, None, join, record)
 
 
 def run_supervisor(
     spec: LaunchSpec,
     processes: int | None,
-    join: Callable[[], MpiWorld | LoneWorld],
+    join: Callable[[], World],
     record: JobRecord | None = None,
 ) -> int:
     """Run the user's program here, and return the job's exit code, the same everywhere.
@@ -126,18 +125,18 @@ def run_supervisor(
     except EndedBySignalError as ended:
         if world is not None and world.size > 1:
             keeper.close()
+            world.leave_after_signal(ended.exit_code)
             os._exit(ended.exit_code)
         return ended.exit_code
     except RankLostError as lost:
-        silent = f"MPI's rank {lost.rank}"
+        who = f"the launcher's rank {lost.rank}"
         if placements and world is not None:
             place = placements[lost.rank * len(placements) // world.size]
-            silent = f"{place.hostname}, where rank {place.rank} is,"
-        if record is not None or lost.found_here:
-            told = f"launch: nothing has been heard of {silent} for {SILENCE_S:.0f} s: the machine or the network "
-            _end(record, LOST_EXIT_CODE, f"{told}has failed; the other ranks were ended")
+            who = f"{place.hostname}, where rank {place.rank} is,"
+        if lost.told and (record is not None or lost.found_here):
+            _end(record, lost.exit_code, f"launch: {lost.told.format(who)}; the other ranks were ended")
         keeper.close()
-        os._exit(LOST_EXIT_CODE)  # Leaving MPI would wait for the lost rank.
+        os._exit(lost.exit_code)  # Leaving MPI would wait for the lost rank.
     except LaunchError:
         if world is not None:
             world.leave()
@@ -155,7 +154,7 @@ def run_supervisor(
 
 def _run_attempts(
     spec: LaunchSpec,
-    world: MpiWorld | LoneWorld,
+    world: World,
     placements: Sequence[RankPlacement],
     rendezvous: Rendezvous,
     supervision: Supervision,
@@ -215,7 +214,7 @@ def _run_attempts(
 
 def _compare_machines(
     spec: LaunchSpec,
-    world: MpiWorld | LoneWorld,
+    world: World,
     placements: Sequence[RankPlacement],
     environment: Mapping[str, str],
     bound: bool,
@@ -240,7 +239,7 @@ def _end(record: JobRecord | None, exit_code: int, told: str = "") -> None:
 
 def _meet(
     spec: LaunchSpec,
-    world: MpiWorld | LoneWorld,
+    world: World,
     placements: Sequence[RankPlacement],
     run_id: str | None = None,
 ) -> Rendezvous:
@@ -260,7 +259,7 @@ def _job_folder(spec: LaunchSpec, rendezvous: Rendezvous) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _agree(world: MpiWorld | LoneWorld, check: Callable[[], object]) -> None:
+def _agree(world: World, check: Callable[[], object]) -> None:
     """Do ``check`` on all supervisors; raise `LaunchError` on all of them when it does so on any."""
     problem = None
     try:
@@ -272,9 +271,7 @@ def _agree(world: MpiWorld | LoneWorld, check: Callable[[], object]) -> None:
             raise LaunchError(told if world.size == 1 else f"on the node of rank {rank}: {told}")
 
 
-def _place_and_check(
-    spec: LaunchSpec, world: MpiWorld | LoneWorld, processes: int | None
-) -> list[RankPlacement]:
+def _place_and_check(spec: LaunchSpec, world: World, processes: int | None) -> list[RankPlacement]:
     """Return all ranks' placements; raise `LaunchError` on all of them when any cannot do its part."""
     _agree(world, partial(check_entry, spec))  # On each node: a script may be missing on one of them.
     hostnames = world.gather_everywhere(socket.gethostname())

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Slurm whose srun knows MPI (srun --mpi=list names pmix). From the repository:
+# Slurm by itself, whether or not it knows an MPI. From the repository:
 #   sbatch examples/multi_node/slurm_srun.sh [options of the launcher]
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -9,6 +9,7 @@
 # Two minutes before the end the processes get SIGUSR1, to write a checkpoint.
 #SBATCH --signal=USR1@120
 set -euo pipefail
-# One launcher on each node starts the node's processes. What mpi4py links with must be Slurm's MPI.
-srun --mpi=pmix --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
+# One launcher on each node starts the node's processes. With --mpi=pmix they meet over MPI instead, which has to be the
+# one that mpi4py links with.
+srun --mpi=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
     python -m gradsplit.launch --nproc-per-node "${PROCESSES:-gpu}" --log-dir logs "$@" examples/multi_node/train.py

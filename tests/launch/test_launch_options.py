@@ -75,6 +75,15 @@ def test_options_from_variables(tmp_path):
     assert job.stderr == "launch: --nnodes 1:4: 1 for the whole job\n"
 
 
+FAILS_ONCE = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "2":
+        sys.exit(3)
+    import time
+    time.sleep(60)
+"""
+
+
 def test_each_process_sees_one_gpu(tmp_path):
     run(tmp_path, PROBE, "--virtual-local-rank", "--nproc-per-node=2", CUDA_VISIBLE_DEVICES="3, 5")
     seen = [(probe[0]["LOCAL_RANK"], probe[0]["CUDA_VISIBLE_DEVICES"]) for probe in seen_by_ranks(tmp_path)]
@@ -87,12 +96,42 @@ def test_each_process_sees_one_gpu(tmp_path):
     )
 
 
-def test_tasks_of_srun_without_mpi_are_refused(tmp_path):
-    job = run(tmp_path, PROBE, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
-    assert job.returncode == 2 and seen_by_ranks(tmp_path) == []
-    assert job.stderr.startswith("launch: srun started 4 tasks without MPI")
-    job = run(tmp_path, PROBE, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3")  # One of them tells.
-    assert (job.returncode, job.stderr) == (2, "") and seen_by_ranks(tmp_path) == []
+def test_tasks_of_srun_without_mpi_find_each_other(tmp_path):
+    """Three on two machines, whose environment is replayed, with a munge that believes everything; one fails once."""
+    (tmp_path / "sitecustomize.py").write_text(
+        'import os, socket\nsocket.gethostname = lambda: os.environ["SLURMD_NODENAME"]\n'
+    )
+    for name, does in {"munge": "cat", "unmunge": 'printf "UID: x (%s)\\n\\n" $(id -u); cat'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.py").write_text(PROBE + FAILS_ONCE)
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    tasks = []
+    for rank, node in (2, 1), (1, 0), (0, 0):
+        task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"node{node}"}
+        tasks.append(
+            subprocess.Popen(
+                [*OURS, "--max-restarts=1", "job.py"],
+                cwd=tmp_path,
+                env=environment(**step, **task, **paths),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    told = [task.communicate(timeout=50)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], told
+    table, failed = told[2].splitlines()[:4], told[2].splitlines()[4:]
+    assert [line.split()[1:3] for line in table[1:]] == [["0", "node0"], ["1", "node0"], ["2", "node1"]]
+    assert told[:2] == ["", ""] and len(failed) == 1
+    assert failed[0].startswith("launch: rank 2 of 3 (local rank 0 on node1) exited with code 3; ")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    assert [" ".join(seen[0][name] for name in names) for seen in seen_by_ranks(tmp_path)] == [
+        "0 3 0 2 0 node0",
+        "1 3 1 2 0 node0",
+        "2 3 0 1 1 node0",
+    ]
 
 
 def test_the_nodes_of_an_allocation_that_are_not_used_are_told(tmp_path):

@@ -11,11 +11,12 @@ from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.failure import Failure, collapsed, describe
 from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
-from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, refuse_lonely_worlds, without_mpi_variables
+from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, started_by_srun, without_mpi_variables
 from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
 from gradsplit.launch.options import parse_options
 from gradsplit.launch.rank_placement import check_placement, place_ranks
 from gradsplit.launch.rendezvous import Rendezvous, choose_rendezvous
+from gradsplit.launch.slurm_task import slurm_rank
 from gradsplit.launch.terminal import terminal_variables
 
 
@@ -163,12 +164,16 @@ SLURM_STEP = SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_
         # What each starter sets, of what is read here or could be mistaken for it.
         ({}, (None, None)),
         (SLURM, (None, None)),  # The batch script itself, where mpirun is still to come.
-        (SLURM_STEP, "srun --mpi=pmix"),
+        (SLURM_STEP, (None, 4)),
         (SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "1"}, (None, 1)),  # An interactive shell in an allocation.
         (SLURM_STEP | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, (2, 4)),
         (SLURM_STEP | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_JOBID": "7.0", "PMI_FD": "9"}, (2, 4)),
         # Open MPI's mpirun in an allocation: srun starts its daemons, one on each of 4 nodes.
-        (SLURM_STEP | {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "32", "PMIX_RANK": "9"}, (9, 32)),
+        (
+            SLURM_STEP
+            | {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "32", "PMIX_NAMESPACE": "prterun-a"},
+            (9, 32),
+        ),
         (
             {"PALS_RANKID": "5", "PALS_NODEID": "1", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1"},
             (5, 8),
@@ -181,12 +186,9 @@ SLURM_STEP = SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_
     ],
 )
 def test_environments_of_what_starts_ranks(environment, seen):
-    if isinstance(seen, str):
-        with pytest.raises(LaunchError, match=seen):
-            refuse_lonely_worlds(environment)
-        return
-    refuse_lonely_worlds(environment)
     assert (mpi_rank(environment), mpi_size(environment)) == seen
+    assert started_by_srun(environment) == ("slurm" in environment.get("PMIX_NAMESPACE", ""))
+    assert slurm_rank(environment) == (2 if environment is SLURM_STEP else None)
     assert not [
         name for name in without_mpi_variables(environment) if name.startswith(("PMI", "OMPI", "MPI_"))
     ]
