@@ -14,7 +14,7 @@ intermediate (``retain_grad``, a hook), holds what arrives from outside the grap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from gradsplit.compile_core.autograd.tracing.recompute_regions import (
     run_marked,
     run_tagged,
 )
-from gradsplit.compile_core.autograd.tracing.record_operators import Decompositions, record
+from gradsplit.compile_core.autograd.tracing.record_operators import Decompositions, OperatorRecorder, record
 from gradsplit.compile_core.autograd.tracing.recurrent_layers import layered_networks
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
@@ -117,7 +117,7 @@ def _trace(
     left_undefined: list[int] = []
     sizes = OpenSizes()
 
-    def joint(comes_from_seeds: Callable[[torch.Tensor], bool], *inputs: Any) -> list[Any]:
+    def joint(recorder: OperatorRecorder, *inputs: Any) -> list[Any]:
         primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
         # Autograd lets no leaf be changed; its clone is no copy in the end, the graph is functional.
         passed: list[Any] = [
@@ -138,7 +138,7 @@ def _trace(
             roots += [passed[position] for position in rebound]
             wanted = [primals[position] for position in convention.gradient_inputs]
             reached = _reached_nodes(roots)
-            join_arrivals(reached, with_none, comes_from_seeds)
+            join_arrivals(reached, with_none, recorder)
             with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             if any(gradient is None for gradient in gradients):

@@ -100,7 +100,8 @@ def custom_operator(a, b):
 
 def constant_derivatives(a, b):
     h = a * b
-    return torch.sgn(h), torch.copysign(h.detach(), b) * 2, a.sqrt()
+    x = a * (b / (b - b)).detach()  # times zeros without memory, all is zeros
+    return torch.sgn(h), torch.copysign(h.detach(), b) * 2, a.sqrt(), torch.sgn(x), x
 
 
 PROGRAMS = (

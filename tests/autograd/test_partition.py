@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import gradsplit
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
@@ -93,6 +94,34 @@ def test_changed_input_is_copied_if_it_is_saved():
     graph = partitioned_graph(program, torch.randn(8), leaf(8))
     assert graph.saved_bytes == 8 * 4
     assert saved_targets(graph) in (["aten.clone.default"], ["aten.sin.default"])
+
+
+def test_a_copy_is_read_as_it_lies():
+    """It has no gaps, which the changed input has."""
+
+    def program(x, w):
+        y = torch.view_as_complex(torch.stack([x, w], -1)).abs()
+        x.t().add_(1)
+        with torch.no_grad():
+            return torch.mul(w, 3, out=y)
+
+    def gradient(run):
+        x, w = torch.arange(1.0, 9.0).view(2, 4)[:, ::2], torch.ones(2, 2, requires_grad=True)
+        run(x, w).backward(torch.arange(4.0).view(2, 2))
+        return w.grad
+
+    torch.testing.assert_close(gradient(gradsplit.compile(program)), gradient(program))
+
+
+def test_a_cut_of_unequal_capacities_is_found():
+    """What rounding left of a capacity once looked like a way past the cut."""
+
+    def program(x, w):
+        angle = torch.complex(x, x).angle().nan_to_num_()
+        return F.pairwise_distance(w, x / angle)
+
+    graph = partitioned_graph(program, torch.randn(1, dtype=torch.float64), leaf(1, 3).double())
+    assert graph.saved
 
 
 def test_inputs_and_results_of_the_parts():

@@ -26,6 +26,13 @@ def a_view_keeps_its_metadata(x):
     return view + 1, y
 
 
+def copies_what_has_gaps(x):
+    y = x.repeat(2, 2).detach()[:, ::2]
+    y.fill_(1)
+    z = y.contiguous()
+    return z.add_(1), y, y.contiguous() is y
+
+
 def makes_a_leaf(x):
     y = (x.detach() * 2).requires_grad_()
     z = y.requires_grad_(True)
@@ -60,7 +67,8 @@ def distributions(x):
 
 
 PROGRAMS = [
-    changes_metadata, a_view_keeps_its_metadata, makes_a_leaf, types, limits, operators_by_name, items,
+    changes_metadata, a_view_keeps_its_metadata, copies_what_has_gaps, makes_a_leaf, types, limits,
+    operators_by_name, items,
     distributions,
 ]  # fmt: skip
 

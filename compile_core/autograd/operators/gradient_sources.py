@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
+from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
 
 # Positions among the gradients that arrive.
 Sources = frozenset[int]
 
 
 def gradient_sources(graph: Graph, tangents: Sequence[str]) -> dict[Node, Sources]:
-    """For each value, the tangents that it depends on; these are given by the names of their placeholders."""
+    """For each value, the tangents that define it: with none of them nothing is computed.
+
+    Tangents are given by the names of their placeholders.
+    """
     positions = {name: position for position, name in enumerate(tangents)}
     found: dict[Node, Sources] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             found[node] = frozenset([positions[node.name]] if node.name in positions else [])
+        else:
+            found[node] = frozenset().union(*(found[read] for read in node.all_input_nodes))
+    return found
+
+
+def element_sources(sources: Mapping[Node, Sources]) -> dict[Node, Sources]:
+    """For each value, the tangents without which its elements are as if nothing was computed, though it is defined."""
+    found: dict[Node, Sources] = {}
+    for node, defined_by in sources.items():
+        if node.op == "placeholder" or node.target is JOINT_ARRIVAL:
+            is_nothing = True in node.args
+            found[node] = found[node.all_input_nodes[0]] if is_nothing else defined_by
         else:
             found[node] = frozenset().union(*(found[read] for read in node.all_input_nodes))
     return found

@@ -4,6 +4,9 @@ Torch's engine runs a node of autograd's graph as soon as a gradient has arrived
 computes then is as defined as that gradient, though the values may not depend on it: zeros for the gradients of a
 custom function that have not arrived, which times infinity are NaN, or the zeros that are the derivative of a sign.
 Edges keep that in the graph, whatever else is done to it.
+
+Zeros without memory (``is_nothing``) stay zeros whatever they are multiplied with, as if nothing had arrived: only
+whether there is a gradient in the end depends on what did.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from torch import Tensor
 from torch.fx import Graph
 
 _library = torch.library.Library("gradsplit", "FRAGMENT")
-_library.define("joint_arrival(Tensor gradient, Tensor[] others) -> Tensor")
+_library.define("joint_arrival(Tensor gradient, Tensor[] others, bool is_nothing=False) -> Tensor")
 
 
-def _run(gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _run(gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False) -> Tensor:
     return torch.ops.aten.alias.default(gradient)
 
 
-def _shape(gradient: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _shape(gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False) -> Tensor:
     # The very strides: the node is left out in the end.
     return torch.empty_strided(
         gradient.size(), gradient.stride(), dtype=gradient.dtype, device=gradient.device

@@ -42,6 +42,8 @@ _DISTANCE_WEIGHT = 1.1
 _MAX_DISTANCE = 100
 # A value that stays inside kernels unless it is saved costs its writing too.
 _EXTRA_WRITE_WEIGHT = 2
+# In which costs are counted, to a byte.
+_UNITS = 1000
 # Sums of branches are in memory anyway, and where the branches are saved at half the bytes, as under autocast, the
 # backward begins by adding all of them up again: it has both in memory then.
 _RESIDUAL_WEIGHT = 0.5
@@ -219,6 +221,12 @@ def _materialised_in_backward(node: Node, only_backward: Set[Node], needed: Set[
 
 
 def _capacity(node: Node, free: set[Node], distance: int) -> float:
+    """Infinite or a whole number: what rounding leaves of a capacity looks like a way past the cut."""
+    cost = _cost(node, free, distance)
+    return cost if math.isinf(cost) else round(cost * _UNITS)
+
+
+def _cost(node: Node, free: set[Node], distance: int) -> float:
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return math.inf  # several results: each of its ``getitem`` is saved, never the tuple
     if node in free:

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors, is_of_backward, memory_of
+from gradsplit.compile_core.autograd.operators.kinds import is_view
 from gradsplit.compile_core.autograd.operators.region_marks import mark_of
 from gradsplit.compile_core.autograd.partitioning.memory_budget import choose_within_budget
 from gradsplit.compile_core.autograd.partitioning.min_cut import CutProblem, bytes_of
@@ -59,7 +61,8 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         effects=[node for node in random if node not in only_backward],
     )
     names = {node: node.name for node in [*saved, *numbers]}
-    names |= _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
+    copied = _copy_saved(forward, [node for node in saved if memory_of(node) in changed])
+    names |= {node: copy.name for node, copy in copied.items()}
     backward = _extract(
         joint.module,
         names | {node: node.name for node in tangents},
@@ -67,6 +70,7 @@ def partition(joint: JointGraph, activation_memory_budget: float = 1.0) -> Parti
         effects=[node for node in random if node in only_backward],
         on_demand=in_forward,
     )
+    _read_copies(backward, [*copied.values()])
     return PartitionedGraph(
         forward=forward,
         backward=backward,
@@ -170,8 +174,8 @@ def _emit(wanted: Node, graph: Graph, copies: dict[Node, Node]) -> None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
-def _copy_saved(forward: GraphModule, saved: Sequence[Node]) -> dict[Node, str]:
-    """Makes the forward return copies of some values in the values' stead; returns the copies' names.
+def _copy_saved(forward: GraphModule, saved: Sequence[Node]) -> dict[Node, Node]:
+    """Makes the forward return copies of some values in the values' stead; returns the copies.
 
     Inputs that the program changes are changed when the forward has ended, and the backward needs the old
     values of them and of their views.
@@ -183,14 +187,29 @@ def _copy_saved(forward: GraphModule, saved: Sequence[Node]) -> dict[Node, str]:
     results = list(output.args[0])
     # After the program's own results, among which the value may be too.
     place = {node: position for position, node in enumerate(results)}
-    names = {}
+    copies = {}
     for node in saved:
         source = sources[node.name]
         with forward.graph.inserting_before(output):
             copy = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
         copy.meta["val"] = source.meta["val"].clone()
         results[place[source]] = copy
-        names[node] = copy.name
+        copies[node] = copy
     output.args = (tuple(results),)
     forward.recompile()
-    return names
+    return copies
+
+
+def _read_copies(backward: GraphModule, copies: Sequence[Node]) -> None:
+    """Gives inputs of the backward that are copies the copies' strides, and their views those that follow."""
+    metas = {copy.name: copy.meta["val"] for copy in copies}
+    laid_out = set[Node]()
+    for node in backward.graph.nodes if copies else ():
+        if node.name in metas:
+            node.meta["val"] = metas[node.name]
+        elif is_view(node) and not laid_out.isdisjoint(node.all_input_nodes):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+        else:
+            continue
+        laid_out.add(node)

@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gradsplit.compile_core.autograd.operators.gradient_sources import Sources, gradient_sources
+from gradsplit.compile_core.autograd.operators.gradient_sources import (
+    Sources,
+    element_sources,
+    gradient_sources,
+)
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL, drop_joint_arrivals
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
@@ -40,6 +44,7 @@ def keep_absent_apart(joint: JointGraph) -> JointGraph:
     separation = _Separation(joint)
     for node in [*joint.module.graph.nodes]:
         separation.visit(node)
+    separation.visit_gradients(joint.num_outputs)
     drop_joint_arrivals(joint.module.graph)
     joint.module.recompile()
     return replace(
@@ -55,7 +60,8 @@ class _Separation:
     """A walk over a joint graph.
 
     Attributes:
-        sources: of each value, the gradients that it depends on.
+        sources: of each value, the gradients that its elements depend on.
+        defined_by: those that make it defined.
         zeros: values that are zeros if none of these arrives.
         kept: values with zeros in their place then.
         flags: by gradients and device, the placeholder for whether any of them has arrived.
@@ -63,7 +69,8 @@ class _Separation:
 
     def __init__(self, joint: JointGraph) -> None:
         self.graph = joint.module.graph
-        self.sources = gradient_sources(self.graph, joint.tangents)
+        self.defined_by = gradient_sources(self.graph, joint.tangents)
+        self.sources = element_sources(self.defined_by)
         tangents = set(joint.tangents)
         self.zeros = {node for node in self.sources if node.name in tangents}
         self.kept: dict[Node, Node] = {}
@@ -87,6 +94,17 @@ class _Separation:
             is_zeros = is_linear and self.zeros.issuperset(node.all_input_nodes)
         if is_zeros:
             self.zeros.add(node)
+
+    def visit_gradients(self, num_outputs: int) -> None:
+        """The results after the first ones: defined, they are zeros if nothing has arrived for their elements."""
+        (output,) = self.graph.find_nodes(op="output")
+        outputs = list(output.args[0])
+        for position, value in enumerate(outputs):
+            if position < num_outputs or value is None or value in self.zeros:
+                continue
+            if frozenset() != self.sources[value] != self.defined_by[value]:
+                outputs[position] = self._zeros_if_absent(value)
+        output.args = (tuple(outputs),)
 
     def _zeros_if_absent(self, value: Node) -> Node:
         if value in self.kept:

@@ -6,7 +6,7 @@ for what does not arrive gets zeros here, of which nothing is computed that reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
+from gradsplit.compile_core.autograd.tracing.record_operators import OperatorRecorder
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -36,9 +37,7 @@ def noted_functions_with_none() -> Iterator[WeakSet[Any]]:
         FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
 
 
-def join_arrivals(
-    nodes: Iterable[Any], with_none: WeakSet[Any], comes_from_seeds: Callable[[torch.Tensor], bool]
-) -> None:
+def join_arrivals(nodes: Iterable[Any], with_none: WeakSet[Any], recorder: OperatorRecorder) -> None:
     """Makes what nodes compute depend on what comes to them, as it does for torch's engine.
 
     The gradients that come to a custom function depend on one another if it gets zeros for absent ones, and a gradient
@@ -46,13 +45,14 @@ def join_arrivals(
     """
 
     def of_constants(computed: Gradients, gradients: Gradients) -> Gradients | None:
-        constants = [gradient is not None and not comes_from_seeds(gradient) for gradient in computed]
-        if not any(constants):
+        if all(gradient is None or recorder.comes_from_seeds(gradient) for gradient in computed):
             return None
         arrived = [gradient for gradient in gradients if gradient is not None]
         return tuple(
-            JOINT_ARRIVAL(gradient, arrived) if is_constant else gradient
-            for gradient, is_constant in zip(computed, constants, strict=True)
+            gradient
+            if gradient is None or recorder.comes_from_seeds(gradient)
+            else JOINT_ARRIVAL(gradient, arrived, recorder.is_without_memory(gradient))
+            for gradient in computed
         )
 
     for node in nodes:

@@ -77,11 +77,11 @@ def record(
     fake_mode: FakeTensorMode,
     operations: NumberOperations | None = None,
 ) -> fx.GraphModule:
-    """The operators below autograd of ``function(comes_from_seeds, *inputs, *seeds)``, as a graph.
+    """The operators below autograd of ``function(recorder, *inputs, *seeds)``, as a graph.
 
     Args:
         function: is called once, with functional tensors that stand for ``inputs`` and ``seeds``; what it changes in
-            place, it changes in those alone. ``comes_from_seeds`` says whether a tensor is computed from any seed.
+            place, it changes in those alone. It may ask ``recorder`` about tensors.
         inputs: fake tensors, leaves where they require gradients, and symbolic numbers.
         seeds: fake tensors, the gradients of results.
         decompositions: operator -> function that expresses it in others, or returns ``NotImplemented``.
@@ -97,16 +97,10 @@ def record(
     recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
     placeholders = [recorder.placeholder(given) for given in inputs]
     placeholders += [recorder.placeholder(seed, is_seed=True) for seed in seeds]
-
-    def comes_from_seeds(tensor: torch.Tensor) -> bool:
-        return recorder.comes_from_seeds(_unwrapped(tensor))
-
     enable_functionalization(reapply_views=True)
     try:
         with recorder:
-            results = [
-                _unwrapped(result) for result in function(comes_from_seeds, *map(_wrapped, placeholders))
-            ]
+            results = [_unwrapped(result) for result in function(recorder, *map(_wrapped, placeholders))]
     finally:
         disable_functionalization()
     return recorder.finish(results)
@@ -172,8 +166,13 @@ class OperatorRecorder(TorchDispatchMode):
         return given
 
     def comes_from_seeds(self, tensor: torch.Tensor) -> bool:
-        found = self._nodes.get(id(tensor))
+        """Whether a tensor of the function is computed from any of the seeds."""
+        found = self._nodes.get(id(_unwrapped(tensor)))
         return found is not None and found[1] in self._from_seeds
+
+    def is_without_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the function is zeros that torch would hold without memory."""
+        return id(_unwrapped(tensor)) in self._zeros
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
         self._graph.output(tuple(self._argument(result) for result in results))

@@ -71,6 +71,15 @@ def _requires_grad(state: CaptureState, tensor: TensorValue, *args: Value, **kwa
     return tensor
 
 
+@method_rule("contiguous")
+def _contiguous(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
+    """What was changed in place has no gaps in the traced program, where this would be the tensor itself then."""
+    wanted = [value.as_constant() for value in (*args, *kwargs.values())] or [torch.contiguous_format]
+    if not tensor.fake._version or tensor.fake.is_contiguous(memory_format=wanted[0]):
+        return None
+    return tensor.call_method(state, "clone", [], {"memory_format": state.from_constant(wanted[0])})
+
+
 @method_rule("storage_offset")
 def _storage_offset(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value:
     _guard_beginning(state, tensor)

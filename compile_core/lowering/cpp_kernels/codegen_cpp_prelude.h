@@ -64,10 +64,11 @@ template <class T> INLINE T sign_of(T x) { return T(T(T(0) < x) - T(x < T(0))); 
 template <class T> INLINE T absolute(T x) { return x < T(0) ? T(-x) : x; }
 INLINE float absolute(float x) { return __builtin_fabsf(x); }
 INLINE double absolute(double x) { return __builtin_fabs(x); }
-// What an int32 does not hold, NaN too, g++ folds to other numbers than the processor's instruction gives.
+// What an integer does not hold, NaN too, becomes the least one, as the processor's instruction gives it; the language
+// leaves it open, and g++ folds it to other numbers.
 template <class T, class F> INLINE T truncated(F x) {
-  if (__builtin_constant_p(x) && !(absolute(x) < F(0x1p31))) asm("" : "+m"(x));
-  return T(x);
+  const F past = sizeof(T) == 8 ? F(0x1p63) : F(0x1p31);
+  return T(absolute(x) < past ? x : -past);
 }
 
 // Division by zero of integers traps on x86; torch raises an error. Generated code yields 0 and reports

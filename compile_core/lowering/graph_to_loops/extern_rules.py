@@ -92,10 +92,10 @@ def scalar_factor(node: torch.fx.Node) -> tuple[torch.fx.Node, float] | None:
         or not isinstance(product, torch.fx.Node)
     ):
         return None
-    if node.target in (aten.div.Tensor, aten.div.Scalar):
-        if factor == 0:
-            return None
+    if factor != 0 and node.target in (aten.div.Tensor, aten.div.Scalar):
         factor = 1.0 / factor
+    if factor == 0:
+        return None  # of a product times 0, libraries compute nothing, where infinity times 0 is no number
     if not product.meta["val"].dtype.is_floating_point or node.meta["val"].dtype != product.meta["val"].dtype:
         return None
     return product, float(factor)
