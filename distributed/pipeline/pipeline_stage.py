@@ -96,6 +96,7 @@ class CompiledStage(PipelineStage):
             None if replicas is None else ReplicaAverages(dict(self.submod.named_parameters()), replicas)
         )
         self._scale = 1
+        self._wants_split = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The stage's parameters and buffers under the model's names; see ``merge_checkpoints``."""
@@ -133,6 +134,8 @@ class CompiledStage(PipelineStage):
                     f"{name} of stage {self.stage_index} was exported without data; call load_state_dict first"
                 )
         super().clear_runtime_states()
+        if self._wants_split:
+            self._program.backward.split()
         self._step.begin(self)
 
     def forward_one_chunk(
@@ -175,8 +178,11 @@ class CompiledStage(PipelineStage):
         forward = self._forwards.pop(bwd_chunk_id)
         self.fwd_cache.pop(bwd_chunk_id)
         roots, seeds = ([loss], [None]) if self.is_last else self._arrived(bwd_chunk_id, forward)
+        backward = self._program.backward
+        self._wants_split |= not full_backward
+        backward.in_two = not full_backward
         torch.autograd.backward(roots, seeds)
-        self._weights[bwd_chunk_id] = self._program.take_weights()
+        self._weights[bwd_chunk_id] = backward.take_weights()
         gradients: dict[int, torch.Tensor] = {}
         for k, leaf in zip(self._inputs, forward.inputs, strict=True):
             if k < 0 or not self.layout.edges[k].requires_grad:
@@ -190,23 +196,30 @@ class CompiledStage(PipelineStage):
         self.bwd_cache[bwd_chunk_id] = tuple(gradients.get(k) for k in self._from_previous)
         if full_backward:
             self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        elif not backward.is_split:
+            # As in the first step: nothing was left.
+            self._finish_weights(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The gradients of weights that ``backward_one_chunk`` has left."""
         if not self.has_backward:
             return
-        for left in self._weights.pop(bwd_chunk_id):
+        if bwd_chunk_id in self._weights:
+            self._finish_weights(bwd_chunk_id)
+        if last_backward and self._averages is not None:
+            self._averages.start()
+
+    def _finish_weights(self, microbatch: int) -> None:
+        for left in self._weights.pop(microbatch):
             left.run()
         for k, leaf in self._lent.items():
             gradient, leaf.grad = leaf.grad, None
-            theirs = self._owed.pop((k, bwd_chunk_id), None)
+            theirs = self._owed.pop((k, microbatch), None)
             if theirs is not None:
                 gradient = theirs if gradient is None else theirs + gradient
             if gradient is not None:
                 parameter = self.submod.get_parameter(self.layout.edges[k].name)
                 torch.autograd.backward([get_gradient_edge(parameter)], [gradient])  # type: ignore[arg-type]
-        if last_backward and self._averages is not None:
-            self._averages.start()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of the stage have run; when those of the rank's stages have, its gradients are complete."""

@@ -1,8 +1,9 @@
-"""Compiles a stage: forward, input gradients and weight gradients are programs of their own.
+"""Compiles a stage: forward and backward, and input gradients and weight gradients as programs of their own.
 
-The backward that ``partition`` cuts off the joint graph is cut once more: what the gradients of the stage's inputs need
-is one region, the rest, which only gradients of weights need, another. Where autograd's engine runs the backward, the
-first one runs, and what the second one takes is kept until the schedule has it run.
+A backward that the schedule wants whole is one program. Where it wants input gradients first, the backward that
+``partition`` cuts off the joint graph is cut once more: what the gradients of the inputs need is one region, the
+rest, which only gradients of weights need, another. Where autograd's engine runs the backward, the first one runs, and
+what the second one takes is kept until the schedule has it run. Which of the two it will be shows in the first step.
 """
 
 from __future__ import annotations
@@ -19,36 +20,86 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.backends.registry import Backend, RegionBackend
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.regions import build_region, graph_inputs, graph_results
+from gradsplit.compile_core.ir.regions import build_region, graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Compute, Schedule
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_module
-from gradsplit.compile_core.runtime.executable import Region
+from gradsplit.compile_core.runtime.executable import Executable, Region, link
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
-_INPUTS, _WEIGHTS = "backward_inputs", "backward_weights"
+_WHOLE, _INPUTS, _WEIGHTS = "backward", "backward_inputs", "backward_weights"
 
 
-class BackwardInTwo:
-    """A ``SchedulePlanner``: a region for the gradients of inputs, and one for the other gradients of weights.
+class StageBackward:
+    """A stage's backward, whole and in two; a ``SchedulePlanner``.
 
     Args:
         is_weight: for each input of the graph.
 
     Attributes:
-        results_of: of each result of the second region the positions, among the graph's inputs, of the weights whose
-            gradient it is.
+        in_two: how the next backward runs; only once ``split`` has been called.
+        can_split: whether there is anything to split: a graph with a backward that a backend compiles in regions.
     """
 
     def __init__(self, is_weight: Sequence[bool]) -> None:
+        self.in_two = self.can_split = False
         self._is_weight = is_weight
-        self.results_of: list[list[int]] = []
+        self._left: list[WeightGradients] = []
+        self._graph: PartitionedGraph | None = None
+        self._compile: Callable[[Compute], Callable[[], Region]] | None = None
+        self._compute: Compute | None = None
+        self._two: Executable | None = None
+        self.inputs: Sequence[torch.Tensor] = ()
 
     def plan_backward(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> tuple[Schedule, None]:
         """See ``SchedulePlanner``."""
+        assert graph.backward is not None
+        self._graph = graph
+        return whole_schedule(_WHOLE, graph.backward), None
+
+    def compiled_by(self, backend: RegionBackend) -> RegionBackend:
+        """The backend, whose backward is this."""
+
+        def compile_region(
+            compute: Compute, options: CompileOptions, dump: StageDump
+        ) -> Callable[[], Region]:
+            finish = backend.compile_region(compute, options, dump)
+            if compute.name != _WHOLE:
+                return finish
+            self.can_split, self._compute = True, compute
+            self._compile = lambda part: backend.compile_region(part, options, dump)
+            return lambda: self._choosing(finish())
+
+        return replace(backend, compile_region=compile_region)
+
+    def split(self) -> None:
+        """Compiles the backward in two, too."""
+        if not self.can_split or self._two is not None:
+            return
+        assert self._graph is not None and self._compute is not None and self._compile is not None
+        parts, results_of = self._parts(self._graph)
+        started = {part.name: self._compile(part) for part in parts}
+        regions = {name: finish() for name, finish in started.items()}
+        if _WEIGHTS in regions:
+            regions[_WEIGHTS] = self._leaving(regions[_WEIGHTS], results_of)
+        schedule = Schedule(_WHOLE, self._compute.inputs, parts, self._compute.outputs)
+        self._two = link(schedule, regions)
+
+    @property
+    def is_split(self) -> bool:
+        return self._two is not None
+
+    def take_weights(self) -> list[WeightGradients]:
+        """What the backwards since the last call have left."""
+        left, self._left = self._left, []
+        return left
+
+    def _parts(self, graph: PartitionedGraph) -> tuple[tuple[Compute, ...], list[list[int]]]:
+        """The two regions, and of each result of the second one the positions, among the graph's inputs, of the weights
+        whose gradient it is."""
         assert graph.backward is not None
         gradients = graph_results(graph.backward)
         of_input = list(zip(graph.signature.gradient_inputs, gradients, strict=True))
@@ -66,10 +117,25 @@ class BackwardInTwo:
             regions.append(build_region(_INPUTS, graph.backward, first, handed_on))
         if second:
             regions.append(build_region(_WEIGHTS, graph.backward, second, results))
-        self.results_of = [[position for position, node in of_input if node is result] for result in results]
-        names = tuple(None if node is None else node.name for node in gradients)
-        taken = tuple(node.name for node in graph_inputs(graph.backward))
-        return Schedule("backward", taken, tuple(regions), names), None
+        return tuple(regions), [
+            [position for position, node in of_input if node is result] for result in results
+        ]
+
+    def _choosing(self, whole: Region) -> Region:
+        def run(arguments: list[Any]) -> Sequence[Any]:
+            return self._two(arguments) if self.in_two and self._two is not None else whole(arguments)
+
+        return run
+
+    def _leaving(self, region: Region, results_of: Sequence[Sequence[int]]) -> Region:
+        """Only keeps what it is given."""
+
+        def leave(arguments: list[Any]) -> Sequence[Any]:
+            self._left.append(WeightGradients(region, [*arguments], results_of, self.inputs))
+            arguments.clear()
+            return [None] * len(results_of)
+
+        return leave
 
 
 @dataclass(frozen=True)
@@ -99,27 +165,21 @@ class WeightGradients:
 class StageProgram:
     """A stage's graph, compiled: called with its inputs, it returns the graph's results, in autograd's graph.
 
-    A backward through them gives gradients to inputs that are no weights; those of weights are left for
-    ``take_weights``, but for some that come out on the way.
+    Attributes:
+        backward: what a backward through them runs.
     """
 
     def __init__(self, graph: fx.Graph, is_weight: Sequence[bool], request: CompileRequest) -> None:
-        self._graph, self._is_weight, self._request = graph, is_weight, request
-        self._left: list[WeightGradients] = []
+        self.backward = StageBackward(is_weight)
+        self._graph, self._request = graph, request
         self._runs: dict[bool, Callable[..., Sequence[torch.Tensor]]] = {}
-        self._inputs: Sequence[torch.Tensor] = ()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self._inputs = inputs
+        self.backward.inputs = inputs
         with_gradients = torch.is_grad_enabled()
         if with_gradients not in self._runs:
             self._runs[with_gradients] = self._compile(inputs, with_gradients)
         return self._runs[with_gradients](*inputs)
-
-    def take_weights(self) -> list[WeightGradients]:
-        """What the backwards since the last call have left."""
-        left, self._left = self._left, []
-        return left
 
     def _compile(
         self, inputs: Sequence[torch.Tensor], with_gradients: bool
@@ -133,31 +193,16 @@ class StageProgram:
         examples = fakes_like(inputs)
         for node, example in zip(copy.find_nodes(op="placeholder"), examples, strict=True):
             node.meta["example_value"] = example
-        planner = BackwardInTwo(self._is_weight)
         backend: Backend = self._request.backend
-        if isinstance(backend, RegionBackend):
-            backend = self._leaving_weights(backend, planner)
+        if isinstance(backend, RegionBackend) and with_gradients:
+            backend = self.backward.compiled_by(backend)
         # Torch's generator has the state that the unsplit model would have, so torch's operators draw.
         options = replace(self._request.options, fallback_random=True)
         return compile_module(
-            fx.GraphModule({}, copy), examples, inputs, backend=backend, options=options, planner=planner
+            fx.GraphModule({}, copy),
+            examples,
+            inputs,
+            backend=backend,
+            options=options,
+            planner=self.backward,
         )
-
-    def _leaving_weights(self, backend: RegionBackend, planner: BackwardInTwo) -> RegionBackend:
-        """The backend, whose region of weight gradients only keeps what it is given."""
-
-        def compile_region(
-            compute: Compute, options: CompileOptions, dump: StageDump
-        ) -> Callable[[], Region]:
-            finish = backend.compile_region(compute, options, dump)
-            return finish if compute.name != _WEIGHTS else lambda: self._leaving(finish(), planner)
-
-        return replace(backend, compile_region=compile_region)
-
-    def _leaving(self, region: Region, planner: BackwardInTwo) -> Region:
-        def leave(arguments: list[Any]) -> Sequence[Any]:
-            self._left.append(WeightGradients(region, [*arguments], planner.results_of, self._inputs))
-            arguments.clear()
-            return [None] * len(planner.results_of)
-
-        return leave
