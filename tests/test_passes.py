@@ -140,7 +140,7 @@ def test_before_and_after(
     row: Any, golden: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is faster on the machine that runs this is not the question.
-    monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0))
+    monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0, 0))
     monkeypatch.setattr(choose_products, "_tile_for", lambda *arguments: TILE)
     torch.set_float32_matmul_precision("highest")
     graph, choices = EXAMPLES[row.name]()
@@ -152,3 +152,10 @@ def test_before_and_after(
     (written,) = tmp_path.iterdir()
     assert written.name.endswith(f".graph.{row.name}.txt") and written.read_text() == after
     golden(f"passes/{row.name}.txt", f"{before}\n--- {row.name}\n\n{after}")
+
+
+def test_copies_and_noise_keep_a_product_with_blas() -> None:
+    speed = GemmSpeed(0, 1.0, 0, 0.9, onednn_copy_s=2.0)
+    assert speed.prefers_onednn(8, 8, 8) and not speed.prefers_onednn(8, 8, 8, is_dense=False)
+    assert speed.prefers_onednn(8, 8, 80, is_dense=False)
+    assert not GemmSpeed(0, 1.0, 0, 0.97, 0).prefers_onednn(8, 8, 8)

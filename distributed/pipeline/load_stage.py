@@ -18,6 +18,9 @@ from gradsplit.distributed.pipeline.layout import PipelineLayout
 from gradsplit.distributed.pipeline.pipeline_stage import CompiledStage
 from gradsplit.distributed.pipeline.rank_step import RankStep
 
+# The largest block, with its header, whose release makes glibc keep twice as much, instead of what it measured so far.
+_LARGEST_MEASURED_BYTES = (32 << 20) - (64 << 10)
+
 # By pipeline, the steps of this rank's stages.
 _steps: weakref.WeakValueDictionary[tuple[str, int], RankStep] = weakref.WeakValueDictionary()
 
@@ -72,9 +75,20 @@ def load_stage(
             f"{past.name} goes from stage {past.producer} to {past.consumers} past torch's schedules, in messages with "
             f"tags, which gloo has and {backend_name} has not; load the stages on a device that gloo serves"
         )
+    if place.type == "cpu":
+        _keep_freed_memory()
     step = _step_of(layout, place, group)
     step.note_loaded(loaded)
     return CompiledStage(layout, stage, part, place, request, group, step, replicas)
+
+
+def _keep_freed_memory() -> None:
+    """Makes the C library keep up to 64 MiB at the end of its heap that are free.
+
+    What microbatches in flight hold comes and goes in each step. When more than twice the largest block that was ever
+    freed is free, glibc gives the end of its heap back to the kernel, to take it again page by page.
+    """
+    torch.empty(_LARGEST_MEASURED_BYTES, dtype=torch.uint8)  # freed at once; not a page of it is touched
 
 
 def _compare(problem: str, checksum: str, stage: int, group: dist.ProcessGroup | None) -> list[int]:

@@ -26,7 +26,7 @@ from gradsplit.compile_core.ir.loops import (
     View,
 )
 from gradsplit.compile_core.ir.step_effects import writes
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec, contiguous_strides
 from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed, onednn_linear
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def choose_gemm(program: LoopProgram, speed: GemmSpeed | None) -> LoopProgram:
     given = {*program.inputs, *program.destinations}
     for step in program.steps:
         product = _product(step, program) if isinstance(step, ExternCall) else None
-        if product is None or not speed.prefers_onednn(*product.sizes):
+        if product is None or not speed.prefers_onednn(*product.sizes, product.is_dense):
             steps.append(step)
             continue
         out = product.out
@@ -70,6 +70,7 @@ class _Product:
         self.sizes = (left.shape[0], left.shape[1], right.shape[1])
         self.factor = factor
         self.origins = step.origins
+        self.is_dense = left.stride == contiguous_strides(left.shape)
         self._left, self._right, self._bias = left, right, bias
 
     def call(self, result: str) -> ExternCall:

@@ -1,8 +1,9 @@
 """Which of torch's two CPU matrix products is faster on this machine: the BLAS that ``aten.mm`` calls, or oneDNN.
 
-Torch's x86 wheels call MKL, which leaves half the speed of AMD's AVX-512 processors unused; oneDNN does not, but costs
-more to call. Two sizes are measured once for a machine and kept in the build cache: a small one tells what a call
-costs, a large one what a multiplication costs.
+Some of torch's x86 wheels call an MKL that leaves half the speed of AMD's AVX-512 processors unused; oneDNN does not,
+but costs more to call, and torch copies a left operand whose rows are not dense, as that of a weight's gradient. Two
+sizes are measured once for a machine and kept in the build cache: a small one tells what a call costs, a large one what
+a multiplication and a copied element cost.
 """
 
 from __future__ import annotations
@@ -22,22 +23,31 @@ from gradsplit.compile_core.toolchain.disk_cache import DiskCache, content_key
 
 _SMALL, _LARGE = 16, 384
 _FILE = "seconds.json"
+# What a measurement is off by: where both are about as fast, BLAS, which needs no copies and writes where it is told.
+_MARGIN = 0.95
 
 
 @dataclass(frozen=True)
 class GemmSpeed:
-    """Seconds a call and seconds a multiply-add, of both."""
+    """Seconds a call and seconds a multiply-add, of both, and an element of a left operand that is copied."""
 
     blas_call_s: float
     blas_multiply_s: float
     onednn_call_s: float
     onednn_multiply_s: float
+    onednn_copy_s: float
 
-    def prefers_onednn(self, rows: int, inner: int, columns: int) -> bool:
-        """Whether oneDNN takes less time for ``[rows, inner] @ [inner, columns]`` in float32."""
+    def prefers_onednn(self, rows: int, inner: int, columns: int, is_dense: bool = True) -> bool:
+        """Whether oneDNN clearly takes less time for ``[rows, inner] @ [inner, columns]`` in float32.
+
+        Args:
+            is_dense: the left operand lies in row-major order without gaps.
+        """
         multiplies = rows * inner * columns
         blas_s = self.blas_call_s + multiplies * self.blas_multiply_s
-        return self.onednn_call_s + multiplies * self.onednn_multiply_s < blas_s
+        copied = 0 if is_dense else rows * inner
+        onednn_s = self.onednn_call_s + multiplies * self.onednn_multiply_s + copied * self.onednn_copy_s
+        return onednn_s < _MARGIN * blas_s
 
 
 def onednn_linear() -> Callable[..., torch.Tensor] | None:
@@ -56,7 +66,7 @@ def gemm_speed(cache_folder: Path) -> GemmSpeed | None:
 
 @cache
 def _gemm_speed(cache_folder: Path, threads: int) -> GemmSpeed:
-    key = content_key("gemm-speed", machine_identity(), str(threads))
+    key = content_key("gemm-speeds", machine_identity(), str(threads))
     return DiskCache(cache_folder).load(
         key,
         lambda folder: _write(folder / _FILE),
@@ -68,6 +78,7 @@ def _write(path: Path) -> None:
     linear: Any = onednn_linear()
     blas = [_measure(lambda a, b: torch.mm(a, b), size) for size in (_SMALL, _LARGE)]
     onednn = [_measure(lambda a, b: linear(a, b, None, "none", [], ""), size) for size in (_SMALL, _LARGE)]
+    copying = _measure(lambda a, b: linear(a.t(), b, None, "none", [], ""), _LARGE)
     multiplies = _LARGE**3 - _SMALL**3
     path.write_text(
         json.dumps(
@@ -76,6 +87,7 @@ def _write(path: Path) -> None:
                 "blas_multiply_s": (blas[1] - blas[0]) / multiplies,
                 "onednn_call_s": onednn[0],
                 "onednn_multiply_s": (onednn[1] - onednn[0]) / multiplies,
+                "onednn_copy_s": max(0.0, copying - onednn[1]) / _LARGE**2,
             }
         )
     )
