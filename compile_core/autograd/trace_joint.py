@@ -37,6 +37,7 @@ from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
 from gradsplit.compile_core.autograd.tracing.arrivals import join_arrivals, noted_functions_with_none
+from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, reads_numbers
@@ -116,6 +117,7 @@ def _trace(
     mutated: list[int] = []
     left_undefined: list[int] = []
     sizes = OpenSizes()
+    captured = CapturedNodes()
 
     def joint(recorder: OperatorRecorder, *inputs: Any) -> list[Any]:
         primals, seeds = inputs[: len(examples)], inputs[len(examples) :]
@@ -124,7 +126,7 @@ def _trace(
             tensor.clone() if position in rebound else tensor for position, tensor in enumerate(primals)
         ]
         with noted_functions_with_none() as with_none:
-            results = module.forward(*passed)
+            results = captured.run(module, *passed)
         outputs = [pick.of(results) for pick in convention.picks]
         mutated.extend(
             position
@@ -163,7 +165,7 @@ def _trace(
         kernels_of_sizes(fake_mode),
         failures_explained(),
     ):
-        traced = record(joint, leaves, seeds, decompositions, fake_mode, operations)
+        traced = record(joint, leaves, seeds, decompositions, fake_mode, operations, captured)
     results, tangent_specs = sizes.of_results(convention.results), sizes.of_specs(specs)
     _check_overlap(examples, mutated)
     check_random_state(traced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gradsplit.compile_core.artifact_logs import log_artifact
@@ -11,6 +12,7 @@ from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.user_lines import innermost_lines
 from gradsplit.compile_core.lowering.build import build, generate, start_build
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
@@ -74,7 +76,8 @@ def generate_region(
     dump.diagram(f"{compute.name}.fused", lambda: draw_program(program))
     with timed("generate"):
         sources = _generate(program)
-    dump(f"{compute.name}.kernels", _print_sources, sources, "output_code")
+    print_sources = partial(_print_sources, compute, program)
+    dump(f"{compute.name}.kernels", print_sources, sources, "output_code")
     return program, sources
 
 
@@ -83,8 +86,22 @@ def _hints(program: LoopProgram) -> str:
     return "\n".join([f"{program.name}:", *lines, *map(str, program.unfused)])
 
 
-def _print_sources(sources: Sequence[KernelSource]) -> str:
-    return "\n\n".join(f"// {source.name}\n{source.text}" for source in sources)
+def _user_lines(compute: Compute, program: LoopProgram) -> dict[str, str]:
+    """What stands before each kernel's text: the lines of the program that it computes."""
+    nodes = {node.name: node for node in compute.module.graph.nodes}
+    return {
+        step.name: "".join(
+            f"// {place.filename}:{place.line} {place.text}\n"
+            for place in innermost_lines(nodes[name] for name in step.origins if name in nodes)
+        )
+        for step in program.steps
+        if not isinstance(step, ExternCall)
+    }
+
+
+def _print_sources(compute: Compute, program: LoopProgram, sources: Sequence[KernelSource]) -> str:
+    lines = _user_lines(compute, program)
+    return "\n\n".join(f"// {source.name}\n{lines[source.name]}{source.text}" for source in sources)
 
 
 def _generate(program: LoopProgram) -> list[KernelSource]:

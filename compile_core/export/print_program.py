@@ -12,21 +12,19 @@ user's line.
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from gradsplit.compile_core.errors import CodeLocation, Unsupported
+from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.export.targets import is_method, name_of_target
 from gradsplit.compile_core.ir.captured import is_symbolic_number
+from gradsplit.compile_core.ir.user_lines import stack_of
 
 # Words of the text's own, which no node may have for a name.
 RESERVED = ("torch", "operator", "math", "slice", "complex", "float", "result")
-
-_PLACE = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 
 
 def print_program(graph: fx.Graph) -> str:
@@ -52,11 +50,11 @@ def print_program(graph: fx.Graph) -> str:
 
 def place_of(node: fx.Node) -> str:
     """The user's innermost line that made a captured node."""
-    found = _PLACE.findall(node.meta.get("stack_trace", ""))
-    if not found:
+    stack = stack_of(node)
+    if not stack:
         return ""
-    filename, line, function, text = found[-1]
-    return f'"{filename}", line {line}, in {function}: {text}'
+    place = stack[-1]
+    return f'"{place.filename}", line {place.line}, in {place.function}: {place.text}'
 
 
 def show_spec(example: Any) -> str:
@@ -87,8 +85,7 @@ def _print_node(node: fx.Node) -> str:
 
 def unwritable(node: fx.Node, what: str) -> Unsupported:
     """The refusal of a node that the text of an exported graph has no words for."""
-    found = _PLACE.findall(node.meta.get("stack_trace", ""))
-    stack = [CodeLocation(file, int(line), function, text) for file, line, function, text in found]
+    stack = stack_of(node)
     return Unsupported(
         "export-unwritable",
         f"{what} cannot be written to a file: an exported graph calls torch's functions of tensors, with literals",

@@ -163,11 +163,13 @@ class _Encoder:
         pairs = [word for pair in zip(registers, offsets, strict=True) for word in pair]
         if isinstance(kernel, BuiltKernel) and kernel.address and self._is_launched_here(kernel.launch):
             words = (kernel.address, self._constant(kernel.call), len(registers))
+            name = self._constant(step.name.encode())
             if kernel.launch is None:
-                self._emit(Opcode.RUN, *words, *pairs)
+                self._emit(Opcode.RUN, *words, name, *pairs)
             else:
                 launch = kernel.launch
-                self._emit(Opcode.LAUNCH, *words, *launch.grid, launch.threads, launch.shared_bytes, *pairs)
+                sizes = (*launch.grid, launch.threads, launch.shared_bytes)
+                self._emit(Opcode.LAUNCH, *words, *sizes, name, *pairs)
             return
         function = kernel.call if isinstance(kernel, BuiltKernel) else kernel
         if any(offsets):
@@ -206,7 +208,7 @@ class _Encoder:
             return
         places = [] if call.out else [*results, *(-1 for _ in call.outputs)][: len(call.outputs)]
         # Lists stand after everything else; where, is counted from the instruction.
-        own_words = 7 + len(native.arguments) + len(places)
+        own_words = 8 + len(native.arguments) + len(places)
         arguments: list[int] = []
         lists: list[int] = []
         for value in native.arguments:
@@ -220,9 +222,9 @@ class _Encoder:
         own_words += len(lists)
         lengths = (own_words, own_words + 6 + len(operands) + len(results))
         counts = (len(arguments), len(places))
-        self._emit(
-            Opcode.OPERATOR, native.address, native.signature, *lengths, *counts, *arguments, *places, *lists
-        )
+        name = self._constant(call.target.name().split(".")[0].encode())
+        words = (native.address, native.signature, *lengths, *counts, name)
+        self._emit(Opcode.OPERATOR, *words, *arguments, *places, *lists)
 
     def _call_function(
         self,

@@ -28,6 +28,10 @@ PyObject* gs_tensor_type;          // torch.Tensor
 int (*gs_launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                         void**);
 int (*gs_current_context)(void**);
+// What profilers listen to; null where torch has none of it.
+bool (*gs_has_listeners)();  // at::hasCallbacks
+int (*gs_record_start)(const char*, void*, void*, uint64_t, void**);
+int (*gs_record_end)(void*);
 }
 
 namespace {
@@ -97,6 +101,22 @@ private:
 
 int (*const SIGNATURES[])(void*, Operands&, const int64_t*) = {GS_SIGNATURES};
 
+// Has a profiler see a kernel, or an operator that is not called through torch's dispatcher. With none on, it costs a
+// comparison.
+class Recorded {
+public:
+    Recorded(bool is_heard, PyObject* name) {
+        if (is_heard && gs_record_start(PyBytes_AsString(name), nullptr, nullptr, 0, &record)) record = nullptr;
+    }
+    ~Recorded() {
+        if (record) gs_record_end(record);
+    }
+    Recorded(const Recorded&) = delete;
+
+private:
+    void* record = nullptr;
+};
+
 PyObject* wrap(Handle tensor) {
     try {
         return gs_wrap(tensor);
@@ -107,7 +127,7 @@ PyObject* wrap(Handle tensor) {
 
 class Run {
 public:
-    Run(PyObject* self, void* stream) : stream(stream) {
+    Run(PyObject* self, void* stream) : stream(stream), is_heard(gs_has_listeners && gs_has_listeners()) {
         PyObject** parts = reinterpret_cast<PyTupleObject*>(self)->items;
         word = reinterpret_cast<const int64_t*>(PyBytes_AsString(parts[0]));
         constants = reinterpret_cast<PyTupleObject*>(parts[1])->items;
@@ -154,12 +174,12 @@ public:
                 word += 5 + 2 * at[4];
                 break;
             case RUN:
-                if (!launch(at, at + 4, at[3])) return nullptr;
-                word += 4 + 2 * at[3];
+                if (!launch(at, at + 5, at[3], constants[at[4]])) return nullptr;
+                word += 5 + 2 * at[3];
                 break;
             case LAUNCH:
-                if (!launch(at, at + 9, at[3])) return nullptr;
-                word += 9 + 2 * at[3];
+                if (!launch(at, at + 10, at[3], constants[at[9]])) return nullptr;
+                word += 10 + 2 * at[3];
                 break;
             case OPERATOR:
                 word += operate(at) ? at[4] : at[3];
@@ -189,6 +209,7 @@ private:
     Register* registers;
     int64_t count;
     void* stream;
+    bool is_heard;
     void* thread = nullptr;  // while Python's lock is given back
     bool has_context = false;
 
@@ -262,9 +283,9 @@ private:
         return true;
     }
 
-    // address, function, count; of a launch the grid's three, threads and shared bytes; a register and an offset in
-    // bytes for each buffer
-    bool launch(const int64_t* at, const int64_t* buffers, int64_t count) {
+    // address, function, count; of a launch the grid's three, threads and shared bytes; name; a register and an offset
+    // in bytes for each buffer
+    bool launch(const int64_t* at, const int64_t* buffers, int64_t count, PyObject* name) {
         void** addresses = static_cast<void**>(alloca((2 * count + 2) * sizeof(void*)));
         void** parameters = addresses + count;
         uintptr_t combined = 0;
@@ -279,6 +300,7 @@ private:
             combined |= reinterpret_cast<uintptr_t>(addresses[index]);
         }
         release();
+        const Recorded recorded(is_heard, name);
         if (at[0] == RUN) {
             auto loops = reinterpret_cast<int (*)(void**)>(at[1]);
             return !loops(addresses) ||
@@ -314,15 +336,19 @@ private:
         return result != nullptr;
     }
 
-    // address, signature, words of this instruction, and with the one after it, counts of arguments and of results, a
-    // word for each argument, registers of results, lists
+    // address, signature, words of this instruction, and with the one after it, counts of arguments and of results, name,
+    // a word for each argument, registers of results, lists
     bool operate(const int64_t* at) {
-        const int64_t arguments = at[5], results = at[6], *places = at + 7 + arguments;
+        const int64_t arguments = at[5], results = at[6], *places = at + 8 + arguments;
         Handle made[results + 1];
         memset(made, 0, sizeof made);
         Operands operands = {at, registers, made, nullptr};
         release();
-        const int status = SIGNATURES[at[2]](reinterpret_cast<void*>(at[1]), operands, at + 7);
+        int status;
+        {
+            const Recorded recorded(is_heard, constants[at[7]]);
+            status = SIGNATURES[at[2]](reinterpret_cast<void*>(at[1]), operands, at + 8);
+        }
         for (int64_t index = 0; index < results; ++index) {
             if (!made[index]) continue;
             if (status == 0 && places[index] >= 0)

@@ -20,7 +20,7 @@ import torch
 from gradsplit.compile_core.runtime.encode_program import EncodedProgram, Opcode
 from gradsplit.compile_core.runtime.native_operators import SIGNATURES, Kind
 from gradsplit.compile_core.toolchain.cpp_compiler import builtin_function
-from gradsplit.compile_core.toolchain.torch_library import LoadErrors, cpp_enum, load_library
+from gradsplit.compile_core.toolchain.torch_library import LoadErrors, address_of, cpp_enum, load_library
 from gradsplit.compile_core.torch_facts.cuda import current_device, current_raw_stream
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ _TORCH_SYMBOLS = {
     "gs_delete": "aoti_torch_delete_tensor_object",
     "gs_get_data_ptr": "aoti_torch_get_data_ptr",
     "gs_wrap": "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+}
+_PROFILER_SYMBOLS = {
+    "gs_record_start": "aoti_record_function_start",
+    "gs_record_end": "aoti_record_function_end",
+    "gs_has_listeners": "_ZN2at12hasCallbacksEv",
 }
 _DRIVER = "libcuda.so.1"
 _DRIVER_SYMBOLS = {"gs_launch_kernel": "cuLaunchKernel", "gs_current_context": "cuCtxGetCurrent"}
@@ -81,6 +86,10 @@ def region_interpreter() -> RegionInterpreter | None:
         logger.info("regions are run by generated Python: %s", error)
         return None
     ctypes.c_void_p.in_dll(library, "gs_tensor_type").value = id(torch.Tensor)
+    listening = {name: address_of(symbol) for name, symbol in _PROFILER_SYMBOLS.items()}
+    if None not in listening.values():  # else profilers see the operators that Python calls, and no kernels
+        for name, address in listening.items():
+            ctypes.c_void_p.in_dll(library, name).value = address
     if torch.cuda.is_available():
         try:
             _find_driver(library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.variable import Variable
@@ -16,6 +17,12 @@ will_engine_execute_node = private(
     "torch._C:_will_engine_execute_node", "whether the backward that runs reaches a node"
 )
 current_autograd_node = private("torch._C:_current_autograd_node", "the node that runs")
+numbers_given = private(
+    "torch.autograd:_get_sequence_nr",
+    "how many nodes a thread has made: reports name the user's line of a gradient",
+    "reports do not name it",
+    lambda: 0,
+)
 graph_task_keeps_graph = private(
     "torch._C:_autograd._get_current_graph_task_keep_graph",
     "whether the backward was called with retain_graph",
@@ -40,6 +47,11 @@ SingleLevelFunction = private(
 register_hook_dict = private(
     "torch.autograd.function:BackwardCFunction._register_hook_dict", "hooks of a compiled program's results"
 )
+
+
+def number_of_node(node: Any) -> int:
+    """Which of the nodes that its thread has made it is; see ``numbers_given``."""
+    return getattr(node, "_sequence_nr", int)()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
 from gradsplit.compile_core.autograd.tracing import functional_batch_norm, random_order, recurrent_layers
+from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.number_recorder import NumberOperations, NumberRecorder
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS
@@ -76,6 +77,7 @@ def record(
     decompositions: Decompositions,
     fake_mode: FakeTensorMode,
     operations: NumberOperations | None = None,
+    captured: CapturedNodes | None = None,
 ) -> fx.GraphModule:
     """The operators below autograd of ``function(recorder, *inputs, *seeds)``, as a graph.
 
@@ -87,6 +89,7 @@ def record(
         decompositions: operator -> function that expresses it in others, or returns ``NotImplemented``.
         fake_mode: their mode, which must be on.
         operations: what the program did with numbers.
+        captured: which node of a captured graph runs.
 
     Returns:
         A module with one placeholder for each input and seed, and the results of ``function`` as a tuple. Nodes have
@@ -94,7 +97,7 @@ def record(
         ``meta["custom"]``.
     """
     table = {**_OF_EVERY_TRACE, **decompositions}
-    recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations())
+    recorder = OperatorRecorder(table, fake_mode, operations or NumberOperations(), captured)
     placeholders = [recorder.placeholder(given) for given in inputs]
     placeholders += [recorder.placeholder(seed, is_seed=True) for seed in seeds]
     enable_functionalization(reapply_views=True)
@@ -138,9 +141,14 @@ class OperatorRecorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, decompositions: Decompositions, fake_mode: FakeTensorMode, operations: NumberOperations
+        self,
+        decompositions: Decompositions,
+        fake_mode: FakeTensorMode,
+        operations: NumberOperations,
+        captured: CapturedNodes | None,
     ) -> None:
         super().__init__()
+        self._captured = captured
         self._fake_mode = fake_mode
         self._decompositions = decompositions
         self._graph = fx.Graph()
@@ -257,6 +265,8 @@ class OperatorRecorder(TorchDispatchMode):
         annotation = node_metadata.current_meta.get("custom")  # torch exchanges the whole dictionary at times
         if annotation:
             node.meta["custom"] = dict(annotation)
+        if self._captured is not None:
+            self._captured.mark(node)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
