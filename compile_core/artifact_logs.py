@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from gradsplit.compile_core.options import LOG_ARTIFACTS, chosen_logs
+from gradsplit.compile_core.run_record import record
 
 _FORMAT = logging.Formatter("[gradsplit %(artifact)s] %(message)s")
 
@@ -33,6 +34,8 @@ _logger.propagate = False
 _logger.addHandler(_ToStandardError())
 
 _chosen: set[str] = set()
+# What reports have as text; of the rest they have more.
+_RECORDED = frozenset({"cache", "cudagraphs", "ddp_graphs", "dynamic", "perf_hints"})
 
 
 def choose_logs(names: Iterable[str]) -> None:
@@ -49,7 +52,9 @@ def choose_logs(names: Iterable[str]) -> None:
 
 
 def log_artifact(name: str, text: Callable[[], str]) -> None:
-    """Writes a text of this artifact, if it was chosen; only then is the text made."""
+    """Writes a text of this artifact, if it was chosen or the run is recorded; only then is the text made."""
+    if name in _RECORDED:
+        record("log", lambda: {"artifact": name, "text": text()})
     if name in _chosen:
         _logger.info("%s", text(), extra={"artifact": name})
 

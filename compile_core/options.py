@@ -109,6 +109,18 @@ def requested_repro() -> ReproRequest | None:
     return ReproRequest(stages[after], int(level), folder)
 
 
+def debug_folder() -> Path | None:
+    """``GRADSPLIT_DEBUG``: where a run is recorded, if it is."""
+    chosen = os.environ.get("GRADSPLIT_DEBUG")
+    return Path(chosen).absolute() if chosen else None
+
+
+def rank_given() -> int | None:
+    """The rank that a launcher gave this process, if one did."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else None
+
+
 def chosen_cpp_compiler() -> list[str]:
     """The command in ``CXX``, in words, arguments among them; empty where none is chosen."""
     return shlex.split(os.environ.get("CXX", ""))

@@ -142,9 +142,9 @@ def run_passes(
     for each in passes:
         if each.name in options.skipped_passes or not each.when(choices):
             continue
-        with timed(each.name):
+        with timed(each.name) as seconds:
             graph = each.run(graph, choices)
-        dump(f"{prefix}.{each.name}", _print, graph)
+        dump(f"{prefix}.{each.name}", _print, graph, seconds=seconds[-1])
         if options.verify:
             _verify(graph)
     return graph

@@ -37,9 +37,11 @@ from gradsplit.compile_core.ir.regions import graph_inputs, whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
 from gradsplit.compile_core.observe.dump import StageDump
+from gradsplit.compile_core.observe.measure_steps import watch
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, GraphChoices, run_passes
+from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.runtime.cuda_graphs import with_cuda_graphs
 from gradsplit.compile_core.runtime.executable import Executable, link
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
@@ -127,6 +129,7 @@ def compile_module(
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)
     except Unsupported as reason:
         logger.warning("a graph runs with torch's own kernels: %s", reason)
+        record("fallback", lambda reason=reason: {"reason": str(reason)})
         return module
     except Exception as error:
         if not config.suppress_errors:
@@ -203,6 +206,7 @@ def compile_stages(
             finish_backward = _start_regions(schedule, backend, options, dump)
             stored = StoredGradients.of(graph, schedule, communicator)
         forward = finish_forward()
+        forward.observer = watch(dump.number)
         backward = None if finish_backward is None else finish_backward()
         run_forward, run_backward = updating(forward, graph, updated), backward
         if options.cuda_graphs:

@@ -28,13 +28,14 @@ PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
-BASE = ("errors", "config", "options", "artifact_logs", "ir", "torch_facts")
+BASE = ("errors", "config", "options", "artifact_logs", "run_record", "ir", "torch_facts")
 STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
 COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "options": ("errors",),
-    "artifact_logs": ("options",),
+    "artifact_logs": ("options", "run_record"),
+    "run_record": ("options",),
     "torch_facts": ("errors",),
     "ir": ("errors", "options", "torch_facts"),
     "toolchain": BASE,
@@ -83,7 +84,7 @@ DISTRIBUTED_EDGES: dict[str, tuple[str, ...]] = {
         "reducer_way",
     ),
     "explaining": ("clocks", "compile_ddp", "ddp_module", "planning", "reducer"),
-    "compile_core_plugin": ("compile_ddp", "explaining", "reducer"),
+    "compile_core_plugin": ("explaining", "reducer"),
     "pipeline": ("group_backend",),
     "distributed": ("compile_ddp", "ddp_options", "explaining", "pipeline"),
 }

@@ -2,7 +2,7 @@
 
 from gradsplit.compile_core.capture.capture_frame import argument_names, capture
 from gradsplit.compile_core.capture.graph_breaks import plain_call, resume_function, run_to_end
-from gradsplit.compile_core.capture.guards.guards import compile_check, explain_failure
+from gradsplit.compile_core.capture.guards.guards import compile_check, explain_failure, values_read
 from gradsplit.compile_core.capture.guards.source_writer import compile_function
 from gradsplit.compile_core.capture.object_model.modules import COMPILED_APART
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
@@ -25,4 +25,5 @@ __all__ = [
     "resume_function",
     "run_only",
     "run_to_end",
+    "values_read",
 ]

@@ -16,7 +16,9 @@ from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, RunGraph
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.observe.describe import describe_place
 from gradsplit.compile_core.observe.observer import Observer
+from gradsplit.compile_core.run_record import record
 
 logger = logging.getLogger("gradsplit.compile_core.capture")
 
@@ -83,19 +85,43 @@ class Findings:
         if self._settings.fullgraph and (plain or not self._settings.may_break(reason)):
             raise reason.with_traceback(None)
         self.break_reasons.append(reason)
+        record(
+            "break",
+            lambda: {
+                "function": self._name,
+                "reason": f"[{reason.reason_id}] {reason.explanation}",
+                "hint": reason.hint,
+                "stack": [describe_place(place) for place in reason.stack],
+                "plain": plain,
+            },
+        )
         log_artifact("graph_breaks", lambda: f"{self._name}: {reason}")
         key = (reason.reason_id, reason.location)
         if key not in _logged_locations:
             _logged_locations.add(key)
             logger.warning("%s is not captured in full: %s", self._name, reason)
 
-    def report_recompilation(self, reason: str, code: types.CodeType) -> None:
+    def report_recompilation(
+        self, reason: str, code: types.CodeType, values: Callable[[], dict[str, str]]
+    ) -> None:
         """
+        Args:
+            values: the kind of the guard that does not hold, and what it is about now.
+
         Raises:
             CompileError: none is allowed.
         """
         if self._settings.observer is not None:
             self._settings.observer.frame_missed(self._name, code, reason)
+        record(
+            "recompilation",
+            lambda: {
+                "function": self._name,
+                "reason": reason,
+                "place": {"file": code.co_filename, "line": code.co_firstlineno},
+                **values(),
+            },
+        )
         log_artifact("recompiles", lambda: f"{self._name}: {reason}")
         if config.error_on_recompile:
             raise CompileError(

@@ -55,6 +55,7 @@ from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger("gradsplit.compile_core.capture")
@@ -249,7 +250,10 @@ class CompiledCode:
             self._findings.report_limit(self._table)
             return None
         if reason is not None:
-            self._findings.report_recompilation(reason, self.target.function.__code__)
+            last = self._table.entries[0]
+            self._findings.report_recompilation(
+                reason, self.target.function.__code__, lambda: last.values_at_failure(arguments)
+            )
         if self.programs.kept and self not in _recent:
             _recent.append(self)
         return self._make_entry(arguments, history)
@@ -326,6 +330,7 @@ class CompiledCode:
             captured = replace(captured, guards=captured.late_guards(), late_guards=None)
             check = compile_check(captured)
         log_artifact("guards", lambda: _print_guards(self.name, captured))
+        record("guards", lambda: _described_guards(self.name, self.target.function.__code__, captured))
         entry = Entry(captured, compiled, check, run)
         self._table.add(entry)
         return entry
@@ -451,6 +456,17 @@ def forget_all() -> None:
 def _print_guards(name: str, captured: CapturedFrame) -> str:
     lines = [f"  {', '.join(map(str, guard.sources))}: {guard.text}" for guard in captured.guards]
     return "\n".join([f"{name}: {len(lines)} guards", *lines])
+
+
+def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) -> dict[str, Any]:
+    return {
+        "function": name,
+        "place": {"file": code.co_filename, "line": code.co_firstlineno},
+        "guards": [
+            {"of": ", ".join(map(str, guard.sources)), "kind": guard.kind, "text": guard.text}
+            for guard in captured.guards
+        ],
+    }
 
 
 def _leave_to_caller(result: Any) -> Any:

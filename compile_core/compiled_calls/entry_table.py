@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.capture import explain_failure
+from gradsplit.compile_core.capture import explain_failure, values_read
 from gradsplit.compile_core.ir.captured import CapturedFrame, Guard
 
 RunGraph = Callable[..., Sequence[torch.Tensor]]
@@ -41,6 +41,13 @@ class Entry:
         """The guard that does not hold; None where not even what it is about can be read."""
         failed = self.check(*arguments)
         return self.captured.guards[failed] if type(failed) is int and failed >= 0 else None
+
+    def values_at_failure(self, arguments: Sequence[Any]) -> dict[str, str]:
+        """The kind of the guard that does not hold, and the values of what it is about."""
+        guard = self.failing_guard(arguments)
+        if guard is None:
+            return {}
+        return {"guard": guard.kind, "found": values_read(self.captured, guard, arguments)}
 
     def reads_shared_memory(self, arguments: Sequence[Any]) -> bool:
         """Whether inputs of the graph share memory; these arguments fit."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradsplit.compile_core.artifact_logs import log_artifact
+from gradsplit.compile_core.observe.describe import describe
+from gradsplit.compile_core.run_record import record
 
 T = TypeVar("T")
 
@@ -20,16 +22,40 @@ class StageDump:
     Args:
         folder: for texts.
         diagram_folder: for pictures.
+
+    Attributes:
+        number: of the graph in this process.
     """
 
     def __init__(self, folder: Path | None, diagram_folder: Path | None = None) -> None:
         self._folder = folder
         self._diagram_folder = diagram_folder
-        self._number = next(_numbers)
+        self.number = next(_numbers)
 
-    def __call__(self, stage: str, print_graph: Callable[[T], str], graph: T, artifact: str = "") -> None:
-        """``artifact`` is the log that the text belongs to, too."""
-        log_artifact(artifact, lambda: f"graph {self._number}, {stage}:\n{print_graph(graph)}")
+    def __call__(
+        self,
+        stage: str,
+        print_graph: Callable[[T], str],
+        graph: T,
+        artifact: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        """
+        Args:
+            artifact: the log that the text belongs to, too.
+            seconds: how long the pass took that made the graph, if one did.
+        """
+        log_artifact(artifact, lambda: f"graph {self.number}, {stage}:\n{print_graph(graph)}")
+        record(
+            "stage",
+            lambda: {
+                "graph": self.number,
+                "stage": stage,
+                "seconds": seconds,
+                "text": print_graph(graph),
+                **describe(graph),
+            },
+        )
         if self._folder is not None:
             self._write(self._folder, f"{stage}.txt", print_graph(graph))
 
@@ -40,4 +66,4 @@ class StageDump:
 
     def _write(self, folder: Path, name: str, text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"graph_{self._number}.{name}").write_text(text, encoding="utf-8")
+        (folder / f"graph_{self.number}.{name}").write_text(text, encoding="utf-8")

@@ -12,13 +12,14 @@ _seconds: dict[str, list[float]] = {}
 
 
 @contextmanager
-def timed(stage: str) -> Iterator[None]:
-    """Adds the time of the ``with`` block to a stage, also when it raises."""
+def timed(stage: str) -> Iterator[list[float]]:
+    """Adds the time of the ``with`` block to a stage, also when it raises; then the list that it gives ends with it."""
     start = time.perf_counter()
+    times = _seconds.setdefault(stage, [])
     try:
-        yield
+        yield times
     finally:
-        _seconds.setdefault(stage, []).append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
 
 
 class Stopwatch:
@@ -30,6 +31,11 @@ class Stopwatch:
     def seconds(self) -> dict[str, list[float]]:
         since = {stage: times[self._before.get(stage, 0) :] for stage, times in _seconds.items()}
         return {stage: times for stage, times in since.items() if times}
+
+
+def total_seconds() -> dict[str, float]:
+    """Of each stage in this process."""
+    return {stage: sum(times) for stage, times in _seconds.items()}
 
 
 def compile_times(

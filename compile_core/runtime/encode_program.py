@@ -163,7 +163,7 @@ class _Encoder:
         pairs = [word for pair in zip(registers, offsets, strict=True) for word in pair]
         if isinstance(kernel, BuiltKernel) and kernel.address and self._is_launched_here(kernel.launch):
             words = (kernel.address, self._constant(kernel.call), len(registers))
-            name = self._constant(step.name.encode())
+            name = self._constant(f"{self._program.name}.{step.name}".encode())
             if kernel.launch is None:
                 self._emit(Opcode.RUN, *words, name, *pairs)
             else:

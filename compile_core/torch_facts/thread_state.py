@@ -53,3 +53,8 @@ CachingDispatchMode = private(
 def is_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0
+
+
+profiler_is_on = private(
+    "torch.autograd:_profiler_enabled", "runs that are recorded are profiled", "they are not", lambda: True
+)

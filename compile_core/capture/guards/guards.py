@@ -8,6 +8,7 @@ its kind says which instruction of the interpreter means the same, with the guar
 
 from __future__ import annotations
 
+import reprlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from gradsplit.compile_core.capture.guards.guard_program import compile_program
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter, compile_function
 from gradsplit.compile_core.ir.captured import CapturedFrame, GraphInput, Guard, GuardKind
 from gradsplit.compile_core.ir.sources import ContentSource, Source, variable_of
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 _IDENTITY_TYPES = (
     type(None),
@@ -258,6 +260,19 @@ def explain_failure(frame: CapturedFrame, arguments: Sequence[Any]) -> str:
         if not holds:
             return f"not: {guard.text}"
     return "every guard holds"
+
+
+def values_read(frame: CapturedFrame, guard: Guard, arguments: Sequence[Any]) -> str:
+    """What a guard is about has these values now, in words."""
+    writer = _CheckWriter()
+    read = "".join(f"{writer.read(source)}, " for source in guard.sources)
+    body = "\n".join(f"    {line}" for line in (*writer.lines, f"return ({read})"))
+    names = ", ".join(map(variable_of, frame.arguments))
+    values = compile_function(f"def read({names}):\n{body}\n", "read", writer.constants)(*arguments)
+    return ", ".join(
+        f"{source} is {TensorSpec.of(value) if isinstance(value, torch.Tensor) else reprlib.repr(value)}"
+        for source, value in zip(guard.sources, values, strict=True)
+    )
 
 
 class _CheckWriter(SourceWriter):
