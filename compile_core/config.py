@@ -81,6 +81,12 @@ SETTINGS: Mapping[str, Setting] = {
         "True or False",
         "where a backend raises, log it and run the graph with torch's own kernels",
     ),
+    "verbose": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "graph breaks are logged with the compiler's own stack, too",
+    ),
     "trace_numpy": Setting(
         True,
         _is_flag,

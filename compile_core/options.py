@@ -115,6 +115,11 @@ def debug_folder() -> Path | None:
     return Path(chosen).absolute() if chosen else None
 
 
+def debugged_function() -> str:
+    """``GRADSPLIT_DEBUG_FUNCTION``: the name of the functions that alone are compiled; "" for all."""
+    return os.environ.get("GRADSPLIT_DEBUG_FUNCTION", "")
+
+
 def rank_given() -> int | None:
     """The rank that a launcher gave this process, if one did."""
     rank = os.environ.get("RANK", "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.code_objects.resume import rest_of
 from gradsplit.compile_core.capture.frames.frame import BreakRequested, Frame
 from gradsplit.compile_core.capture.graph.fake_inputs import has_layout
@@ -226,6 +228,8 @@ def _interpret(
         return _finish(state, frame, names, grad_mode, reason, call.cells_argument), None
     except Unsupported as error:
         step = None if frame is None or frame.steps == 0 else frame.steps - 1
+        if config.verbose:
+            error.add_note("".join(traceback.format_exception(error)))
         return CapturedFrame(None, state.all_guards(), names, None, error.without_frames()), step
     except SymbolicRaise as raised:
         raise PlainCall(f"the function raises {raised.value.describe()}") from None

@@ -99,7 +99,8 @@ class Findings:
         key = (reason.reason_id, reason.location)
         if key not in _logged_locations:
             _logged_locations.add(key)
-            logger.warning("%s is not captured in full: %s", self._name, reason)
+            notes = "".join(f"\n{note}" for note in getattr(reason, "__notes__", ()))
+            logger.warning("%s is not captured in full: %s%s", self._name, reason, notes)
 
     def report_recompilation(
         self, reason: str, code: types.CodeType, values: Callable[[], dict[str, str]]

@@ -54,7 +54,9 @@ from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, ha
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
+from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
+from gradsplit.compile_core.options import debugged_function
 from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
@@ -128,6 +130,9 @@ class CompiledCode:
         self.target = target
         self.name = name
         self._is_continuation = parent is not None
+        # Where functions of another name are debugged; what this one calls may be one of them.
+        names = (target.function.__name__, target.function.__qualname__)
+        self._is_left_out = parent is None and debugged_function() not in ("", *names)
         self._called = _CalledAtBreaks() if parent is None else parent._called
         self._plain_frames = PlainFrames(self.compiled_form)
         self._hooked: HookedCalls | None = None
@@ -192,6 +197,8 @@ class CompiledCode:
             call_plain: what calls that run as plain Python run.
             table, history: the caller's own, if it has them; the latter says which sizes are open.
         """
+        if self._is_left_out:
+            return self._call_left_out(arguments, call_plain)
         if must_run_plain() or (self._findings.runs_plain and self._table.find(arguments) is None):
             return call_plain(*arguments)
         expected = ""
@@ -214,6 +221,12 @@ class CompiledCode:
         if table is not None:
             table.add(entry)
         return call_plain(*arguments) if entry.run is None else entry.run(entry.compiled, inputs, *arguments)
+
+    def _call_left_out(self, arguments: tuple[Any, ...], call_plain: Callable[..., Any]) -> Any:
+        target = self.target
+        if target.cells_argument or (target.is_module_call and has_hooks(arguments[0])):
+            return call_plain(*arguments)
+        return plain_function(target, self._plain_frames.form_of(target.function))(*arguments)
 
     def _find(self, arguments: tuple[Any, ...], table: EntryTable | None) -> Entry | None:
         """An entry that fits. Of memory that is written to, entries of other functions know nothing; see
@@ -292,6 +305,10 @@ class CompiledCode:
         return result
 
     def _make_entry(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
+        with progress(self.name):
+            return self._make_entry_proper(arguments, history)
+
+    def _make_entry_proper(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
         with timed("capture"):
             captured = self._capture(arguments, history)
         if captured.break_reason is not None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 # Stage -> one number a time it ran, in order. Stages appear as they first run, which is their order in the pipeline.
 _seconds: dict[str, list[float]] = {}
+_running: list[str] = []
 
 
 @contextmanager
@@ -16,9 +17,11 @@ def timed(stage: str) -> Iterator[list[float]]:
     """Adds the time of the ``with`` block to a stage, also when it raises; then the list that it gives ends with it."""
     start = time.perf_counter()
     times = _seconds.setdefault(stage, [])
+    _running.append(stage)
     try:
         yield times
     finally:
+        _running.remove(stage)
         times.append(time.perf_counter() - start)
 
 
@@ -31,6 +34,11 @@ class Stopwatch:
     def seconds(self) -> dict[str, list[float]]:
         since = {stage: times[self._before.get(stage, 0) :] for stage, times in _seconds.items()}
         return {stage: times for stage, times in since.items() if times}
+
+
+def running_stages() -> tuple[str, ...]:
+    """Those that run now, of all threads."""
+    return tuple(_running)
 
 
 def total_seconds() -> dict[str, float]:

@@ -168,9 +168,12 @@ def examine(name: str, timeout_s: float = 400.0) -> str:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "gradsplit.doctor", f"{__file__}:factory"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    try:
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no verdict in {timeout_s:.0f} s"
     return " ".join(run.stdout.rpartition("┘")[2].split()) or run.stderr
 
 
