@@ -13,7 +13,7 @@ from gradsplit.launch.errors import USAGE_EXIT_CODE, LaunchError, let_rank_0_tel
 from gradsplit.launch.job import run_job
 from gradsplit.launch.launch_spec import DEFAULT_SIGNALS, EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import find_mpi
-from gradsplit.launch.mpi_variables import mpi_rank
+from gradsplit.launch.mpi_variables import lonely_rank, mpi_rank, refuse_lonely_worlds
 from gradsplit.launch.numa_binding import MODES
 from gradsplit.launch.options import parse_options, told_without_effect
 from gradsplit.launch.process_count import count_devices, parse_process_count
@@ -67,10 +67,11 @@ def _run(arguments: Sequence[str], rank: int | None) -> int:
             print(f"launch: {note}", file=sys.stderr)
         if rank is not None:
             return run_rank(spec)
+        refuse_lonely_worlds(os.environ)
         check_entry(spec)  # Ranks do it together, each on its own node.
         return run_job(spec)
     except LaunchError as error:
-        if not rank or error.known_here_alone:
+        if not (lonely_rank(os.environ) if rank is None else rank) or error.known_here_alone:
             print(f"launch: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
 

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradsplit.launch.errors import LaunchError
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -30,6 +32,22 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
     """Return whether ``mpiexec`` says that it started all ranks on this machine."""
     size = mpi_size(environment)
     return size is not None and size == _first_number(environment, LOCAL_SIZE_VARIABLES)
+
+
+def lonely_rank(environment: Mapping[str, str]) -> int | None:
+    """Return which rank this is that Flux or PALS started without telling it of the others; None where it is none."""
+    if mpi_rank(environment) is not None or environment.get("FLUX_JOB_SIZE") == "1":
+        return None
+    return _first_number(environment, ("FLUX_TASK_RANK", "PALS_RANKID"))
+
+
+def refuse_lonely_worlds(environment: Mapping[str, str]) -> None:
+    """Raise `LaunchError` where each of several processes would be a job of its own, of the same program."""
+    if lonely_rank(environment) is not None:
+        raise LaunchError(
+            "Flux or PALS started this without PMI, so that each process would be a job of its own: leave out "
+            "-o pmi=off (flux run) or --pmi=none (mpiexec)"
+        )
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:

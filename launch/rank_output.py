@@ -1,6 +1,7 @@
 """What the processes write, on its way to the launcher's own output, by whole lines so that none is torn, and to files.
 
 A process whose launcher writes to a terminal sees one too, of the same size, and draws its colours and progress bars.
+Bars of several processes would draw over each other: of all but the first only what a bar shows at its end is shown.
 """
 
 import contextlib
@@ -69,7 +70,8 @@ class RankOutput:
         shown &= spec.shown_local_ranks is None or placement.local_rank in spec.shown_local_ranks
         shown &= spec.shown_ranks is None or placement.rank in spec.shown_ranks
         file = folder / STREAMS[number] if teed or redirected or spec.log_folder is not None else None
-        stream = _Stream(number if shown else None, file, _prefix(spec, placement) if teed else b"")
+        prefix = _prefix(spec, placement) if teed else b""
+        stream = _Stream(number if shown else None, file, prefix, redraws=_is_first_shown(spec, placement))
         if teed and spec.filters[number - 1]:
             stream.duplicate(spec.filters[number - 1], folder.parent / f"filtered_{STREAMS[number]}")
         if number == 2:
@@ -134,8 +136,10 @@ class RankOutput:
 class _Stream:
     """One stream of one process, and where it goes."""
 
-    def __init__(self, screen: int | None, file: Path | None, prefix: bytes) -> None:
+    def __init__(self, screen: int | None, file: Path | None, prefix: bytes, *, redraws: bool) -> None:
         self._screen = screen
+        self._redraws = redraws
+        """Whether a line is shown again and again that the process writes over."""
         self.file = file
         self._log = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._prefix = prefix
@@ -160,12 +164,15 @@ class _Stream:
                 os.close(self._log)
         self._pending += piece
         self._heard_s = time.monotonic()
-        ends = b"\n" if self._prefix else b"\r\n"
+        if not self._redraws:
+            self._pending = _without_overwritten(self._pending)
+        ends = b"\n" if self._prefix or not self._redraws else b"\r\n"
         whole = max(self._pending.rfind(ends[i : i + 1]) for i in range(len(ends))) + 1 if piece else None
         return self._show(whole)
 
     def show_unfinished(self, now_s: float) -> None:
-        if not self._prefix and now_s - self._heard_s > self._silence_s:
+        drawing = not self._redraws and b"\r" in self._pending
+        if not self._prefix and not drawing and now_s - self._heard_s > self._silence_s:
             self._show(None)
 
     def _show(self, size: int | None) -> bool:
@@ -181,6 +188,19 @@ class _Stream:
         if self._screen is not None:
             _write_all(self._screen, show)
         return self._screen is not None
+
+
+def _without_overwritten(text: bytes) -> bytes:
+    """Return ``text`` without what each of its lines writes over, returning to its beginning."""
+    lines = text.split(b"\n")
+    return b"\n".join(line[max(line.rstrip(b"\r").rfind(b"\r"), 0) :] for line in lines)
+
+
+def _is_first_shown(spec: LaunchSpec, placement: RankPlacement) -> bool:
+    """Return whether this rank is the first of those whose output is shown."""
+    if spec.shown_local_ranks is not None:
+        return placement.node_index == 0 and placement.local_rank == min(spec.shown_local_ranks)
+    return placement.rank == min(spec.shown_ranks or (0,))
 
 
 def _write_all(file: int, data: bytes) -> None:

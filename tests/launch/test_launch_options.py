@@ -178,6 +178,30 @@ def test_output_goes_to_files_and_to_the_screen(tmp_path, options, shown, told, 
     ][:files]
 
 
+def test_of_progress_bars_the_first_is_drawn(tmp_path):
+    """And every one's end is shown."""
+    (tmp_path / "job.py").write_text("""
+import os
+rank = os.environ["RANK"]
+for text in f"\\r{rank}: 1%", f"\\r{rank}: 50%", f"\\r{rank}: 100%", f"\\nend {rank}\\r", "\\n":
+    os.write(2, text.encode())
+""")
+    job = subprocess.run(
+        [*OURS, "--nproc-per-node=2", "--log-dir=logs", "job.py"],
+        check=True,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        timeout=50,
+    )
+    shown = {text: text.encode() in job.stderr for text in ("0: 1%\r", "0: 50%\r", "1: 1%", "1: 50%")}
+    assert shown == {"0: 1%\r": True, "0: 50%\r": True, "1: 1%": False, "1: 50%": False}
+    for rank in range(2):
+        assert f"{rank}: 100%\n".encode() in job.stderr and f"end {rank}\r\n".encode() in job.stderr
+        log = next((tmp_path / "logs").glob(f"*/attempt_0/{rank}/stderr.log"))
+        assert log.read_bytes() == f"\r{rank}: 1%\r{rank}: 50%\r{rank}: 100%\nend {rank}\r\n".encode()
+
+
 def test_lines_with_some_words_go_to_a_file_of_all_ranks(tmp_path):
     job = run(
         tmp_path,

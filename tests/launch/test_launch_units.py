@@ -11,7 +11,13 @@ from gradsplit.launch.errors import LaunchError
 from gradsplit.launch.failure import Failure, collapsed, describe
 from gradsplit.launch.launch_spec import EntryKind, LaunchSpec
 from gradsplit.launch.mpi_environment import Flavour, MpiInstallation, find_mpi, parse_flavour
-from gradsplit.launch.mpi_variables import mpi_rank, mpi_size, started_by_srun, without_mpi_variables
+from gradsplit.launch.mpi_variables import (
+    mpi_rank,
+    mpi_size,
+    refuse_lonely_worlds,
+    started_by_srun,
+    without_mpi_variables,
+)
 from gradsplit.launch.mpiexec_command import mpiexec_command, mpiexec_variables
 from gradsplit.launch.options import parse_options
 from gradsplit.launch.rank_placement import check_placement, place_ranks
@@ -183,9 +189,17 @@ SLURM_STEP = SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_
             (3, 4),
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2)),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, (None, None)),
+        ({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"}, "pmi=off"),
+        ({"PALS_RANKID": "5", "PALS_NODEID": "1"}, "--pmi=none"),
     ],
 )
 def test_environments_of_what_starts_ranks(environment, seen):
+    if isinstance(seen, str):
+        with pytest.raises(LaunchError, match=seen):
+            refuse_lonely_worlds(environment)
+        return
+    refuse_lonely_worlds(environment)
     assert (mpi_rank(environment), mpi_size(environment)) == seen
     assert started_by_srun(environment) == ("slurm" in environment.get("PMIX_NAMESPACE", ""))
     assert slurm_rank(environment) == (2 if environment is SLURM_STEP else None)
