@@ -6,6 +6,7 @@ for what does not arrive gets zeros here, of which nothing is computed that reac
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,22 +20,26 @@ from gradsplit.compile_core.autograd.tracing.record_operators import OperatorRec
 
 Gradients = Sequence[torch.Tensor | None]
 
+# Threads may trace side by side, and a trace may hold another.
+_one_at_a_time = threading.RLock()
+
 
 @contextmanager
 def noted_functions_with_none() -> Iterator[WeakSet[Any]]:
     """Collects the nodes that ask for ``None``: torch keeps the answer where nobody can read it."""
     found: WeakSet[Any] = WeakSet()
-    original = FunctionCtx.set_materialize_grads
+    with _one_at_a_time:
+        original = FunctionCtx.set_materialize_grads
 
-    def set_and_note(self: Any, value: bool) -> None:
-        original(self, value)
-        (found.discard if value else found.add)(self)
+        def set_and_note(self: Any, value: bool) -> None:
+            original(self, value)
+            (found.discard if value else found.add)(self)
 
-    FunctionCtx.set_materialize_grads = set_and_note  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
+        FunctionCtx.set_materialize_grads = set_and_note  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
 
 
 def join_arrivals(nodes: Iterable[Any], with_none: WeakSet[Any], recorder: OperatorRecorder) -> None:
