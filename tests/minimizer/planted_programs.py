@@ -93,9 +93,12 @@ def minimized(name: str, calls: int, folder: Path) -> Found:
     }
     begin = time.monotonic()
     command = [sys.executable, "-m", "gradsplit.minimize", str(file)]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    try:
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        return Found(0, False, time.monotonic() - begin, str(late.stdout))
     seconds = time.monotonic() - begin
     small = folder / "minimized" / "repro.py"
     if run.returncode != 0 or not small.exists():
