@@ -73,15 +73,16 @@ class Found:
     said: str
 
 
-def minimized(name: str, calls: int, folder: Path) -> Found:
-    """Makes a program with a fault smaller, as somebody would on the command line."""
+def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Found:
+    """Makes a program with a fault smaller, as somebody would on the command line; its graph ``after`` this stage."""
     fault = FAULTS[name]
     file = folder / "large.py"
     file.write_text(
         "from tests.minimizer import planted_faults\n"
         "from tests.minimizer.planted_programs import Program as Planted, inputs\n"
         "from gradsplit.minimize import Settings\n"
-        f"SETTINGS = Settings({fault.backend!r}, ('tests.minimizer.planted_faults',), level={fault.level})\n"
+        "IMPORTS = ('tests.minimizer.planted_faults',)\n"
+        f"SETTINGS = Settings({fault.backend!r}, IMPORTS, after={after!r}, level={fault.level})\n"
         f"Program = lambda: Planted({name!r}, {calls})\n"
     )
     environment = {

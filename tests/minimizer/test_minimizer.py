@@ -91,10 +91,13 @@ def test_values_are_compared_with_float64():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["kernel of atan", "aborted at flip", "pass overwrite_inputs raises"])
-def test_a_planted_fault_is_all_that_is_left(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("kernel of atan", "aot"), ("aborted at flip", "capture"), ("pass overwrite_inputs raises", "capture")],
+)
+def test_a_planted_fault_is_all_that_is_left(name: str, after: str, tmp_path: Path):
     assert name in FAULTS
-    found = minimized(name, 12, tmp_path)
+    found = minimized(name, 12, tmp_path, after)
     assert found.fails_alone and 0 < found.calls <= 5, found.said
 
 
