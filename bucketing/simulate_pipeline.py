@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradsplit.bucketing.check_schedule import check_schedule, peak_bytes
 from gradsplit.bucketing.pipeline_schedule import COMPUTE, SENDS, Action, PipelineSchedule, needs_of
 
+BETWEEN = "between"
+
 
 @dataclass(frozen=True)
 class StageCost:
     """What a microbatch costs in a stage: seconds of each computation, of sending its results on, of sending gradients
-    back, and the bytes that are kept between its forward and its last gradient."""
+    back, of what its rank does between a computation and the next one, and the bytes that are kept between its forward
+    and its last gradient."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    between_s: float = 0.0
     kept_bytes: int = 0
 
     def seconds(self, kind: str) -> float:
-        """Of one computation."""
-        both = self.backward_input_s + self.backward_weight_s
-        return {"F": self.forward_s, "I": self.backward_input_s, "W": self.backward_weight_s, "B": both}[kind]
+        """Of one computation or send, or of what is ``BETWEEN``."""
+        return {
+            "F": self.forward_s,
+            "I": self.backward_input_s,
+            "W": self.backward_weight_s,
+            "B": self.backward_input_s + self.backward_weight_s,
+            "SEND_F": self.send_forward_s,
+            "SEND_B": self.send_backward_s,
+            BETWEEN: self.between_s,
+        }[kind]
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,16 @@ class PipelineTimeline:
         return "\n".join(lines)
 
 
-def simulate_pipeline(schedule: PipelineSchedule, costs: Sequence[StageCost]) -> PipelineTimeline:
+def simulate_pipeline(
+    schedule: PipelineSchedule, costs: Sequence[StageCost], draw: Callable[[int, str], float] | None = None
+) -> PipelineTimeline:
     """The step of a schedule: a rank takes its actions in order, and waits where something has not arrived yet.
 
     Args:
         costs: by stage. Sends take no time of a rank; what is sent arrives later by its seconds, and two messages from
             one rank to another one come one after the other.
+        draw: the seconds of a stage and a kind of action, or ``BETWEEN``, instead of those in ``costs``: where they
+            vary, ranks wait again and again for the slower one of them, so for longer than with the mean of each.
 
     Raises:
         ValueError: the schedule does not run; see ``check_schedule``.
@@ -81,6 +96,7 @@ def simulate_pipeline(schedule: PipelineSchedule, costs: Sequence[StageCost]) ->
     faults = check_schedule(schedule)
     if faults:
         raise ValueError(f"the schedule does not run: {faults[0]}")
+    seconds = draw or (lambda stage, kind: costs[stage].seconds(kind))
     rank_of, last = schedule.rank_of_stages(), schedule.num_stages - 1
     ends: dict[Action, float] = {}
     free = [0.0] * len(schedule.rows)
@@ -100,14 +116,14 @@ def simulate_pipeline(schedule: PipelineSchedule, costs: Sequence[StageCost]) ->
                 if not all(needs):
                     break
                 ready = max([0.0, *(min(found) for found in needs)])
-                cost = costs[action.stage]
                 if action.kind in COMPUTE:
                     start = max(free[rank], ready)
-                    ends[action] = free[rank] = start + cost.seconds(action.kind)
+                    ends[action] = start + seconds(action.stage, action.kind)
+                    free[rank] = ends[action] + seconds(action.stage, BETWEEN)
                     rows[rank].append(ComputeSpan(action, start, ends[action]))
                 elif action.kind in SENDS:
                     wire = rank, rank_of[action.peer_stage]
-                    takes = cost.send_forward_s if action.kind == "SEND_F" else cost.send_backward_s
+                    takes = seconds(action.stage, action.kind)
                     ends[action] = wires[wire] = max(wires.get(wire, 0.0), ready) + takes
                 else:
                     ends[action] = ready

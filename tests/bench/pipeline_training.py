@@ -4,21 +4,27 @@
 
 Sides of a model live in one process a rank, hold the same weights, and take turns in rows of steps (``rows.py``): ours
 under several schedules, and torch's 1F1B with eager and with torch.compile'd stages, cut where ours are. Losses are
-computed by a function that each side compiles in its own way. What a microbatch costs in a stage is the median of what
-was measured in the steps themselves, so predictions are about the schedule, not about the kernels. Ranks need a core,
-or a GPU, each. On a CPU each rank computes on one thread; on a GPU weights are bfloat16.
+computed by a function that each side compiles in its own way. What a microbatch costs in a stage is what was measured
+in the steps themselves, so predictions are about the schedule, not about the kernels: one with the median of each kind
+of action, and one ("varied") with times drawn from what was measured, since who waits waits for the slower one. Ranks
+need a core, or a GPU, each. On a CPU each rank computes on one thread; on a GPU weights are bfloat16.
+
+With ``--asleep`` the model is tiny, and each computation of ours sleeps until it has lasted so long, a whole backward
+twice as long. So schedules are compared with their predictions where cores lack.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +35,24 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import gradsplit
-from gradsplit.bucketing import Action, PipelineTimeline, StageCost, plot_pipeline, simulate_pipeline
-from gradsplit.bucketing.simulate_pipeline import ComputeSpan
+from gradsplit.bucketing import (
+    Action,
+    PipelineSchedule,
+    PipelineTimeline,
+    StageCost,
+    plot_pipeline,
+    simulate_pipeline,
+)
+from gradsplit.bucketing.simulate_pipeline import BETWEEN, ComputeSpan
 from gradsplit.distributed import export_pipeline, load_stage
 from gradsplit.distributed.pipeline.torch_schedules import IN_A_V, SINGLE, torch_schedule
-from tests.bench.pipeline_models import MODELS, SIZES, Sizes, nearest_layers, torch_stage
+from tests.bench.pipeline_models import MODELS, SIZES, nearest_layers, torch_stage
 from tests.bench.rows import Row, rows_in_turn, run_row, synchronise
 
 # A schedule of ours, and how many stages each rank has.
 OURS = (("1F1B", 1), ("InterleavedZeroBubble", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
 _WATCHED_STEPS = 7
+_DRAWN_STEPS = 101
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -46,10 +60,14 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Watched:
-    """Notes when the stages of a rank compute what, while ``is_on``; a loss belongs to the forward before it."""
+    """Notes when the stages of a rank compute what, while ``is_on``; a loss belongs to the forward before it.
 
-    def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
-        self.is_on = False
+    Args:
+        asleep_s: what a forward, and half of a backward, is made to last.
+    """
+
+    def __init__(self, stages: Sequence[Any], device: torch.device, asleep_s: float) -> None:
+        self.is_on, self._asleep_s = False, asleep_s
         self._device, self._found, self._inside = device, [], False
         for stage in stages:
             self._watch(stage, "forward_one_chunk", lambda arguments: "F")
@@ -62,7 +80,8 @@ class Watched:
 
     def start(self) -> None:
         self._found: list[list[Any]] = []
-        self._base, self.is_on = self._now(), True
+        # Processes of a machine have one clock, GPUs one each.
+        self._base, self.is_on = self._now() if self._device.type == "cuda" else 0.0, True
 
     def spans(self) -> list[ComputeSpan]:
         """Since ``start``, in seconds since then."""
@@ -99,12 +118,15 @@ class Watched:
         def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if self._inside or not self.is_on:  # a whole backward calls that of weights
                 return call(microbatch, *args, **kwargs)
-            self._inside, start = True, self._now()
+            self._inside, start, began = True, self._now(), time.perf_counter()
+            action = Action(stage.stage_index, kind(kwargs), microbatch)
             try:
                 return call(microbatch, *args, **kwargs)
             finally:
                 self._inside = False
-                self._found.append([Action(stage.stage_index, kind(kwargs), microbatch), start, self._now()])
+                lasts = self._asleep_s * (2 if action.kind == "B" else 1)
+                time.sleep(max(0.0, began + lasts - time.perf_counter()))
+                self._found.append([action, start, self._now()])
 
         setattr(stage, name, run)
 
@@ -120,9 +142,10 @@ class Side:
         loss_fn: Callable[..., Tensor],
         microbatches: int,
         tokens: Tensor,
+        asleep_s: float,
     ) -> None:
         self.name, self.schedule, self.stages = name, schedule, sorted(stages, key=lambda s: s.stage_index)
-        self.watched = Watched(self.stages, tokens.device)
+        self.watched = Watched(self.stages, tokens.device, asleep_s)
         given: Any = self.stages[0] if schedule in SINGLE else self.stages
         self._made = get_schedule_class(schedule)(given, microbatches, loss_fn=self.watched.loss(loss_fn))
         self._args = (tokens,) if any(stage.is_first for stage in self.stages) else ()
@@ -137,9 +160,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Bubble:
-    """Of a side: predicted from its own costs, and measured, the median of some steps."""
+    """Of a side: predicted from its own costs, if each kind of action always took as long, and as it varied, and
+    measured, the median of some steps."""
 
-    predicted: PipelineTimeline
+    even: PipelineTimeline
+    varied: PipelineTimeline
     measured: PipelineTimeline
 
 
@@ -156,7 +181,9 @@ class Bench:
         self.model, self.device, self.options, self.group = model, device, options, group
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         sizes = SIZES[model, device.type]
-        self.sizes = Sizes(**{**sizes.__dict__, "layers": options.layers or sizes.layers})
+        self.sizes = replace(sizes, layers=options.layers or sizes.layers)
+        if options.asleep:
+            self.sizes = replace(self.sizes, width=64, length=32)
         torch.manual_seed(1)
         shape = options.microbatches * self.sizes.batch, self.sizes.length
         self.tokens = torch.randint(self.sizes.vocabulary, shape).to(device)
@@ -214,7 +241,9 @@ class Bench:
             self.say(f"torch's {how}, {name}: first step after {time.perf_counter() - start:.1f} s")
 
     def _add(self, name: str, schedule: str, stages: Sequence[Any], loss_fn: Callable[..., Tensor]) -> None:
-        side = Side(name, schedule, stages, loss_fn, self.options.microbatches, self.tokens)
+        side = Side(
+            name, schedule, stages, loss_fn, self.options.microbatches, self.tokens, self.options.asleep
+        )
         for _ in range(2):
             side.step()
         synchronise(self.device)
@@ -249,28 +278,69 @@ class Bench:
             PipelineTimeline(tuple(tuple(rank[k]) for rank in every), (0,) * self.ranks)
             for k in range(_WATCHED_STEPS)
         ]
-        measured.sort(key=lambda timeline: timeline.duration_s)
         stages = self.ranks * len(side.stages)
         rows = torch_schedule(side.schedule, self.ranks, stages, self.options.microbatches)
-        spans = [span for rank in every for step in rank for span in step]
-        predicted = simulate_pipeline(rows, costs_of(spans, stages))
-        return Bubble(predicted, measured[len(measured) // 2])
+        even, varied = predictions(rows, seconds_of_actions([timeline.rows for timeline in measured]))
+        measured.sort(key=lambda timeline: timeline.bubble)
+        return Bubble(even, varied, measured[len(measured) // 2])
 
 
-def costs_of(spans: Sequence[ComputeSpan], stages: int) -> list[StageCost]:
-    """By stage, medians."""
+def seconds_of_actions(
+    steps: Sequence[Sequence[Sequence[ComputeSpan]]],
+) -> dict[tuple[int, str], list[float]]:
+    """By stage and kind what actions took in some steps, of each of which the spans are given by rank.
+
+    A message takes from the end of what sends it to the start of what waited for it, with all that ranks do between.
+    """
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for span in spans:
-        seconds[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+    for step in steps:
+        ends = {span.action: (span.end_s, rank) for rank, row in enumerate(step) for span in row}
+        for rank, row in enumerate(step):
+            for span in row:
+                seconds[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+            for before, span in pairwise(row):
+                stage = before.action.stage
+                needed_s, message = needed(span.action, rank, ends)
+                if message is not None and needed_s > before.end_s:
+                    seconds[message].append(span.start_s - needed_s)
+                else:
+                    seconds[stage, BETWEEN].append(span.start_s - before.end_s)
+    return seconds
+
+
+def needed(
+    action: Action, rank: int, ends: Mapping[Action, tuple[float, int]]
+) -> tuple[float, tuple[int, str] | None]:
+    """When another rank had computed what an action needs, and the stage and kind of the message that brought it."""
+    before, kinds, message = (-1, "F", "SEND_F") if action.kind == "F" else (1, "BI", "SEND_B")
+    for kind in "" if action.kind == "W" else kinds:
+        found = ends.get(Action(action.stage + before, kind, action.microbatch))
+        if found is not None and found[1] != rank:
+            return found[0], (action.stage + before, message)
+    return 0.0, None
+
+
+def predictions(
+    schedule: PipelineSchedule, seconds: Mapping[tuple[int, str], list[float]]
+) -> tuple[PipelineTimeline, PipelineTimeline]:
+    """With the median of each kind of action, and with what they took drawn at random, the median of some."""
     medians = {key: statistics.median(found) for key, found in seconds.items()}
 
     def cost(stage: int) -> StageCost:
-        whole = medians.get((stage, "B"), 0.0) / 2
-        return StageCost(
-            medians[stage, "F"], medians.get((stage, "I"), whole), medians.get((stage, "W"), whole)
-        )
+        half = medians.get((stage, "B"), 0.0) / 2
+        kinds = (("F", 0.0), ("I", half), ("W", half), ("SEND_F", 0.0), ("SEND_B", 0.0), (BETWEEN, 0.0))
+        return StageCost(*(medians.get((stage, kind), default) for kind, default in kinds))
 
-    return [cost(stage) for stage in range(stages)]
+    costs = [cost(stage) for stage in range(schedule.num_stages)]
+    chance = random.Random(0)
+
+    def draw(stage: int, kind: str) -> float:
+        found = seconds.get((stage, kind))
+        return chance.choice(found) if found else costs[stage].seconds(kind)
+
+    drawn = [simulate_pipeline(schedule, costs, draw) for _ in range(_DRAWN_STEPS)]
+    drawn.sort(key=lambda timeline: timeline.bubble)
+    return simulate_pipeline(schedule, costs), drawn[len(drawn) // 2]
 
 
 def run_model(
@@ -287,11 +357,11 @@ def run_model(
         losses: list[Any] = [None] * bench.ranks
         dist.all_gather_object(losses, [loss.item() for loss in side.losses], group)
         loss = statistics.mean(loss for some in losses for loss in some)
-        predicted, measured = bubble.predicted, bubble.measured
+        varied, measured = bubble.varied, bubble.measured
         lines.append(
             f"{name:6} {side.name:14} {side.schedule:22} {statistics.median(found):8.2f} {found[0]:8.2f} "
-            f"{1e3 * predicted.duration_s:9.2f} {1e3 * measured.duration_s:8.2f} "
-            f"{100 * predicted.bubble:8.1f} {100 * measured.bubble:8.1f} {loss:8.4f}"
+            f"{1e3 * varied.duration_s:9.2f} {1e3 * measured.duration_s:8.2f} "
+            f"{100 * bubble.even.bubble:8.1f} {100 * varied.bubble:8.1f} {100 * measured.bubble:8.1f} {loss:8.4f}"
         )
         if bench.rank == 0 and options.out:
             Path(options.out).mkdir(exist_ok=True, parents=True)
@@ -302,7 +372,7 @@ def run_model(
 
 HEADER = (
     f"{'model':6} {'side':14} {'schedule':22} {'step ms':>8} {'least':>8} {'predicted':>9} {'measured':>8} "
-    f"{'bubble %':>8} {'measured':>8} {'loss':>8}"
+    f"{'bubble %':>8} {'varied':>8} {'measured':>8} {'loss':>8}"
 )
 
 
@@ -320,6 +390,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="in a row; 10 on a GPU and 3 on a CPU by default")
     parser.add_argument("--backend", help="of our stages; generated kernels by default")
     parser.add_argument("--mode", help="of our stages")
+    parser.add_argument("--asleep", type=float, default=0.0, help="seconds; see above")
     parser.add_argument("--out", help="a folder for pictures of the steps")
     options = parser.parse_args()
     torch.set_num_threads(1)

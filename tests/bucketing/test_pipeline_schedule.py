@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,18 @@ def test_messages_take_time() -> None:
     schedule = PipelineSchedule.parse("0F0 0B0\n1F0 1B0")
     # Forward, half a second, forward and backward, a quarter, backward.
     assert simulate_pipeline(schedule, costs).duration_s == pytest.approx(1 + 0.5 + 1 + 2 + 0.25 + 2)
+    # A rank is busy between its forward and its backward, too; the first one has time for that.
+    busy = [replace(cost, between_s=0.125) for cost in costs]
+    assert simulate_pipeline(schedule, busy).duration_s == pytest.approx(1 + 0.5 + 1 + 0.125 + 2 + 0.25 + 2)
+
+
+def test_ranks_that_vary_wait_for_the_slower_one() -> None:
+    schedule, costs = torch_schedule("1F1B", 2, 2, 8), [StageCost(1.0, 0.5, 0.5)] * 2
+    varied = itertools.cycle([0.5, 1.5, 1.5, 0.5, 1.0])
+    timeline = simulate_pipeline(
+        schedule, costs, lambda stage, kind: next(varied) if kind in ("F", "B") else 0.0
+    )
+    assert timeline.bubble > simulate_pipeline(schedule, costs).bubble + 0.05
 
 
 def test_what_does_not_run_is_one_line() -> None:

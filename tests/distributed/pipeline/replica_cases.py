@@ -28,8 +28,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Tied().eval()
     if rank == 0:
-        for name in ("p", "other"):
-            export_pipeline(model, call(), 2, folder=folder / name)
+        for name, stages in (("p", 2), ("other", 2), ("four", 4)):
+            export_pipeline(model, call(), stages, folder=folder / name)
     dist.barrier()
 
     # Ranks with different exports, and one whose stage is not there: an error on both, and no rank waits.
@@ -66,7 +66,11 @@ def main() -> None:
     assert all(torch.equal(whole[name], tensor) for name, tensor in model.state_dict().items())
     changed = {name: tensor + 1 for name, tensor in whole.items()}
     stage.load_state_dict(changed)
-    assert all(torch.equal(tensor, changed[name]) for name, tensor in stage.state_dict().items())
+    halves = [load_stage(folder / "four", number, group=group) for number in (rank % 2, 2 + rank % 2)]
+    for half in halves:
+        half.load_state_dict(changed)
+    for one in (stage, *halves):
+        assert all(torch.equal(tensor, changed[name]) for name, tensor in one.state_dict().items())
     dist.barrier()
     dist.destroy_process_group()
     print(f"rank {rank}: equal", flush=True)
