@@ -84,8 +84,9 @@ def run_one(machines: Machines, shared: Path, kind: str, random_: random.Random)
     try:
         job.wait(MOST_S)
     except subprocess.TimeoutExpired:
+        running = left_behind(str(folder))
         job.kill()
-        return f"{kind}: hung\n{said.read_text()}"
+        return f"{kind}: hung, with {running}\n{said.read_text()}"
     seconds = time.monotonic() - start_s
     until = time.monotonic() + 5
     while (left := left_behind(str(folder))) and time.monotonic() < until:
