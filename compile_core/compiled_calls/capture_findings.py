@@ -16,7 +16,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
 from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, RunGraph
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.observe.describe import describe_place
+from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.run_record import record
 
@@ -119,7 +119,7 @@ class Findings:
             lambda: {
                 "function": self._name,
                 "reason": reason,
-                "place": {"file": code.co_filename, "line": code.co_firstlineno},
+                "place": describe_code(code),
                 **values(),
             },
         )

@@ -54,6 +54,7 @@ from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, ha
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
+from gradsplit.compile_core.observe.describe import describe_code
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import debugged_function
@@ -269,7 +270,8 @@ class CompiledCode:
             )
         if self.programs.kept and self not in _recent:
             _recent.append(self)
-        return self._make_entry(arguments, history)
+        with progress(self.name):
+            return self._make_entry(arguments, history)
 
     def _call_to_raise(
         self, expected: str, arguments: tuple[Any, ...], call_plain: Callable[..., Any]
@@ -305,10 +307,6 @@ class CompiledCode:
         return result
 
     def _make_entry(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
-        with progress(self.name):
-            return self._make_entry_proper(arguments, history)
-
-    def _make_entry_proper(self, arguments: tuple[Any, ...], history: SizeHistory) -> Entry:
         with timed("capture"):
             captured = self._capture(arguments, history)
         if captured.break_reason is not None:
@@ -478,7 +476,7 @@ def _print_guards(name: str, captured: CapturedFrame) -> str:
 def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) -> dict[str, Any]:
     return {
         "function": name,
-        "place": {"file": code.co_filename, "line": code.co_firstlineno},
+        "place": describe_code(code),
         "guards": [
             {"of": ", ".join(map(str, guard.sources)), "kind": guard.kind, "text": guard.text}
             for guard in captured.guards

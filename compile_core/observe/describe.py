@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from types import CodeType
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def describe_place(place: CodeLocation | None) -> dict[str, Any] | None:
     if place is None:
         return None
     return {"file": place.filename, "line": place.line, "function": place.function, "text": place.text}
+
+
+def describe_code(code: CodeType) -> dict[str, Any]:
+    """Where a function begins."""
+    return {"file": code.co_filename, "line": code.co_firstlineno}
 
 
 def _node(node: Node) -> dict[str, Any]:

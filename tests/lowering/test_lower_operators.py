@@ -405,16 +405,21 @@ def test_integers_are_rounded_to_16_bits_before_they_are_operands(dtype: torch.d
     check(lambda x: (x % 2051, torch.fmod(x, 2051), torch.remainder(x, -2051)), numbers.to(dtype))
 
 
-def test_a_product_times_zero_is_no_number_where_it_is_infinite():
+@pytest.mark.parametrize("times_zero", [lambda product: product * 0.0, lambda product: product / torch.inf])
+def test_a_product_times_zero_is_no_number_where_it_is_infinite(times_zero):
+    def program(x):
+        return times_zero(x @ x)
+
     x = torch.tensor([[1.0, torch.inf], [2.0, 3.0]])
-    for factor in (lambda product: product * 0.0, lambda product: product / torch.inf):
-        program = lambda x: factor(x @ x)  # noqa: B023, E731
-        torch.testing.assert_close(gradsplit.compile(program)(x), program(x), equal_nan=True)
+    torch.testing.assert_close(gradsplit.compile(program)(x), program(x), equal_nan=True)
 
 
-def test_what_an_integer_does_not_hold():
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_what_an_integer_does_not_hold(dtype):
     """Torch leaves it open; what its kernels for CPUs make of it does not depend on what a compiler can foresee."""
-    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        program = lambda mask: (mask / 0).to(dtype)  # noqa: B023, E731
-        mask = torch.arange(20) % 3 == 0
-        assert torch.equal(gradsplit.compile(program)(mask), program(mask))
+
+    def program(mask):
+        return (mask / 0).to(dtype)
+
+    mask = torch.arange(20) % 3 == 0
+    assert torch.equal(gradsplit.compile(program)(mask), program(mask))

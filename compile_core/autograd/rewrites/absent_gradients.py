@@ -37,16 +37,17 @@ _LINEAR = {aten.neg, aten.sum, aten.clone, aten._to_copy, aten.cat, aten.stack}
 
 def keep_absent_apart(joint: JointGraph) -> JointGraph:
     """The joint graph, with flags after its tangents if it needs some; changes its module."""
-    if len(joint.tangents) < 2:
-        drop_joint_arrivals(joint.module.graph)
-        joint.module.recompile()
-        return joint
+    apart = _with_flags(joint) if len(joint.tangents) > 1 else joint
+    drop_joint_arrivals(joint.module.graph)
+    joint.module.recompile()
+    return apart
+
+
+def _with_flags(joint: JointGraph) -> JointGraph:
     separation = _Separation(joint)
     for node in [*joint.module.graph.nodes]:
         separation.visit(node)
     separation.visit_gradients(joint.num_outputs)
-    drop_joint_arrivals(joint.module.graph)
-    joint.module.recompile()
     return replace(
         joint,
         tangents=(*joint.tangents, *(flag.name for flag in separation.flags.values())),
