@@ -424,9 +424,15 @@ def _check(source: str, name: str) -> Verdict:
     compiled = observe(namespace, lambda function: gradsplit.compile(function, options=options))
     verdict = _difference(eager, compiled, relative)
     if verdict.is_finding:
+        raised = _raised(compiled)
+        if raised is not None:
+            words = "".join(traceback.format_exception(raised[1]))
+            verdict = Verdict(verdict.kind, f"{verdict.detail}\n{words[-1500:]}")
         where = verdict.detail.partition(":")[0]
         if _difference(eager, observe(load(source, name)), relative).is_finding:
             verdict = Verdict("skipped", "plain PyTorch differs from itself")
+        elif _reads_unwritten_memory(source, name, eager, relative):
+            verdict = Verdict("skipped", "plain PyTorch reads memory that nobody wrote")
         elif _is_of_last_elements(source, name, compiled, relative) or (
             verdict.kind.endswith("value") and _is_sensitive(source, name, eager, compiled, relative, where)
         ):
@@ -493,6 +499,15 @@ def _equal(wanted: Any, found: Any, relative: float) -> bool:
 def _size(value: torch.Tensor) -> float:
     finite = value[value.isfinite()].abs()
     return max(1.0, float(finite.max())) if finite.numel() else 1.0
+
+
+def _reads_unwritten_memory(source: str, name: str, eager: Mapping[str, Any], relative: float) -> bool:
+    """Whether plain PyTorch gives something else where torch writes no numbers into all memory that it makes."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return _difference(eager, observe(load(source, name)), relative).is_finding
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _is_of_last_elements(source: str, name: str, compiled: Mapping[str, Any], relative: float) -> bool:

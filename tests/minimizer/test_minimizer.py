@@ -56,6 +56,8 @@ def test_a_graph_gets_smaller_in_calls_and_in_sizes():
 def test_trials_survive_what_they_try():
     assert in_a_fork(lambda: os.abort(), 20.0).is_like(Outcome("crashes", "SIGABRT"))
     assert in_a_fork(lambda: os._exit(3), 20.0).is_like(Outcome("crashes", "exit 3"))
+    said = in_a_fork(lambda: [os.write(2, b"one\n  what():  the reason\ntwo\n"), os.abort()], 20.0)
+    assert str(said) == "crashes: SIGABRT: what():  the reason"
     assert in_a_fork(lambda: time.sleep(60), 0.5).is_like(Outcome("hangs"))
     assert in_a_fork(lambda: Outcome("equal"), 20.0) == Outcome("equal")
 

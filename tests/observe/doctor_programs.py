@@ -184,8 +184,15 @@ def is_right(name: str, said: str) -> bool:
 
 def main(names: Sequence[str], workers: int = 1) -> None:
     table = Table("program", "right", "verdict")
+
+    def examined(name: str) -> str:
+        begin = time.monotonic()
+        said = examine(name)
+        print(f"{name}: {is_right(name, said)}, {time.monotonic() - begin:.0f} s: {said[:160]}", flush=True)
+        return said
+
     with ThreadPoolExecutor(workers) as pool:
-        verdicts = dict(zip(names, pool.map(examine, names), strict=True))
+        verdicts = dict(zip(names, pool.map(examined, names), strict=True))
     for name, said in verdicts.items():
         table.add_row(name, str(is_right(name, said)), said[:160])
     Console(width=160).print(table)
