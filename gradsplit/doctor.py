@@ -179,14 +179,16 @@ def try_ddp(place: str, limit_s: float = LIMIT_S) -> Outcome:
             run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
             return Outcome("hangs", "", f"for {limit_s:.0f} s")
-        answers = [Path(folder, f"rank_{rank}.json") for rank in range(2)]
-        if run.returncode != 0 or not all(path.exists() for path in answers):
-            last = (run.stderr.strip() or run.stdout.strip()).rpartition("\n")[2]
-            return Outcome(
-                "crashes", f"exit {run.returncode}", f"the ranks ended with {run.returncode}: {last}"
-            )
+        answers = sorted(Path(folder).glob("rank_*.json"), key=lambda path: path.stat().st_mtime_ns)
         outcomes = [Outcome(**json.loads(path.read_text())) for path in answers]
-    return next((outcome for outcome in outcomes if outcome.is_failure), outcomes[0])
+    # The first rank that failed: the others may fail since it left them.
+    failed = next((outcome for outcome in outcomes if outcome.is_failure), None)
+    if failed is not None:
+        return failed
+    if run.returncode != 0 or len(outcomes) < 2:
+        last = (run.stderr.strip() or run.stdout.strip()).rpartition("\n")[2]
+        return Outcome("crashes", f"exit {run.returncode}", f"the ranks ended with {run.returncode}: {last}")
+    return outcomes[0]
 
 
 def _run_rank(place: str, folder: Path) -> None:
@@ -215,7 +217,11 @@ def _run_rank(place: str, folder: Path) -> None:
             outcome = Outcome("equal", figures=_step_s(program, (call, ours), (stock, stock)))
     except Exception as error:
         outcome = raised(error)
-    (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(outcome)))
+    part = folder / f"{rank}.part"
+    part.write_text(json.dumps(asdict(outcome)))
+    part.replace(folder / f"rank_{rank}.json")
+    if outcome.kind == "raises":  # the other rank may wait for this one in a collective: the launcher ends it
+        sys.exit(1)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -283,7 +289,9 @@ def main() -> None:
     found = climb(arguments.program)
     if found[PLAIN].kind == _NO_PROGRAM:
         parser.error(found[PLAIN].text)
-    table = Table("rung", "what became of it", "first step, s", "least step, ms", "of plain (DDP: of stock DDP)")
+    table = Table(
+        "rung", "what became of it", "first step, s", "least step, ms", "of plain (DDP: of stock DDP)"
+    )
     for rung, outcome in found.items():
         first, step = outcome.figures.get("first"), outcome.figures.get("step")
         table.add_row(

@@ -147,14 +147,19 @@ def test_a_plug_in_may_compile_graphs_of_any_function(monkeypatch):
     assert seen == [(1, 1, True), (2, 2, True)]
 
 
-def test_plug_ins_draw_none_of_the_programs_random_numbers():
+def test_imports_and_plug_ins_leave_random_numbers_and_gpus_alone():
+    """Who finds the GPUs can hide them no more, and no fork of the process can use them."""
     program = """
 import random
 import torch
-import gradsplit
 
+def find(*arguments):
+    raise AssertionError("GPUs are looked for")
+
+torch._C._accelerator_getAccelerator = torch.cuda.is_available = torch.cuda.device_count = find
 random.seed(1)
 before = random.getstate()
+import gradsplit, gradsplit.bucketing, gradsplit.minimize
 gradsplit.compile(torch.nn.Linear(2, 2))
 assert random.getstate() == before
 """

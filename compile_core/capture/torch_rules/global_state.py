@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,8 +36,12 @@ _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _get_default_dtype = torch.get_default_dtype
 _functorch_stack = top_transform
 
-_accelerator = torch.accelerator.current_accelerator()
-_AUTOCAST_DEVICES = {"cpu", "cuda", *([] if _accelerator is None else [_accelerator.type])}
+
+@functools.cache
+def _autocast_devices() -> frozenset[str]:
+    """Not asked for by an import: it finds the GPUs, which then cannot be hidden any more, nor used by forks."""
+    accelerator = torch.accelerator.current_accelerator()
+    return frozenset({"cpu", "cuda"} if accelerator is None else {"cpu", "cuda", accelerator.type})
 
 
 def global_state() -> tuple[Any, ...]:
@@ -60,7 +65,7 @@ def global_state() -> tuple[Any, ...]:
 def autocast_state() -> tuple[Any, ...]:
     """Whether autocast caches, where it is on, and its dtypes. While it is off, only who asks for a dtype reads it."""
     state: list[Any] = [torch.is_autocast_cache_enabled()]
-    for name in _AUTOCAST_DEVICES:
+    for name in _autocast_devices():
         state += (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
     return tuple(state)
 
