@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO
 
+import torch
+
 from gradsplit.compile_core.minimizer.outcome import Outcome
 
 
@@ -69,6 +71,8 @@ def _answer(run: Callable[[], Outcome], writing: int, errors: int) -> None:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(errors, 2)
+        # Torch makes its pool of threads anew at the first use after a fork, which must not come from several at once.
+        torch.set_num_threads(torch.get_num_threads())
         with os.fdopen(writing, "w") as pipe:
             json.dump(asdict(run()), pipe)
         os._exit(0)

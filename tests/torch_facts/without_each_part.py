@@ -12,10 +12,11 @@ import traceback
 import networkx  # noqa: F401 -- loaded once, for all processes
 import sympy  # noqa: F401
 import torch
-import torch.distributed
+import torch.distributed.pipelining
 import torch.fx.experimental.proxy_tensor
 import torch.fx.experimental.symbolic_shapes
 import torch.nn.parallel.distributed
+import triton  # noqa: F401
 
 
 def train_without(name: str) -> None:
