@@ -151,6 +151,16 @@ def find_callee_target(callee: Any) -> Target | None:
     return replace(target, cells=None)
 
 
+def generator_frame(callee: Any) -> Any:
+    """A function or method of the user's whose calls are generators, None for all else: such a frame runs as plain
+    Python."""
+    function = callee.__func__ if isinstance(callee, types.MethodType) else callee
+    if not isinstance(function, types.FunctionType) or is_disabled(function):
+        return None
+    is_generator = inspect.isgeneratorfunction(function)
+    return callee if is_generator and not is_library_name(function.__globals__.get("__name__")) else None
+
+
 def method_target(method: types.MethodType) -> Target:
     """The target of a bound method, whosoever wrote it."""
     function = method.__func__

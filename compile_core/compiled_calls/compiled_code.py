@@ -44,6 +44,7 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     Target,
     call_object,
     find_callee_target,
+    generator_frame,
     method_target,
     original_of,
 )
@@ -403,7 +404,7 @@ class CompiledCode:
         """
         if type(callee) is functools.partial:
             return functools.partial(self.compiled_form(callee.func), *callee.args, **callee.keywords)
-        frame = disabled_frame(callee)
+        frame = disabled_frame(callee) or generator_frame(callee)
         if frame is not None:
             if isinstance(frame, types.MethodType):
                 return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)

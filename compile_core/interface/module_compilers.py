@@ -58,6 +58,7 @@ class CompileRequest:
             raise TypeError(f"fullgraph must be True or False, not {fullgraph!r}")
         if dynamic is not None and not isinstance(dynamic, bool):
             raise TypeError(f"dynamic must be None, True or False, not {dynamic!r}")
+        options = _without_guard_filter(options)
         resolved = resolve_backend(DEFAULT_BACKEND if backend is None else backend)
         if isinstance(resolved, GraphBackend) and resolved.takes_options:
             refuse_both(mode, options)
@@ -76,6 +77,16 @@ class CompileRequest:
         if ignored:
             logger.warning("the backend %r has no use for the options %s", resolved.name, sorted(ignored))
         return request
+
+
+def _without_guard_filter(options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Torch takes it out of the options before a backend sees them, too."""
+    if not isinstance(options, Mapping) or "guard_filter_fn" not in options:
+        return options
+    if not callable(options["guard_filter_fn"]):
+        raise TypeError(f"option 'guard_filter_fn' takes a function, not {options['guard_filter_fn']!r}")
+    logger.info("guard_filter_fn is not asked: all guards stay")
+    return {name: value for name, value in options.items() if name != "guard_filter_fn"} or None
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,24 @@ def over_named(self, x):
     return x
 
 
-LOOPS = [over_the_list, over_pairs, over_two, over_a_map, over_named]
+def over_a_generator(self, x):
+    def outputs(x):
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            finally:
+                yield x
+
+    for _output in outputs(x):
+        pass
+    return _output
+
+
+def into_a_sum(self, x):
+    return sum(layer(x) for layer in self.layers)
+
+
+LOOPS = [over_the_list, over_pairs, over_two, over_a_map, over_named, over_a_generator, into_a_sum]
 
 
 def programs_of(loop, count, breaks):

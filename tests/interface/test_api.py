@@ -7,6 +7,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,3 +241,26 @@ def test_torchinductor_gets_its_own_options() -> None:
     assert seen == ["ATEN"]
     with pytest.raises(ValueError, match="unknown option 'max_autotune_gemm_backend'"):
         gradsplit.compile(torch.sin, backend="inductor", options={"max_autotune_gemm_backend": "ATEN"})
+
+
+def test_names_of_torchs_have_a_counterpart() -> None:
+    """The page of graph breaks says of each what it is here."""
+    page = Path(__file__).parents[2].joinpath("docs", "graph_breaks.md").read_text()
+    prefixes = ("skip_guard_on_", "keep_")
+    for name in torch.compiler.__all__:
+        assert any(f"`{known}" in page for known in (name, *filter(name.startswith, prefixes))), name
+
+
+def test_guards_stay_whatever_a_filter_says() -> None:
+    graphs = []
+
+    def backend(graph, inputs, **kwargs):
+        graphs.append(kwargs)
+        return graph.forward
+
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    compiled = gradsplit.compile(lambda x, k: x * k, backend=backend, options=options, dynamic=False)
+    assert [compiled(torch.ones(1), k).item() for k in (2, 3)] == [2, 3]
+    assert graphs == [{}, {}]
+    with pytest.raises(TypeError, match="takes a function"):
+        gradsplit.compile(torch.sin, options={"guard_filter_fn": 1})
