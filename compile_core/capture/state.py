@@ -28,6 +28,7 @@ from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
+from gradsplit.compile_core.capture.open_numbers.scalars import is_number_in_tensor, read_scalar
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, open_probability
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
@@ -205,7 +206,16 @@ class Capture(CaptureState):
             and graph_kwargs.get("device") is None
         ):
             graph_kwargs["device"] = self.default_device
-        return self._record(op, target, graph_args, graph_kwargs)
+        try:
+            return self._record(op, target, graph_args, graph_kwargs)
+        except Unsupported as error:
+            # Where torch takes a number it reads one out of a tensor, as out of the learning rate of an optimizer.
+            given = [*args[1:], *kwargs.values()]
+            if error.reason_id != "no-fake-result" or not any(map(is_number_in_tensor, given)):
+                raise
+            read = [read_scalar(self, value) if is_number_in_tensor(value) else value for value in given]
+            named = dict(zip(kwargs, read[len(args) - 1 :], strict=True))
+            return self.call_tensor_op(op, target, [*args[:1], *read[: len(args) - 1]], named)
 
     def call_tensor_nodes(
         self, target: Any, nodes: Sequence[Any], example_by: Callable[..., Any] | None = None

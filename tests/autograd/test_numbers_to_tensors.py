@@ -123,3 +123,25 @@ def test_integers_out_of_tensors_are_left_to_torch() -> None:
         examples = [torch.empty(4, dtype=torch.int64), torch.empty((), dtype=torch.int64)]
     with pytest.raises(Unsupported, match="integer"):
         tensors_of(captured(build, "x", "count"), *examples)
+
+
+def test_the_greater_of_two_numbers_is_pythons() -> None:
+    """Of which NaN is none, unless it comes first."""
+
+    def build(graph: torch.fx.Graph, x: Any, read: Any) -> None:
+        count = graph.call_method("item", (read,))
+        found = [
+            number(graph, function, *operands)
+            for function in (torch.sym_max, torch.sym_min)
+            for operands in ((1.0, count), (count, 1.0))
+        ]
+        graph.output(tuple(graph.call_function(operator.mul, (x, one)) for one in found))
+
+    module = captured(build, "x", "read")
+    with FakeTensorMode():
+        examples = [torch.ones(()), torch.ones(())]
+    graph = tensors_of(module, *examples).forward
+    for value in (0.5, 2.0, float("nan")):
+        given = [torch.ones(()), torch.tensor(value)]
+        want = [f(*pair) for f in (max, min) for pair in ((1.0, value), (value, 1.0))]
+        torch.testing.assert_close([one.item() for one in graph(*given)], want, equal_nan=True)

@@ -68,6 +68,11 @@ OPTIMIZERS = {
     "adamax": lambda model: optim.Adamax(model.parameters()),
     "nadam": lambda model: optim.NAdam(model.parameters()),
     "rprop": lambda model: optim.Rprop(model.parameters()),
+    "asgd foreach": lambda model: optim.ASGD(model.parameters(), foreach=True, lr=torch.tensor(0.1)),
+    "adafactor": lambda model: optim.Adafactor(model.parameters()),
+    "sgd with a rate in a tensor": lambda model: optim.SGD(model.parameters(), lr=torch.tensor(0.1)),
+    "adam with a rate in a tensor": lambda model: optim.Adam(model.parameters(), lr=torch.tensor(0.1)),
+    "rprop with a rate in a tensor": lambda model: optim.Rprop(model.parameters(), lr=torch.tensor(0.1)),
     "two groups": lambda model: optim.Adam(
         [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}], lr=0.01
     ),
@@ -90,7 +95,6 @@ def test_steps_are_captured_whole_and_equal_plain_ones(make):
 # What decides by the data of a step count runs as plain Python.
 PLAIN = {
     "radam": lambda model: optim.RAdam(model.parameters()),
-    "asgd": lambda model: optim.ASGD(model.parameters()),
     "lbfgs": lambda model: optim.LBFGS(model.parameters(), max_iter=3),
 }
 
@@ -114,6 +118,19 @@ def test_steps_that_branch_on_data_equal_plain_ones(make):
         assert torch.equal(run(plain, plain.optimizer.step), run(ours, step))
         for mine, theirs in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_number_that_a_tensor_of_the_cpu_holds_is_compared_by_a_guard():
+    """ASGD begins to average after some steps, which it reads off a tensor."""
+    plain, ours = (Setup(lambda model: optim.ASGD(model.parameters(), t0=3)) for _ in range(2))
+    step = compile_eager(ours.optimizer.step)
+    for _ in range(8):
+        plain.new_gradients()
+        ours.new_gradients()
+        plain.optimizer.step()
+        step()
+        assert_equal_state(plain, ours)
+    assert len(step.entries) == 3 and all(entry.captured.graph for entry in step.entries[:2])
 
 
 def test_one_capture_serves_no_other_optimizer_wrongly():

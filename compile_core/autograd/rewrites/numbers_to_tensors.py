@@ -46,6 +46,9 @@ _ARITHMETIC: Mapping[Any, Any] = {
     torch.sym_sqrt: aten.sqrt.default,
 }
 
+# Python's choice of the second where it compares so to the first: of NaNs it is not torch's.
+_CHOICES: Mapping[Any, Any] = {torch.sym_max: aten.gt.Tensor, torch.sym_min: aten.lt.Tensor}
+
 # What makes a tensor of one number.
 _FILLING = frozenset({aten.full.default, aten.full_like.default, aten.scalar_tensor.default})
 
@@ -160,11 +163,15 @@ class _Rewriting:
         if node.target is torch.sym_float:
             (number,) = node.all_input_nodes
             return self._made[number]
-        function = _ARITHMETIC.get(node.target)
+        function = _ARITHMETIC.get(node.target, _CHOICES.get(node.target))
         if function is None or node.kwargs:
             raise _unsupported(node, f"{node.target} of numbers known only at run time")
         device = self._devices[node]
-        return self._call(function, *(self._operand(value, device) for value in node.args))
+        operands = [self._operand(value, device) for value in node.args]
+        if node.target in _CHOICES:
+            first, second = operands
+            return self._call(aten.where.self, self._call(function, second, first), second, first)
+        return self._call(function, *operands)
 
     def _operand(self, value: Any, device: torch.device) -> Node:
         if isinstance(value, Node):

@@ -17,17 +17,30 @@ from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import Symboli
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.ir.sources import Source
 
 # No power, difference or quotient that programs form of it is zero.
 _EXAMPLE = 0.375
 
 
 class ScalarValue(Value):
-    """A number in the graph. ``example`` has its type; its value is made up."""
+    """A number in the graph. ``example`` has its type; its value is made up.
 
-    def __init__(self, node: fx.Node, example: float | int) -> None:
+    ``value`` is that of this call, if the program may compare the number: it lies in a tensor that nobody has changed
+    yet, of the CPU at ``source``, which is the price of a guard, or made of ones or zeros in the frame.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        example: float | int,
+        value: float | int | None = None,
+        source: Source | None = None,
+    ) -> None:
         self.node = node
         self.example = example
+        self.value = value
+        self.source_of_value = source
 
     def python_type(self) -> type:
         return type(self.example)
@@ -50,11 +63,53 @@ def read_scalar(state: CaptureState, tensor: TensorValue) -> ScalarValue:
     if tensor.fake.numel() != 1 or dtype.is_complex or dtype is torch.bool:
         raise state.unsupported("data-dependent-value", f"item() of {tensor.describe()}")
     example = _EXAMPLE if dtype.is_floating_point else 3
-    return ScalarValue(state.add_scalar_node("call_method", "item", (tensor.node,), example), example)
+    node = state.add_scalar_node("call_method", "item", (tensor.node,), example)
+    if tensor.node.target in _FILLED and tensor.fake._version == 0:
+        return ScalarValue(node, example, type(example)(_FILLED[tensor.node.target]))
+    changed = [state.graph.is_changed(record) for record in state.graph.records if record.node is tensor.node]
+    if tensor.source is None or tensor.real is None or tensor.fake.device.type != "cpu" or changed != [False]:
+        return ScalarValue(node, example)
+    return ScalarValue(node, example, tensor.real.item(), tensor.source)
+
+
+_FILLED = {torch.ones: 1, torch.zeros: 0}
+
+
+def compare_scalar(
+    state: CaptureState, symbol: str, function: Any, left: Value, right: Value
+) -> Value | None:
+    """A comparison with such a number, which is guarded; None where there is none.
+
+    Raises:
+        Unsupported: the number is not known.
+    """
+    number, other = (left, right) if isinstance(left, ScalarValue) else (right, left)
+    if not isinstance(number, ScalarValue):
+        return None
+    if number.value is None or not isinstance(other, ConstantValue):
+        shown = f"{left.describe()} {symbol} {right.describe()}"
+        raise state.unsupported("data-dependent-branch", shown, "keep the value in a tensor")
+    operands = (number.value, other.value) if number is left else (other.value, number.value)
+    value = function(*operands)
+    if number.source_of_value is not None:
+        sides = ["{0}.item()", "{c0}"] if number is left else ["{c0}", "{0}.item()"]
+        condition, source = f"({f' {symbol} '.join(sides)}) is {value}", number.source_of_value
+        state.guards.add([source], condition, [other.value], condition.format(source, c0=other.value))
+    return ConstantValue(value)
+
+
+def is_number_in_tensor(value: Value) -> bool:
+    """Whether torch takes a tensor for the number that it holds: one without dims and gradients."""
+    if not isinstance(value, TensorValue):
+        return False
+    return value.fake.dim() == 0 and not value.fake.requires_grad and value.fake.dtype.is_floating_point
 
 
 _OPERATIONS = frozenset(
-    [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, float]
+    [
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg),
+        *(torch.sym_max, torch.sym_min, float),
+    ]
 )
 
 

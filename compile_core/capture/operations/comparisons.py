@@ -14,6 +14,7 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, opera
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.opaque import OpaqueValue, settled
+from gradsplit.compile_core.capture.open_numbers.scalars import compare_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import (
     SymbolicNumber,
     are_numbers,
@@ -60,6 +61,9 @@ def compare(state: CaptureState, symbol: str, left: Value, right: Value) -> Valu
         if none and symbol in ("==", "!="):
             return ConstantValue(symbol == "!=")
         return state.call_tensor_op("call_function", function, [left, right], {})
+    scalar = compare_scalar(state, symbol, function, left, right)
+    if scalar is not None:
+        return scalar
     if are_numbers(left, right):
         return ConstantValue(compare_numbers(state, symbol, function, left, right))
     special = of_metaclass(state, left, right, method, reflected)

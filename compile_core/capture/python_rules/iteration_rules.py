@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from gradsplit.compile_core.capture.frames.generators import stop_iteration
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt
 from gradsplit.compile_core.capture.operations import comparisons, operators
 from gradsplit.compile_core.capture.operations.special_methods import special_call
@@ -131,7 +135,9 @@ def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None
     return first
 
 
-def _extremum_rule(function: Any, symbol: str) -> CallRule:
+def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
+    """``of_numbers`` is the operation on two numbers, which graphs have for what depends on data."""
+
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if set(kwargs) - {"key", "default"}:
             raise TypeError("unknown keyword argument")
@@ -141,6 +147,8 @@ def _extremum_rule(function: Any, symbol: str) -> CallRule:
                 return kwargs["default"]
             return fold(state, lambda: function(()), [], {})  # raises, in this version's words
         key = kwargs.get("key")
+        if key is None and any(isinstance(item, ScalarValue) for item in items):
+            return functools.reduce(lambda one, other: compute_scalar(state, of_numbers, [one, other]), items)
         keys = items if key is None else [key.call(state, [item], {}) for item in items]
         best = 0
         for index in range(1, len(items)):
@@ -151,8 +159,8 @@ def _extremum_rule(function: Any, symbol: str) -> CallRule:
     return call
 
 
-CALL_RULES[min] = _extremum_rule(min, "<")
-CALL_RULES[max] = _extremum_rule(max, ">")
+CALL_RULES[min] = _extremum_rule(min, "<", torch.sym_min)
+CALL_RULES[max] = _extremum_rule(max, ">", torch.sym_max)
 
 
 def _has_item(state: CaptureState, iterable: Value, truth: bool) -> bool:

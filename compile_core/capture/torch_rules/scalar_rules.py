@@ -7,8 +7,15 @@ the moving averages of a normalisation.
 
 from __future__ import annotations
 
-from gradsplit.compile_core.capture.open_numbers.scalars import compute_scalar, read_scalar
+from typing import Any
+
+import torch
+
+from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
 
 _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
@@ -27,3 +34,24 @@ def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Valu
 @method_rule("__float__")
 def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     return compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state) else None
+
+
+def _tensor_of(function: Any) -> CallRule:
+    """Of such a number: these functions ask fake tensors for its value."""
+    recorded = CALL_RULES.get(function)
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        if recorded is not None and not (args and isinstance(args[0], ScalarValue)):
+            return recorded(state, args, kwargs)
+        if not args or not isinstance(args[0], ScalarValue):
+            return state.call_tensor_op("call_function", function, args, kwargs)
+        dtype = torch.get_default_dtype() if isinstance(args[0].example, float) else torch.int64
+        shape: list[Any] = [SequenceValue([], tuple), *args]
+        return state.call_tensor_op(
+            "call_function", torch.full, shape, {"dtype": ConstantValue(dtype), **kwargs}
+        )
+
+    return call
+
+
+CALL_RULES.update({function: _tensor_of(function) for function in (torch.tensor, torch.as_tensor)})
