@@ -267,6 +267,8 @@ class RunnerWriter(SourceWriter):
     def replay(self, effects: SideEffects) -> None:
         """Store the final state of everything that the captured call changed."""
         self._changes += effects.changes()
+        for give, arguments in effects.messages:
+            self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
         for iterator in effects.iterators.values():
             assert isinstance(iterator, LiveIterator)
             self._effects.append(f"for _ in range({iterator.taken}): next({self.emit(iterator)}, None)")

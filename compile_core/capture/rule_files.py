@@ -23,7 +23,7 @@ from gradsplit.compile_core.capture.python_rules import (
     iteration_rules,
     itertools_rules,
     library_closures,
-    logging_rules,
+    message_rules,
     object_rules,
 )
 from gradsplit.compile_core.capture.torch_rules import (

@@ -171,8 +171,8 @@ def test_same_as_plain(function, settings):
     check_program(function, **settings)
 
 
-def compiled(function):
-    return CompiledFunction(function, lambda graph, inputs: graph.module)
+def compiled(function, **settings):
+    return CompiledFunction(function, lambda graph, inputs: graph.module, **settings)
 
 
 def test_environment_is_read_at_each_call(monkeypatch):
@@ -230,30 +230,61 @@ def test_time_goes_on():
     assert second[1] > first[1] and second[2] > first[2]
 
 
-def test_warnings_are_given_at_each_call():
+def _give_messages(x, n):
+    x = x.sin()
+    warnings.warn(
+        f"careful {x.shape[0]}",
+        DeprecationWarning,
+    )
+    logging.getLogger(logger.name).info("seen %d of %s, %f", x.shape[0], ("two", 2), n)
+    logger.log(logging.DEBUG, "no arguments, 5 %")
+    warnings.warn("again")
+    return x.cos()
+
+
+def _outcome(run, n, action, records):
+    """What a call gives and says, from which line."""
+    globals().pop("__warningregistry__", None)
+    records.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter(action)
+        try:
+            result = run(torch.ones(2), n).tolist()
+        except Warning as raised:
+            result = repr(raised)
+    said = [(record.getMessage(), record.levelno, record.lineno, record.funcName) for record in records]
+    return result, said, [(str(one.message), one.category, one.filename, one.lineno) for one in warned]
+
+
+def test_messages_are_given_at_each_call_in_one_graph():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    step = compiled(_give_messages, fullgraph=True)
+    try:
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logger.setLevel(level)
+            for number, action in enumerate(("always", "default", "ignore", "error", "once")):
+                want = _outcome(_give_messages, number + 0.5, action, records)
+                assert _outcome(step, number + 0.5, action, records) == want
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
+    assert len(step.entries) <= 4
+
+
+def test_messages_of_data_or_of_other_lines_end_the_graph():
     def run(x):
-        warnings.warn("careful", UserWarning, stacklevel=1)
+        warnings.warn("of the caller's line", stacklevel=2)
+        logger.warning("%s", x.sum())
         return x + 1
 
     step = compiled(run)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="careful"):
+        with pytest.warns(UserWarning, match="caller"):
             step(torch.ones(1))
-
-
-def test_log_levels_are_followed(caplog):
-    def run(x):
-        logger.info("seen %d", x.shape[0])
-        return x + 1
-
-    step = compiled(run)
-    for level in (logging.WARNING, logging.INFO, logging.WARNING, logging.INFO):
-        caplog.clear()
-        logger.setLevel(level)
-        step(torch.ones(2))
-        seen = [record.getMessage() for record in caplog.records if record.name == logger.name]
-        assert seen == (["seen 2"] if level == logging.INFO else [])
-    logger.setLevel(logging.NOTSET)
+    assert [reason.reason_id for reason in step.break_reasons] == ["warning"]
 
 
 def test_prints_are_made_at_each_call(capsys):

@@ -3,7 +3,7 @@ graph ran."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ class SideEffects:
         self.iterators: dict[int, Value] = {}
         # Attributes stored in classes, MISSING where they were deleted.
         self.classes: dict[tuple[type, str], Value] = {}
+        # Warnings and records of logs: functions with their arguments, in the order of the calls.
+        self.messages: list[tuple[Callable[..., None], Sequence[Value]]] = []
         self._body_began: int | None = None
 
     @contextmanager
@@ -67,6 +69,10 @@ class SideEffects:
         self._check_own(None)
         self.classes[(cls, name)] = value
 
+    def message_given(self, give: Callable[..., None], arguments: Sequence[Value]) -> None:
+        self._check_own(None)
+        self.messages.append((give, arguments))
+
     def cell_changed(self, cell: Value) -> None:
         self._check_own(cell)
         if cell.source is not None:
@@ -99,10 +105,18 @@ class SideEffects:
                 yield f"the global variable {name}"
         for cls, name in self.classes:
             yield f"{cls.__qualname__}.{name}"
+        if self.messages:
+            yield "what is warned of or logged"
 
     def __bool__(self) -> bool:
         return bool(
-            self.containers or self.iterators or self.attributes or self.cells or self.globals or self.classes
+            self.containers
+            or self.iterators
+            or self.attributes
+            or self.cells
+            or self.globals
+            or self.classes
+            or self.messages
         )
 
 

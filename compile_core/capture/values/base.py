@@ -220,6 +220,8 @@ class FrameLike(Protocol):
 
     # The exceptions whose handlers the frame is in, innermost last.
     handled: list[Value]
+    # The FunctionValue that runs.
+    function: Any
 
     def location(self) -> CodeLocation: ...
     def module_name(self) -> str: ...

@@ -1,0 +1,152 @@
+"""Messages for people: warnings, and records of logs whose level is switched on.
+
+They are effects: given in their order once the graph has run, as from the line where the program gives them. The runner
+names that line instead of looking for it among the frames, so a message that is to name a caller's ends the graph, as
+one does whose text depends on data.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from gradsplit.compile_core.capture.object_model.objects import InstanceValue
+from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
+from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, Value
+from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule, answer_to
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+
+
+def _is_enabled(state: CaptureState, logger: Value, level: int) -> bool:
+    """Whether a logger handles a level, which is guarded."""
+    if not isinstance(logger, InstanceValue) or logger.real is None:
+        raise state.unsupported("logging", f"a call of {logger.describe()}")
+    enabled = logger.real.isEnabledFor(level)
+    place = logger.source or state.reference_source(logger.real.name, logger.real)
+    negation = "" if enabled else "not "
+    text = f"{place} is {negation}enabled for {logging.getLevelName(level)}"
+    state.guards.add([place], f"{negation}{{0}}.isEnabledFor({level})", [], text)
+    return enabled
+
+
+answer_to(logging.Logger.isEnabledFor)(
+    lambda state, logger, level: _is_enabled(state, logger, level.as_constant())
+)
+
+
+def _constants(state: CaptureState, values: list[Value]) -> list[Any]:
+    try:
+        return [value.as_constant() for value in values]
+    except NotConstant:
+        shown = ", ".join(value.describe() for value in values)
+        raise state.unsupported(
+            "message", f"a message of {shown}", "leave out what depends on data"
+        ) from None
+
+
+def _write(state: CaptureState, logger: Value, level: int, message: list[Value]) -> None:
+    """As ``Logger._log`` does; ``handle`` and ``makeRecord`` may be the program's own."""
+    assert isinstance(logger, InstanceValue)
+    _constants(state, [value for value in message if not isinstance(value, SymbolicNumber)])
+    own = type(logger.real)
+    if own._log is not logging.Logger._log or own.findCaller is not logging.Logger.findCaller:
+        raise state.unsupported("logging", f"{own.__qualname__} writes records in a way of its own")
+    place = state.frames[-1].location()
+
+    def write_record(text: Any, *args: Any) -> None:
+        given = (level, place.filename, place.line, text, args, None, place.function)
+        logger.real.handle(logger.real.makeRecord(logger.real.name, *given))
+
+    state.effects.message_given(write_record, message)
+
+
+def _level_rule(function: Callable[..., Any], level: int | None) -> CallRule:
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        wanted = args[1].as_constant() if level is None else level
+        if _is_enabled(state, args[0], wanted):
+            message = args[1:] if level is not None else args[2:]
+            if kwargs or not message or function is logging.Logger.exception:
+                raise state.unsupported(
+                    "logging",
+                    f"{function.__qualname__} with more than a message",
+                    "log without the arguments",
+                )
+            _write(state, args[0], wanted, message)
+        return ConstantValue(None)
+
+    return call
+
+
+for _name, _level in (
+    ("debug", logging.DEBUG),
+    ("info", logging.INFO),
+    ("warning", logging.WARNING),
+    ("error", logging.ERROR),
+    ("exception", logging.ERROR),
+    ("critical", logging.CRITICAL),
+    ("log", None),
+):
+    _function = getattr(logging.Logger, _name)
+    CALL_RULES[_function] = _level_rule(_function, _level)
+
+
+def _leave_to_python(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    raise state.unsupported(
+        "logging", "a function of logging that may write", "log outside of the compiled function"
+    )
+
+
+def _action(text: str, category: type[Warning], module: str, line: int) -> str:
+    """What ``warnings`` does with a warning by its filters."""
+    for action, message, kind, where, number in warnings.filters:
+        matches = message is None or (message == text if isinstance(message, str) else message.match(text))
+        here = where is None or (where == module if isinstance(where, str) else where.match(module))
+        if matches and here and issubclass(category, kind) and number in (0, line):
+            return action
+    return warnings.defaultaction
+
+
+@answer_to(warnings.warn)
+def _warn(state: CaptureState, message: Value, category: Value | None = None, **others: Value) -> Any:
+    level = others.pop("stacklevel", ConstantValue(1))
+    text, kind, level = _constants(state, [message, category or ConstantValue(None), level])
+    kind = kind or UserWarning
+    if (
+        others
+        or level > 1
+        or type(text) is not str
+        or not (isinstance(kind, type) and issubclass(kind, Warning))
+    ):
+        raise state.unsupported("warning", "a warning that is more than a text at the line that gives it")
+    known = state.known.get(id(warnings.filters))
+    if known is not None and id(known[1]) in state.effects.containers:
+        raise state.unsupported("warning", "a warning where the program changes the filters")
+    frame = state.frames[-1]
+    scope, place = frame.function.scope, frame.location()
+    module = scope.get("__name__") or "<string>"
+    where = (text, kind, module, place.line)
+    raises = _action(*where) == "error"
+    shown = f"{kind.__name__} of line {place.line} is {'an error' if raises else 'no error'}"
+    state.guards.add([], "({c0}(*{c1}) == 'error') is {c2}", [_action, where, raises], shown)
+    if raises:
+        raise state.raise_exception(kind, text)
+
+    def give_warning() -> None:
+        registry = scope.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, kind, place.filename, place.line, module, registry)
+
+    state.effects.message_given(give_warning, [])
+    return None
+
+
+# It makes a logger where there is none, as any later call would.
+@answer_to(logging.getLogger)
+def _get_logger(state: CaptureState, name: Value | None = None) -> Value:
+    real = logging.getLogger(None if name is None else name.as_constant())
+    return state.wrap(real, state.reference_source(real.name, real))
+
+
+for _function in (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log):
+    CALL_RULES[_function] = _leave_to_python
