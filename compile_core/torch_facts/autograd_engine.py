@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from gradsplit.compile_core.torch_facts.private_parts import private
@@ -57,6 +58,13 @@ def number_of_node(node: Any) -> int:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """The engine calls it when the backward that runs has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def backward_from(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks of each gradient, which has the shape and dtype of its edge."""
+    Variable._execution_engine.run_backward(
+        tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 # The transforms of ``torch.func`` that are active around a call.

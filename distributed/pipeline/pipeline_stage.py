@@ -71,10 +71,9 @@ class CompiledStage(PipelineStage):
             output_args=tuple(_described(edges[k]) for k in self._to_next),
             group=group,
         )
-        self._placeholders = part.graph.find_nodes(op="placeholder")
-        is_weight = [node.meta["kind"] == "parameter" for node in self._placeholders]
+        placeholders = part.graph.find_nodes(op="placeholder")
+        is_weight = [node.meta["kind"] == "parameter" for node in placeholders]
         self._program = StageProgram(part.graph, is_weight, request)
-        self._tensors = part.tensors
         # Weights of other stages that this one reads, and its own that others read: leaves of their own, since the
         # gradient of each microbatch goes to the owner, and is added up there, before it is accumulated.
         self._borrowed = {
@@ -87,7 +86,22 @@ class CompiledStage(PipelineStage):
             for k, edge in enumerate(edges)
             if edge.is_state and edge.producer == stage
         }
-        self._lent_names = {edges[k].name: k for k in self._lent}
+        lent_names = {edges[k].name: k for k in self._lent}
+        # What the program takes: whose it is, and under which name.
+        self._sources: list[tuple[Any, Any]] = []
+        for node in placeholders:
+            kind, path = node.meta["kind"], node.meta["path"]
+            if kind == "argument":
+                self._sources.append((None, path))
+            elif kind == "constant":
+                self._sources.append((part.tensors, path))
+            elif path in lent_names:
+                self._sources.append((self._lent, lent_names[path]))
+            else:
+                module, _, name = path.rpartition(".")
+                owner = self.submod.get_submodule(module)
+                table = owner._buffers if kind == "buffer" else owner._parameters
+                self._sources.append((table, name))
         self._forwards: dict[int, _Forward] = {}
         self._weights: dict[int, list[WeightGradients]] = {}
         # By lent weight and microbatch, the gradient that comes from those who read it, if no program adds it.
@@ -254,19 +268,7 @@ class CompiledStage(PipelineStage):
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the program takes."""
-        found = []
-        for node in self._placeholders:
-            kind, path = node.meta["kind"], node.meta["path"]
-            if kind == "argument":
-                found.append(inputs[path])
-            elif kind == "constant":
-                found.append(self._tensors[path])
-            elif kind == "buffer":
-                found.append(self.submod.get_buffer(path))
-            else:
-                lent = self._lent_names.get(path)
-                found.append(self.submod.get_parameter(path) if lent is None else self._lent[lent])
-        return found
+        return [inputs[key] if table is None else table[key] for table, key in self._sources]
 
     def _received(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]

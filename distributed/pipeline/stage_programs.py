@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.backends.registry import Backend, RegionBackend
@@ -26,6 +26,7 @@ from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_module
 from gradsplit.compile_core.runtime.executable import Executable, Region, link
+from gradsplit.compile_core.torch_facts.autograd_engine import backward_from
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
@@ -53,6 +54,15 @@ class StageBackward:
         self._compute: Compute | None = None
         self._two: Executable | None = None
         self.inputs: Sequence[torch.Tensor] = ()
+        # By position, a weight and where its gradient goes.
+        self._edges: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
+
+    def edge_of(self, position: int, weight: torch.Tensor) -> GradientEdge:
+        """Where the gradient of a weight goes: torch takes a view of it to find out, so once will do."""
+        known = self._edges.get(position)
+        if known is None or known[0] is not weight:
+            known = self._edges[position] = weight, get_gradient_edge(weight)
+        return known[1]
 
     def plan_backward(self, graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> tuple[Schedule, None]:
         """See ``SchedulePlanner``."""
@@ -131,7 +141,7 @@ class StageBackward:
         """Only keeps what it is given."""
 
         def leave(arguments: list[Any]) -> Sequence[Any]:
-            self._left.append(WeightGradients(region, [*arguments], results_of, self.inputs))
+            self._left.append(WeightGradients(self, region, [*arguments], results_of, self.inputs))
             arguments.clear()
             return [None] * len(results_of)
 
@@ -142,6 +152,7 @@ class StageBackward:
 class WeightGradients:
     """The rest of one backward, still to be run."""
 
+    backward: StageBackward
     region: Region
     arguments: list[Any]
     results_of: Sequence[Sequence[int]]
@@ -151,15 +162,12 @@ class WeightGradients:
         """Runs it, and hands the gradients to autograd, which adds them up and calls hooks."""
         with torch.no_grad():
             results = self.region(self.arguments)
-        pairs = [
-            (self.inputs[position], result)
-            for positions, result in zip(self.results_of, results, strict=True)
-            for position in positions
-        ]
-        edges = [get_gradient_edge(weight) for weight, _ in pairs]
-        gradients = [gradient for _, gradient in pairs]
-        del results, pairs
-        torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+        edges, gradients = [], []
+        for positions, result in zip(self.results_of, results, strict=True):
+            edges += [self.backward.edge_of(position, self.inputs[position]) for position in positions]
+            gradients += [result] * len(positions)
+        del results, result
+        backward_from(edges, gradients)
 
 
 class StageProgram:
