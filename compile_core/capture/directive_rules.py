@@ -21,7 +21,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, LazyValue, 
 from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue, without_attributes
 from gradsplit.compile_core.torch_facts.higher_order_operators import call_of_region
 
 
@@ -32,7 +32,7 @@ def directive_rule(function: Any) -> CallRule | None:
     if getattr(function, directives.CONSTANT_RESULT, False):
         return _constant_result_rule(function)
     if directives.is_allowed(function):
-        return tensor_function_rule(_graph_target(function))
+        return _allowed_rule(function)
     if directives.is_torch_front_end_function(function, ("allow_in_graph",)):
         return _allow
     return None
@@ -75,7 +75,17 @@ def _disable(state: CaptureState, *args: Value, **kwargs: Value) -> Value:
 def _allow(state: CaptureState, function: Value) -> Any:
     """``allow_in_graph(function)`` in captured code: the function as a value whose calls are single nodes."""
     real = real_object(state, function)
-    return CallableReferenceValue(real, tensor_function_rule(_graph_target(real)), function.source)
+    return CallableReferenceValue(real, _allowed_rule(real), function.source)
+
+
+def _allowed_rule(function: Any) -> CallRule:
+    record = tensor_function_rule(_graph_target(function))
+
+    def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        without_attributes(state, [*args, *kwargs.values()])
+        return record(state, args, kwargs)
+
+    return call
 
 
 def _graph_target(function: Any) -> Any:
@@ -120,7 +130,7 @@ def real_object(state: CaptureState, value: Value | LazyValue) -> Any:
         return value.real
     if isinstance(value, InstanceValue) and value.real is not None and not value.changes:
         return value.real
-    if isinstance(value, TensorValue) and value.source is not None:
+    if isinstance(value, TensorValue) and value.source is not None and not value.changes:
         record = next(record for record in state.graph.records if record.node is value.node)
         if value.fake._version == record.version:
             return record.real

@@ -92,7 +92,12 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, TensorValue):
             if value.node not in self.outputs:
                 self.outputs.append(value.node)
-            return f"out[{self.outputs.index(value.node)}]"
+            result = f"out[{self.outputs.index(value.node)}]"
+            if not value.changes:
+                return result
+            name = self._name(value, result)
+            self.lines += [f"{name}.{key} = {self.emit(item)}" for key, item in value.changes.items()]
+            return name
         if isinstance(value, SequenceValue):
             return self._build_sequence(value)
         if isinstance(value, InstanceDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gradsplit
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
@@ -66,8 +67,16 @@ def distributions(x):
     return normal.log_prob(x + 1), normal.rsample(), normal.entropy()
 
 
+def attributes(x):
+    x.count = getattr(x, "count", 0) + 1
+    y = x.sin()
+    y.source, y.itself = x, y
+    y += 1
+    return y, x.count, hasattr(y * 2, "source"), y.source is x, y.itself is y, y.view(-1)
+
+
 PROGRAMS = [
-    changes_metadata, a_view_keeps_its_metadata, copies_what_has_gaps, makes_a_leaf, types, limits,
+    attributes, changes_metadata, a_view_keeps_its_metadata, copies_what_has_gaps, makes_a_leaf, types, limits,
     operators_by_name, items,
     distributions,
 ]  # fmt: skip
@@ -77,6 +86,40 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_same_as_plain(program, backend):
     check_same(program, lambda: (torch.randn(3, 4, requires_grad=True),), backend=backend)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * getattr(x, "factor", 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@gradsplit.allow_in_graph
+def scaled(x):
+    return x * getattr(x, "factor", 1)
+
+
+def marked(x):
+    y = x.sin()
+    y.factor = 2
+    return y
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: Scaled.apply(marked(x)),
+        lambda x: scaled(marked(x)),
+        lambda x: checkpoint(marked, x, use_reentrant=False).factor * x,
+        lambda x: (gradsplit.graph_break(marked(x)), setattr(x, "factor", 3), scaled(x))[2],
+    ],
+)
+def test_attributes_are_there_where_others_read_them(program):
+    check_same(program, lambda: (torch.randn(3, requires_grad=True),), fullgraph=False)
 
 
 def test_a_leaf_gathers_its_own_gradient():

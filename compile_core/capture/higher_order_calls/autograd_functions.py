@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
+from gradsplit.compile_core.capture.higher_order_calls.bodies import (
+    BodyGraph,
+    body_graph,
+    real_object,
+)
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
@@ -24,7 +28,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant
 from gradsplit.compile_core.capture.values.call_rules import call_rule
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue, without_attributes
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir import higher_order
 from gradsplit.compile_core.torch_facts.autograd_engine import SingleLevelFunction
@@ -64,6 +68,8 @@ def _check_harmless(state: CaptureState, cls: ClassValue, args: list[Value]) -> 
         )
         with _without_gradients(state):
             results = _run_forward(state, cls, context, args)
+        for value in (*args, *results):
+            without_attributes(state, _tensors(value))
         if torch.is_grad_enabled() and any(context.needs_input_grad):
             if find_class_entry(state, cls.real, "backward")[0] is _BASE:
                 raise state.unsupported("autograd-function", f"{cls.real.__qualname__} has no backward")

@@ -24,7 +24,7 @@ from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.structures import map_parts
-from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue, without_attributes
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import InputKind
 from gradsplit.compile_core.ir.sources import Source
@@ -115,6 +115,7 @@ def body_argument(
     state: CaptureState, graph: BodyGraph, outside: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
     """A tensor that the body gets for one of the outer graph: a new input, with metadata of its own."""
+    without_attributes(state, [outside])
     value = TensorValue(graph.add_placeholder(outside.node.name, fake), fake, torch.Tensor)
     state.tensor_of_fake[id(fake)] = value
     return value
@@ -158,6 +159,7 @@ def tensors_of(state: CaptureState, value: Value) -> list[TensorValue]:
     found: dict[int, TensorValue] = {}
 
     def note(tensor: TensorValue) -> Value:
+        without_attributes(state, [tensor])
         found[id(tensor)] = tensor
         return tensor
 

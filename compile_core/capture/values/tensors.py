@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -159,6 +159,8 @@ class TensorValue(Value):
             return read(state, self)
         static = getattr(torch.Tensor, name, None)
         if static is None:
+            if name in self.changes:
+                return self.changes[name]
             own = {} if self.real is None else self.real.__dict__
             if name.startswith("__"):
                 raise state.unsupported("tensor-attribute", f"the attribute {name!r} of {self.describe()}")
@@ -176,10 +178,13 @@ class TensorValue(Value):
 
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         store = ATTRIBUTE_STORES.get(name)
-        if store is None:
+        if store is not None:
+            store(state, self, value)
+        elif hasattr(self.cls, name) or name.startswith("__"):
             super().set_attribute(state, name, value)
         else:
-            store(state, self, value)
+            self.changes[name] = value
+            state.effects.attribute_changed(self, name)
 
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
@@ -227,6 +232,16 @@ class TensorValue(Value):
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
+
+
+def without_attributes(state: CaptureState, values: Iterable[Value]) -> None:
+    """Refuse tensors on which the program has stored attributes: what reads these while the graph runs finds none yet,
+    and beyond a body another tensor takes their place."""
+    for value in values:
+        if isinstance(value, TensorValue) and value.changes.keys() - {"grad"}:
+            raise state.unsupported(
+                "tensor-with-attributes", f"{value.describe()}, which has got attributes, here"
+            )
 
 
 # Attributes with rules of their own, filled in by the files of rules.
