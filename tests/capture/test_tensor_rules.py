@@ -237,3 +237,47 @@ def test_a_view_keeps_the_gradient_of_its_own_place(backend):
     assert torch.equal(
         gradient(gradsplit.compile(program, fullgraph=True, backend=backend)), gradient(program)
     )
+
+
+class Weight(torch.nn.Parameter):
+    """As programs have them that say how their weights are loaded or cut."""
+
+    kind = "weight"
+
+    def __new__(cls, data, scale):
+        made = super().__new__(cls, data)
+        made.scale = scale
+        return made
+
+    @property
+    def scaled(self):
+        return self * self.scale
+
+    def half(self):
+        return self / 4
+
+
+def test_parameters_of_a_class_of_the_programs():
+    def program(x, w):
+        y = x @ w + w.scaled + w.half() + len(w.kind)
+        return y, type(w) is Weight, type(w + 1) is torch.Tensor, w
+
+    def arguments():
+        return torch.randn(3, 3, requires_grad=True), Weight(torch.randn(3, 3), 2.0)
+
+    compiled = gradsplit.compile(program, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x, w = arguments()
+        found, expected = compiled(x, w), program(x, w)
+        assert torch.equal(found[0], expected[0]) and found[1:3] == expected[1:3] and found[3] is w
+        one, other = (torch.autograd.grad(result[0].sum(), (x, w)) for result in (found, expected))
+        torch.testing.assert_close(one, other)
+
+
+def test_a_class_with_operators_of_its_own_is_no_plain_tensor():
+    class Adds(torch.nn.Parameter):
+        def __add__(self, other):
+            return self * 3
+
+    compiled = gradsplit.compile(lambda x, w: (x * 2, w + 1), backend="eager")
+    assert torch.equal(compiled(torch.ones(2), Adds(torch.ones(2)))[1], torch.full((2,), 3.0))

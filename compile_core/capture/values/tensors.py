@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -150,6 +151,8 @@ class TensorValue(Value):
         )
 
     def get_attribute(self, state: CaptureState, name: str) -> Value:
+        if name in _own_names(self.cls):
+            return self._of_subclass(state, name)
         if name in _METADATA:
             return state.from_constant(getattr(self.fake, name))
         if name in _VIEW_ATTRIBUTES:
@@ -176,6 +179,14 @@ class TensorValue(Value):
             "tensor-attribute", f"no rule for the attribute {name!r} of {self.describe()}"
         )
 
+    def _of_subclass(self, state: CaptureState, name: str) -> Value:
+        own = {} if self.real is None else self.real.__dict__
+        if name in self.changes or name in own:
+            raise state.unsupported(
+                "tensor-attribute", f"{name!r}, which both {self.describe()} and its class have"
+            )
+        return state.class_attribute(self, name)
+
     def set_attribute(self, state: CaptureState, name: str, value: Value) -> None:
         store = ATTRIBUTE_STORES.get(name)
         if store is not None:
@@ -189,7 +200,7 @@ class TensorValue(Value):
     def call_method(
         self, state: CaptureState, name: str, args: list[Value], kwargs: dict[str, Value]
     ) -> Value:
-        if not hasattr(torch.Tensor, name):
+        if not hasattr(torch.Tensor, name) or name in _own_names(self.cls):
             return self.get_attribute(state, name).call(state, args, kwargs)
         if name in _METADATA_METHODS:
             real = [argument.as_constant() for argument in args]
@@ -232,6 +243,44 @@ class TensorValue(Value):
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
         state.call_tensor_op("call_function", operator.setitem, [self, key, value], {})
+
+
+@functools.cache
+def _own_names(cls: type) -> frozenset[str]:
+    """What a subclass of the program's has beside, or in place of, what a tensor has."""
+    own = (base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not torch.nn.Parameter)
+    return frozenset(name for base in own for name in vars(base)) - _OF_EVERY_CLASS
+
+
+# What a class has anyway, or what says how one is made, shown and kept.
+_OF_EVERY_CLASS = frozenset(
+    f"__{name}__"
+    for name in [
+        *(
+            "module",
+            "doc",
+            "dict",
+            "weakref",
+            "annotations",
+            "static_attributes",
+            "firstlineno",
+            "orig_bases",
+        ),
+        *("parameters", "new", "init", "repr", "reduce_ex", "deepcopy", "torch_function"),
+    ]
+)
+
+
+@functools.cache
+def computes_as_tensor(cls: type) -> bool:
+    """Whether operations on tensors of a class are those on plain tensors, and so are their results: it hooks into none
+    and has no operators of its own."""
+    if cls in (torch.Tensor, torch.nn.Parameter):
+        return True
+    same = cls.__torch_function__ == torch.nn.Parameter.__torch_function__
+    same = same and cls.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    known = type(cls) in (type(torch.Tensor), type(torch.nn.Parameter))
+    return same and known and not any(name.startswith("__") for name in _own_names(cls))
 
 
 def without_attributes(state: CaptureState, values: Iterable[Value]) -> None:
