@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradsplit.compile_core.torch_facts.private_parts import PROGRAMS_RUN_PLAIN, private
 
 cond = private("torch._higher_order_ops.cond:cond", "torch.cond in programs", PROGRAMS_RUN_PLAIN)
@@ -22,3 +24,18 @@ call_of_region = private(
     "torch.compiler.nested_compile_region in programs",
     PROGRAMS_RUN_PLAIN,
 )
+call_operator = private(
+    "torch._ops:HigherOrderOperator.__call__",
+    "other operators that take functions, in programs",
+    PROGRAMS_RUN_PLAIN,
+)
+_kernel_key = private(
+    "torch._C:DispatchKey.CompositeExplicitAutograd",
+    "other operators that take functions, in programs",
+    PROGRAMS_RUN_PLAIN,
+)
+
+
+def python_kernel(operator: Any) -> Any:
+    """The Python function by which an operator that takes functions computes without gradients, None if it has none."""
+    return getattr(operator, "py_kernels", {}).get(_kernel_key)

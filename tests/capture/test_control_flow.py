@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._higher_order_ops import scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gradsplit
 from gradsplit.compile_core.errors import Unsupported
+from tests.capture.same_as_plain import check_same
 
 BACKENDS = ["eager", "aot_eager", "triton"]
 
@@ -106,3 +109,23 @@ def test_while_loop(backend):
         assert count == expected_count
         torch.testing.assert_close(value, expected)
     assert len(compiled.entries) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")  # by the plain program
+def test_attention_by_a_mask_of_blocks_that_the_program_makes():
+    """Without gradients the operator of flex_attention is what it computes with."""
+
+    def attend(query, key):
+        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 128, 128, device="cpu")
+        return flex_attention(query, key, key, score_mod=lambda s, b, h, i, j: s + (i - j), block_mask=mask)
+
+    check_same(attend, lambda: (torch.randn(1, 2, 128, 8), torch.randn(1, 2, 128, 8)), calls=1)
+
+
+def test_a_scan_without_gradients():
+    def scanned(x):
+        return scan(lambda carry, row: (carry + row, carry * row), torch.zeros(3), x)
+
+    check_same(scanned, lambda: (torch.randn(4, 3),))
+    with pytest.raises(Unsupported, match="ScanOp"):
+        gradsplit.compile(scanned, backend="eager", fullgraph=True)(torch.randn(4, 3, requires_grad=True))

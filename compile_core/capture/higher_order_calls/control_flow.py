@@ -17,12 +17,18 @@ from gradsplit.compile_core.capture.higher_order_calls.bodies import (
     tensors_of,
 )
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import answer_to
+from gradsplit.compile_core.capture.values.call_rules import answer_to, call_rule
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir import control_flow as nodes
-from gradsplit.compile_core.torch_facts.higher_order_operators import cond, cond_operator, while_loop
+from gradsplit.compile_core.torch_facts.higher_order_operators import (
+    call_operator,
+    cond,
+    cond_operator,
+    python_kernel,
+    while_loop,
+)
 
 
 @answer_to(cond, cond_operator)
@@ -67,6 +73,19 @@ def _while_loop(state: CaptureState, cond_fn: Value, body_fn: Value, carried_inp
     return call_with_bodies(
         state, nodes.while_loop, [*held, len(carried), *given], step, nodes.while_loop_example
     )
+
+
+@call_rule(call_operator)
+def _call_operator(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """Of other operators that take functions: what they compute with, where they need no gradients."""
+    operator, *given = args
+    kernel = python_kernel(getattr(operator, "real", None))
+    differentiable = torch.is_grad_enabled() and any(
+        tensor.node.meta["example_value"].requires_grad for tensor in state.tensor_of_fake.values()
+    )
+    if kernel is None or differentiable:
+        raise state.unsupported("higher-order-operator", f"a call of {operator.describe()}")
+    return state.wrap(kernel, None).call(state, given, kwargs)
 
 
 def _capture_step(

@@ -45,6 +45,8 @@ class TypeFormValue(ReferenceValue):
         if not isinstance(origin, type):
             raise state.unsupported("type-form", f"a call of {self.real!r}")
         made = state.wrap(origin, None).call(state, args, kwargs)
+        if not origin.__dictoffset__:
+            return made
         try:
             made.set_attribute(state, "__orig_class__", self)
         except SymbolicRaise as raised:

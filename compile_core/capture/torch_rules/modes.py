@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from typing import Any
 
 import torch
+from torch.fx.traceback import annotate
 
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
@@ -274,11 +276,12 @@ def _cuda_autocast(state: CaptureState, *args: Value, **kwargs: Value) -> Any:
 
 
 class ProfilerRange(ModeValue):
-    """``torch.profiler.record_function``: a name for a profiler, which the operations of a graph do not have."""
+    """``torch.profiler.record_function`` and ``torch.fx.traceback.annotate``: a name for a profiler or for who traces
+    plain Python, which the operations of a graph do not have."""
 
-    cls = torch.autograd.profiler.record_function
-
-    def __init__(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, maker: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.maker = maker
+        self.cls = maker if isinstance(maker, type) else contextlib.AbstractContextManager
         self.args = args
         self.kwargs = kwargs
         self.entered = False
@@ -293,12 +296,19 @@ class ProfilerRange(ModeValue):
         """The range begins where the graph ended: what runs after it is plain Python."""
         shown = [repr(value) for value in self.args]
         shown += [f"{name}={value!r}" for name, value in self.kwargs.items()]
-        name = writer.bind(f"{writer.constant(self.cls)}({', '.join(shown)})")
+        name = writer.bind(f"{writer.constant(self.maker)}({', '.join(shown)})")
         if self.entered:
             writer.lines.append(f"{name}.__enter__()")
         return name
 
 
-@call_rule(torch.autograd.profiler.record_function)
-def _record_function(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return ProfilerRange(constants_of(args), {name: value.as_constant() for name, value in kwargs.items()})
+def _range_rule(maker: Any) -> CallRule:
+    def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        named = {name: value.as_constant() for name, value in kwargs.items()}
+        return ProfilerRange(maker, constants_of(args), named)
+
+    return make
+
+
+for _maker in (torch.autograd.profiler.record_function, annotate):
+    CALL_RULES[_maker] = _range_rule(_maker)

@@ -22,7 +22,11 @@ from gradsplit.compile_core.capture.values.call_rules import (
 from gradsplit.compile_core.capture.values.constants import ConstantValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.torch_facts.bindings import NATIVE_SCOPES, assert_function, is_scripting
-from gradsplit.compile_core.torch_facts.thread_state import get_tracing_state, privateuse1_backend_name
+from gradsplit.compile_core.torch_facts.thread_state import (
+    get_tracing_state,
+    number_of_dispatch_modes,
+    privateuse1_backend_name,
+)
 
 # Functions that make tensors; they take none, so torch does not list them as overridable.
 _FACTORIES = [
@@ -193,6 +197,8 @@ for _function in (
 ):
     answer_to(_function)(lambda state, *args, **kwargs: False)
 
+# Calls under such a mode run as plain Python.
+answer_to(number_of_dispatch_modes)(lambda state: 0)
 answer_to(torch.is_inference_mode_enabled)(lambda state: state.inference_mode)
 answer_to(torch.is_tensor)(lambda state, value: isinstance(value, TensorValue))
 

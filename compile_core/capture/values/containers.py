@@ -164,7 +164,12 @@ class SequenceValue(ContainerValue):
             raise state.no_attribute(self.cls, "numel")
         return state.wrap(math.prod, None).call(state, [self], {})
 
-    methods: ClassVar = {"index": index, "count": count, "numel": numel}
+    methods: ClassVar = {
+        "index": index,
+        "count": count,
+        "numel": numel,
+        "__getitem__": lambda self, state, key: self.get_item(state, key),
+    }
 
 
 class ListValue(SequenceValue):
