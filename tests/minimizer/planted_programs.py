@@ -1,7 +1,7 @@
 """Programs of any length with one planted fault somewhere, and what becomes of them under the minimizer.
 
 ``python -m tests.minimizer.planted_programs [--workers N] [CALLS] [NAME ...]`` plants each fault, or those named, into
-a program of so many calls (200), makes it smaller, and prints what was left in a table.
+a program of so many rows of one to three calls (200), makes it smaller, and prints what was left in a table.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Program(torch.nn.Module):
         for k, (call, back) in enumerate(self.rows):
             if k == self.position:
                 recent.append(self.needs(recent[-1]))
+                results.append(recent[-1])
             value = _CALLS[call](recent[-1])
             recent.append(value + recent[max(-1 - back, -len(recent))] * 0.5 if back % 3 == 0 else value)
             recent = recent[-8:]
