@@ -45,7 +45,7 @@ class Program(torch.nn.Module):
         recent, results = [x * self.weight], []
         for k, (call, back) in enumerate(self.rows):
             if k == self.position:
-                recent.append(self.needs(recent[-1]))
+                recent.append(self.needs(recent[-1] + 2 * x))  # of ordinary numbers, whatever came before
                 results.append(recent[-1])
             value = _CALLS[call](recent[-1])
             recent.append(value + recent[max(-1 - back, -len(recent))] * 0.5 if back % 3 == 0 else value)
