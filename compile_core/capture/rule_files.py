@@ -11,6 +11,7 @@ from gradsplit.compile_core.capture.higher_order_calls import (
     control_flow,
     function_transforms,
     functional_calls,
+    gradient_hooks,
 )
 from gradsplit.compile_core.capture.numpy_arrays import numpy_rules, numpy_wrapper
 from gradsplit.compile_core.capture.operations import operator_rules, type_tests

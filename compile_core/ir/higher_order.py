@@ -23,6 +23,11 @@ def autograd_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
     return cls.apply(*args)
 
 
+def hook_gradient(tensor: torch.Tensor, body: BodyFunction, *lifted: torch.Tensor) -> None:
+    """``tensor.register_hook`` of a function of the gradient that reads the lifted tensors."""
+    tensor.register_hook(lambda gradient: body(gradient, *lifted)[0])
+
+
 @dataclass(frozen=True)
 class CheckpointOptions:
     """The keywords of ``torch.utils.checkpoint.checkpoint``; of the tensors, ``num_arguments`` are its arguments."""

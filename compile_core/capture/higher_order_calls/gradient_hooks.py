@@ -1,0 +1,51 @@
+"""``Tensor.register_hook`` on what the graph computes: the function becomes a body, which autograd calls.
+
+It may neither change the gradient in place nor anything else, and what it gives must be computed of the gradient: where
+none arrives it is not called. Hooks on tensors that were there before, and handles that are used, end the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_argument, body_graph
+from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.constants import is_none
+from gradsplit.compile_core.capture.values.tensors import TensorValue, method_rule
+from gradsplit.compile_core.ir import higher_order
+
+
+class HookHandle(Value):
+    """What the program gets, and as a rule drops."""
+
+    def python_type(self) -> type:
+        return RemovableHandle
+
+
+@method_rule("register_hook")
+def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
+    fake = tensor.fake
+    own = tensor.source is None and tensor.node.graph is state.graph.graph and not fake.is_leaf
+    if not own or isinstance(state.graph, BodyGraph) or torch.is_autocast_enabled(fake.device.type):
+        return None
+    before = torch.is_grad_enabled()
+    with body_graph(state) as graph:
+        with graph.fake_mode, torch.no_grad():
+            gradient = body_argument(state, graph, tensor, torch.empty_like(fake))
+        set_grad_mode(state, False)
+        try:
+            result = hook.call(state, [gradient], {})
+        finally:
+            set_grad_mode(state, before)
+        if gradient.fake._version:
+            raise state.unsupported("gradient-hook", "a hook that changes the gradient in place")
+        if is_none(result):
+            return HookHandle()
+        if not isinstance(result, TensorValue) or not gradient.node.users:
+            raise state.unsupported("gradient-hook", f"a hook that returns {result.describe()}")
+        body = graph.close([result.node])
+    nodes = [tensor.node, state.graph.hold("hook", body), *graph.lifted]
+    state.call_tensor_nodes(higher_order.hook_gradient, nodes, lambda *given: None)
+    return HookHandle()

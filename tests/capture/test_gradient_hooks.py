@@ -1,0 +1,100 @@
+"""``Tensor.register_hook`` on what a graph computes: a function of the gradient, captured with the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradsplit
+
+
+def scaled(x, w):
+    y = (x * w).sin()
+    y.register_hook(lambda g: g * 2 + w.detach())
+    return y.cos() * x
+
+
+def several(x, w):
+    y = x.sin()
+    u = y * 3
+    y.register_hook(lambda g: g * 2)
+    z = y * w
+    y.register_hook(lambda g: g.clamp(-1, 1))
+    y.register_hook(lambda g: None)
+    return u, z, y
+
+
+def changed_between(x, w):
+    y = x.sin()
+    y.register_hook(lambda g: g * 2)
+    y.mul_(3)
+    y.register_hook(lambda g: g + 1)
+    return y * w
+
+
+def of_a_part(x, w):
+    with torch.no_grad():
+        q = x.sum()
+    y = (x @ w).relu()
+    y.register_hook(lambda g: g * q)
+    s = y.split(2, 0)
+    s[0].register_hook(lambda g: g * 3)
+    return s[0].sum() + s[1].sum()
+
+
+def of_constants(x, w):
+    y = x * w
+    y.register_hook(lambda g: torch.ones_like(g))
+    return y.exp(), (x * 2).sin()
+
+
+def noting(x, w):
+    seen = []
+    y = x.sin()
+    y.register_hook(seen.append)
+    return y * w
+
+
+def removed(x, w):
+    y = x.sin()
+    y.register_hook(lambda g: g * 2).remove()
+    return y * w
+
+
+def of_an_argument(x, w):
+    x.register_hook(lambda g: g * 2)
+    return x * w
+
+
+def in_place(x, w):
+    y = x * w
+    y.register_hook(lambda g: g.mul_(2))
+    return y.sin()
+
+
+def without_the_gradient(x, w):
+    y = x * w
+    y.register_hook(lambda g: w.detach() * 1)
+    return y.sin()
+
+
+WHOLE = [scaled, several, changed_between, of_a_part, of_constants]
+BROKEN = [noting, removed, of_an_argument, in_place, without_the_gradient]
+
+
+def _gradients(function, only):
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(2))
+    results = function(x, w)
+    results = results if isinstance(results, tuple) else (results,)
+    loss = sum(result.square().sum() for place, result in enumerate(results) if only in (None, place))
+    return [result.detach() for result in results], torch.autograd.grad(loss, (x, w), allow_unused=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", WHOLE + BROKEN, ids=lambda program: program.__name__)
+def test_same_as_plain(program, backend):
+    compiled = gradsplit.compile(program, backend=backend, fullgraph=program in WHOLE)
+    for only in (None, 0, 1) if program in (several, of_constants) else (None, None):
+        torch.testing.assert_close(_gradients(compiled, only), _gradients(program, only))
+    assert bool(compiled.break_reasons) is (program in BROKEN)
