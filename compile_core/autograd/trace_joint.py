@@ -63,8 +63,6 @@ from gradsplit.compile_core.torch_facts.fake_tensors import kernels_of_sizes
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 from gradsplit.compile_core.torch_facts.torch_switches import without_autocast
 
-# torch exports it without declaring it.
-
 
 def trace_joint(
     module: torch.fx.GraphModule, examples: Sequence[Any], decompositions: Decompositions

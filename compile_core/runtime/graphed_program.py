@@ -51,8 +51,6 @@ _MOST_AT_ONCE = 4  # recordings of one program
 _MOST_EVER = 16  # recordings made of one program, those forgotten included
 _MOST_IN_PROCESS = 128
 
-# torch exports these without declaring them.
-
 
 class Recorder(Protocol):
     """Makes recordings; for CUDA see ``cuda_graphs``."""

@@ -16,7 +16,6 @@ from gradsplit.distributed.collectives.shared_buffers import SharedBuffer
 
 _address_of = torch.Tensor.data_ptr
 _holders_of = sys.getrefcount
-# torch exports it without declaring it.
 
 
 class BucketBuffers:

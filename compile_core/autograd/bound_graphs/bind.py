@@ -26,8 +26,6 @@ from gradsplit.compile_core.ir.graphs import (
 )
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled
 
-# torch exports it without declaring it.
-
 
 @dataclass(frozen=True)
 class BoundGraph:

@@ -27,8 +27,6 @@ from gradsplit.compile_core.torch_facts.autograd_engine import (
     will_engine_execute_node,
 )
 
-# Whether the backward that runs keeps what is saved (``retain_graph``).
-
 
 @dataclass(frozen=True)
 class SeparateResults:

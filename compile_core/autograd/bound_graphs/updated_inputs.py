@@ -16,8 +16,6 @@ from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph, replaced_inputs
 from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, tell_of_changes
 
-# torch exports it without declaring it.
-
 
 def updated_inputs(graph: PartitionedGraph) -> dict[int, int]:
     """By position of the graph's output, the position of the primal of which it is the new value."""
