@@ -24,6 +24,9 @@ from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
 from gradsplit.compile_core.minimizer.trials import in_a_fork
 from gradsplit.compile_core.minimizer.write_repro import Settings, write_repro
 
+# A graph that computes nothing for so long waits for itself.
+_IDLE_LIMIT_S = 5.0
+
 # Tries a graph with these settings, in this process.
 Try = Callable[[Candidate, Settings], Outcome]
 
@@ -81,7 +84,7 @@ def minimize(
         trials += 1
         if torch.cuda.is_initialized():  # which does not outlive a fork
             return attempt(candidate, settings)
-        return in_a_fork(lambda: attempt(candidate, settings), limit_s)
+        return in_a_fork(lambda: attempt(candidate, settings), limit_s, _IDLE_LIMIT_S)
 
     failure = tried(candidate, settings)
     says(f"{len(candidate.calls)} calls: {failure}")

@@ -14,7 +14,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO
 
 import torch
@@ -22,12 +24,16 @@ import torch
 from gradsplit.compile_core.minimizer.outcome import Outcome
 
 
-def in_a_fork(run: Callable[[], Outcome], limit_s: float) -> Outcome:
+def in_a_fork(run: Callable[[], Outcome], limit_s: float, idle_limit_s: float | None = None) -> Outcome:
     """What ``run`` returns in a child process.
 
+    Args:
+        limit_s: after so many seconds it hangs.
+        idle_limit_s: after so many in which neither the child nor what it has started computes anything, too. Only for
+            what has nothing to wait for, and where the system has ``/proc``.
+
     Returns:
-        Its outcome; "crashes" with the signal that ended the child and its last words on stderr, "hangs"
-        after ``limit_s`` seconds.
+        Its outcome; "crashes" with the signal that ended the child and its last words on stderr, or "hangs".
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -35,19 +41,22 @@ def in_a_fork(run: Callable[[], Outcome], limit_s: float) -> Outcome:
     with tempfile.TemporaryFile() as errors:
         child = os.fork()
         if child == 0:
+            os.setsid()
             os.close(reading)
             _answer(run, writing, errors.fileno())
         os.close(writing)
         try:
-            answer = _read(reading, time.monotonic() + limit_s)
+            answer = _read(reading, child, limit_s, idle_limit_s)
         finally:
             os.close(reading)
         if answer is None:
-            os.kill(child, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # with what it has started, if it has come that far
+                with suppress(ProcessLookupError):
+                    kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         said = _last_words(errors)
     if answer is None:
-        return Outcome("hangs", "", f"for {limit_s:.0f} s")
+        return Outcome("hangs")
     if answer:
         return Outcome(**json.loads(answer))
     if os.WIFSIGNALED(status):
@@ -81,14 +90,35 @@ def _answer(run: Callable[[], Outcome], writing: int, errors: int) -> None:
         os._exit(1)
 
 
-def _read(reading: int, deadline: float) -> str | None:
-    """All that the child writes; ``None`` if it still lives at the deadline."""
+def _read(reading: int, child: int, limit_s: float, idle_limit_s: float | None) -> str | None:
+    """All that the child writes; ``None`` if it hangs."""
     parts = []
+    began = active = time.monotonic()
+    ticks: int | None = None
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([reading], [], [], left)[0]:
+        if select.select([reading], [], [], min(limit_s, 0.5))[0]:
+            part = os.read(reading, 1 << 16)
+            if not part:
+                return b"".join(parts).decode()
+            parts.append(part)
+        now = time.monotonic()
+        if idle_limit_s is not None:
+            used = _processor_ticks(child)
+            if used is None or used != ticks:
+                ticks, active = used, now
+        if now - began > limit_s or (idle_limit_s is not None and now - active > idle_limit_s):
             return None
-        part = os.read(reading, 1 << 16)
-        if not part:
-            return b"".join(parts).decode()
-        parts.append(part)
+
+
+def _processor_ticks(session: int) -> int | None:
+    """Processor time of all processes of a session that live; ``None`` where nobody knows."""
+    ticks = None
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # After the program's name, which may have spaces: state, parent, group, session, ... user and system time.
+            words = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if words[3] == str(session):
+            ticks = (ticks or 0) + int(words[11]) + int(words[12])
+    return ticks

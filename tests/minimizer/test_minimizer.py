@@ -59,6 +59,9 @@ def test_trials_survive_what_they_try():
     said = in_a_fork(lambda: [os.write(2, b"one\n  what():  the reason\ntwo\n"), os.abort()], 20.0)
     assert str(said) == "crashes: SIGABRT: what():  the reason"
     assert in_a_fork(lambda: time.sleep(60), 0.5).is_like(Outcome("hangs"))
+    began = time.monotonic()
+    assert in_a_fork(lambda: time.sleep(60), 60.0, 1.0).is_like(Outcome("hangs"))
+    assert time.monotonic() - began < 20
     assert in_a_fork(lambda: Outcome("equal"), 20.0) == Outcome("equal")
 
 
