@@ -45,6 +45,10 @@ def silent_for(seconds: float) -> str:
     return f"nothing has been heard of {{}} for {seconds:.0f} s: the machine or the network has failed"
 
 
+LAUNCHER_GONE = "the launcher on {} has ended: it was killed, or its machine has failed"
+"""What is to be told of a supervisor that ended without a word."""
+
+
 def let_rank_0_tell(rank: int | None) -> None:
     """Called on every rank before it ends with an error, which rank 0 alone tells: ``mpiexec`` ends all others when the
     first has ended, perhaps before they have said anything."""

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from gradsplit.launch import job_record
-from gradsplit.launch.errors import LaunchError
-from gradsplit.launch.failure import how_it_ended
-from gradsplit.launch.job_record import JobRecord
+from gradsplit.launch.errors import LAUNCHER_GONE, LOST_EXIT_CODE, LaunchError
+from gradsplit.launch.failure import how_it_ended, ranges
+from gradsplit.launch.job_record import JobRecord, Outcome
 from gradsplit.launch.launch_spec import LaunchSpec
 from gradsplit.launch.lone_world import LoneWorld
 from gradsplit.launch.mpi_environment import find_mpi
@@ -32,7 +32,10 @@ from gradsplit.launch.terminal import output_terminal_size, terminal_variables
 from gradsplit.launch.worker import run_supervisor
 
 KILL_AFTER_S = 10
-"""How long ``mpiexec`` has to end after we have passed on a signal, or after the ranks have noted how the job ends."""
+"""How long ``mpiexec`` has to end after we have passed on a signal, after the ranks have noted how the job ends, or
+after one of them has gone."""
+_LOOK_S, _LOOKS_SHARE = 0.1, 0.02
+"""How often, and for how much of the time, we look whether ranks have gone: a shared file system is slow."""
 
 # Not `-m gradsplit.launch.worker`: in an MPI job's working directory that may be another one.
 _RANK_PROGRAM = """\
@@ -98,21 +101,57 @@ def run_job(spec: LaunchSpec) -> int:
         )
         if spec.dry_run:
             print(f"started by: {shlex.join(command)}", flush=True)
-        status, signal_number = _run_with_signals(command, environment, spec.ending_signals, record)
+        end = _run_with_signals(command, environment, spec, record)
         ended_s = time.time()
-        started = record.wait_for_ranks(KILL_AFTER_S)
-        if signal_number is not None:
-            return 128 + signal_number
-        outcome = record.outcome(ended_s)
-        untold = record.ends_untold()
+        record.wait_for_ranks(KILL_AFTER_S)
+        if end.signal_number is not None:
+            return 128 + end.signal_number
+        outcome = _outcome(record, ended_s, end, installation.mpiexec, nodes * processes)
+    if outcome.told:
+        print(outcome.told, file=sys.stderr)
+    return outcome.exit_code
+
+
+@dataclass(frozen=True)
+class _MpiexecEnd:
+    """How ``mpiexec`` ended."""
+
+    status: int
+    """An exit code, or -N for signal N."""
+    stayed: bool
+    """Whether we had to end it after its ranks."""
+    signal_number: int | None
+    """Of the signal that ended us; None without one."""
+
+
+def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path, ranks: int) -> Outcome:
+    """Return how the job of so many ``ranks`` ended, none of which runs any more, and whose ``mpiexec`` did so at
+    ``ended_s``."""
+    outcome = record.outcome(ended_s)
+    if record.has_ended() and outcome is not None:
+        return outcome
+    gone = record.gone()
+    machines = set(gone.values())
+    # An mpiexec that crashes ends ranks here without a word. Else, what failed elsewhere may be a consequence.
+    if len(machines) == 1 and len(gone) < ranks and (end.stayed or end.status >= 0):
+        told = LAUNCHER_GONE.format(f"{machines.pop()}, rank {ranges(sorted(gone))},")
+        before = "" if outcome is None else f"{outcome.told}\n"
+        return Outcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {told}; the other ranks were ended")
     if outcome is not None:
-        if outcome.told:
-            print(outcome.told, file=sys.stderr)
-        return outcome.exit_code
-    if status or untold:  # Else rank 0 was on a machine that does not see the record, and all is well.
-        meanwhile = " while the ranks ran; none of them had failed, and all were ended" if started else ""
-        print(f"launch: {installation.mpiexec} {how_it_ended(status)}{meanwhile}", file=sys.stderr)
-    return (status if status >= 0 else 128 - status) or int(untold)
+        return outcome
+    untold = record.ends_untold()
+    if not (end.status or untold):  # Rank 0 was on a machine that does not see the record, and all is well.
+        return Outcome(ended_s, 0, "")
+    how = "did not end by itself" if end.stayed else how_it_ended(end.status)
+    meanwhile = (
+        " while the ranks ran; none of them had failed, and all were ended" if record.has_begun() else ""
+    )
+    exit_code = end.status if end.status >= 0 else 128 - end.status
+    return Outcome(
+        ended_s,
+        LOST_EXIT_CODE if end.stayed else exit_code or int(untold),
+        f"launch: {mpiexec} {how}{meanwhile}",
+    )
 
 
 def _folder_of_all(spec: LaunchSpec, nodes: int) -> str | None:
@@ -123,9 +162,9 @@ def _folder_of_all(spec: LaunchSpec, nodes: int) -> str | None:
 
 
 def _run_with_signals(
-    command: Sequence[str], environment: dict[str, str], ending: Sequence[int], record: JobRecord
-) -> tuple[int, int | None]:
-    """Run ``command``; return its exit status, and the number of the signal that ended us (None without one).
+    command: Sequence[str], environment: dict[str, str], spec: LaunchSpec, record: JobRecord
+) -> _MpiexecEnd:
+    """Run ``command``, and end it where it stays after its ranks.
 
     ``mpiexec`` gets a session of its own, and a single SIGTERM whichever signal comes here: Ctrl-C at a
     terminal would reach it directly as well, and a second signal makes some abandon their ranks.
@@ -149,18 +188,27 @@ def _run_with_signals(
 
         for number in PASSED_ON:  # Every mpiexec hands these on to its ranks.
             signal.signal(number, lambda number, _frame: mpiexec.send_signal(number))
-        for number in ending:
+        for number in spec.ending_signals:
             signal.signal(number, pass_on)
-        deadline_s = float("inf")
-        while (
-            mpiexec.poll() is None
-        ):  # It may wait for a machine that is lost, when the ranks have long ended.
-            if received or record.has_ended():
-                deadline_s = min(deadline_s, time.monotonic() + KILL_AFTER_S)
-            if time.monotonic() > deadline_s:
-                mpiexec.kill()  # Its ranks end with it; see parent_death.
+        end_s, look_s, stays = float("inf"), 0.0, False
+        while mpiexec.poll() is None:
+            now_s = time.monotonic()
+            if end_s == float("inf"):
+                over = bool(received) or record.has_ended()
+                if not over and now_s >= look_s:
+                    over = record.misses_one()
+                    look_s = time.monotonic() + max(_LOOK_S, (time.monotonic() - now_s) / _LOOKS_SHARE)
+                if over:
+                    end_s = now_s + KILL_AFTER_S + (spec.shutdown_timeout_s or 0)
+            elif now_s > end_s:
+                # It waits for a machine that is lost, or Open MPI's has come to a standstill while it ended the job.
+                if received or stays:
+                    mpiexec.kill()  # Its ranks end with it; see parent_death.
+                else:
+                    mpiexec.terminate()
+                    end_s = now_s + spec.failure_grace_s
+                stays = True
             with contextlib.suppress(subprocess.TimeoutExpired):
                 mpiexec.wait(0.1)
-        ended_with = mpiexec.returncode
     end_children()  # An ssh to the machine that is lost, say.
-    return ended_with, received[0] if received else None
+    return _MpiexecEnd(mpiexec.returncode, stays, received[0] if received else None)

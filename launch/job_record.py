@@ -5,17 +5,18 @@ wrote to the screen through it may be lost. The files lie in the launcher's fold
 (a cluster's machines share it as a rule); ranks on a machine without it tell through ``mpiexec``.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "GRADSPLIT_LAUNCH_RECORD"
 """Carries the folder's path to the ranks."""
-_BEGUN, _END = "begun", "end"
-_LOCK = "ranks"
+_BEGUN, _LEFT, _FAILED, _END = "begun_", "left_", "failed_", "end"
 
 
 @dataclass(frozen=True, order=True)
@@ -33,35 +34,52 @@ class JobRecord:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._seen: set[int] = set()
 
     def enter(self, rank: int | None) -> None:
-        """Called by a rank: it runs from now on, until its process ends."""
-        if rank == 0:
-            (self._folder / _BEGUN).touch()
-        fcntl.flock(os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), fcntl.LOCK_SH)
+        """Called by a supervisor: it runs from now on, until its process ends."""
+        unfinished = self._folder / f"{_BEGUN}{rank}.unfinished"
+        unfinished.write_text(socket.gethostname())
+        with contextlib.suppress(OSError):  # Not every file system has locks.
+            fcntl.flock(os.open(unfinished, os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH)
+        unfinished.replace(self._folder / f"{_BEGUN}{rank}")
+
+    def note_leaving(self, rank: int | None) -> None:
+        """Called by a supervisor that ends on purpose, or was told to end."""
+        with contextlib.suppress(FileNotFoundError):  # The launcher has gone already.
+            (self._folder / f"{_LEFT}{rank}").touch()
 
     def note_failure(self, rank: int, outcome: Outcome | None) -> None:
         """Note that a process of supervisor ``rank`` has failed; None takes it back, for the group starts again."""
-        self._write(f"failed_{rank}", outcome)
+        self._write(f"{_FAILED}{rank}", outcome)
 
     def note_end(self, outcome: Outcome) -> None:
         """Note how the job has ended: what all ranks have agreed on."""
         self._write(_END, outcome)
 
-    def wait_for_ranks(self, timeout_s: float) -> bool:
-        """Wait until no rank runs that sees the folder; return whether there has been any."""
-        if not (self._folder / _LOCK).exists():
-            return False
-        lock = os.open(self._folder / _LOCK, os.O_RDWR)
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Wait until no supervisor runs that sees the folder."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-        os.close(lock)
-        return True
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def has_begun(self) -> bool:
+        """Return whether there has been a supervisor that sees the folder."""
+        return bool(self._begun())
+
+    def misses_one(self) -> bool:
+        """Return whether a supervisor that an earlier call has seen run does so no more.
+
+        Who never was seen is not missed: on some file systems, machines do not see each other's locks.
+        """
+        running = self._running()
+        self._seen |= running
+        return self._seen != running
+
+    def gone(self) -> dict[int, str]:
+        """Return the machines of the supervisors that have ended without a word, by rank."""
+        left = {int(file.name.removeprefix(_LEFT)) for file in self._folder.glob(f"{_LEFT}*[0-9]")}
+        return {rank: file.read_text() for rank, file in self._begun().items() if rank not in left}
 
     def has_ended(self) -> bool:
         """Return whether an end is noted."""
@@ -69,14 +87,30 @@ class JobRecord:
 
     def ends_untold(self) -> bool:
         """Return whether rank 0, which would have noted an end here, has not: something ended it."""
-        return (self._folder / _BEGUN).exists() and not self.has_ended()
+        return 0 in self._begun() and not self.has_ended()
 
     def outcome(self, until_s: float) -> Outcome | None:
         """Return how the job ended, or else its first failure until ``until_s``; None where the ranks say nothing."""
         if self.has_ended():
             return self._read(self._folder / _END)
-        failures = [self._read(file) for file in self._folder.glob("failed_*[0-9]")]
+        failures = [self._read(file) for file in self._folder.glob(f"{_FAILED}*[0-9]")]
         return min((failure for failure in failures if failure.time_s <= until_s), default=None)
+
+    def _begun(self) -> dict[int, Path]:
+        files = self._folder.glob(f"{_BEGUN}*[0-9]")
+        return {int(file.name.removeprefix(_BEGUN)): file for file in files}
+
+    def _running(self) -> set[int]:
+        running = set()
+        for rank, file in self._begun().items():
+            with file.open("r+") as opened:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    running.add(rank)
+                except OSError:
+                    pass  # No locks here.
+        return running
 
     def _write(self, name: str, outcome: Outcome | None) -> None:
         if outcome is None:

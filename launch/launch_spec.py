@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+FAILURE_GRACE_S = 4.5
+"""All have ended within 5 s of a failure."""
 
 
 class EntryKind(StrEnum):
@@ -77,6 +79,11 @@ class LaunchSpec:
             case EntryKind.PROGRAM:
                 start = [self.entry]
         return [*start, *self.arguments]
+
+    @property
+    def failure_grace_s(self) -> float:
+        """How long what is to end has after SIGTERM, once something has failed; then it gets SIGKILL."""
+        return FAILURE_GRACE_S if self.shutdown_timeout_s is None else self.shutdown_timeout_s
 
     def to_json(self) -> str:
         """Return the spec as one line of ASCII, for an environment variable.

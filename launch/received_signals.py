@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 
 PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -10,10 +11,12 @@ PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 
 
 class ReceivedSignals:
-    """Takes over this process's signal handlers. ``ending``: the signals that end the job."""
+    """Takes over this process's signal handlers. ``ending``: the signals that end the job; ``note_end`` is called as
+    soon as one of them comes."""
 
-    def __init__(self, ending: frozenset[int]) -> None:
+    def __init__(self, ending: frozenset[int], note_end: Callable[[], None]) -> None:
         self.ending = ending
+        self._note_end = note_end
         self.started = False
         """Whether there are processes to end; until then an ending signal ends this process at once."""
         self._received: deque[signal.Signals] = deque()
@@ -25,6 +28,8 @@ class ReceivedSignals:
         return self._received.popleft() if self._received else None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.started and number in self.ending:
-            os._exit(128 + number)
+        if number in self.ending:
+            self._note_end()
+            if not self.started:
+                os._exit(128 + number)
         self._received.append(signal.Signals(number))

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from gradsplit.launch.errors import LaunchError, RankLostError, silent_for
+from gradsplit.launch.errors import LAUNCHER_GONE, LaunchError, RankLostError, silent_for
 from gradsplit.launch.failure import ranges
 from gradsplit.launch.same_user import can_be_proved, is_proof_of, proof_of
 from gradsplit.launch.slurm_task import SlurmTask, slurm_task
@@ -163,8 +163,7 @@ class SlurmWorld:
 
     def _lose(self, rank: int, *, silent: bool) -> None:
         if self._lost is None:
-            ended = "the launcher on {} has ended: it was killed, or its machine has failed"
-            told = silent_for(_SILENCE_S) if silent else ended
+            told = silent_for(_SILENCE_S) if silent else LAUNCHER_GONE
             # Rank 0 tells, and where that has gone, the next one.
             self._lost = RankLostError(rank, told, found_here=self.rank <= 1)
             if self.rank == 0:

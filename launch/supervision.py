@@ -22,8 +22,6 @@ from gradsplit.launch.received_signals import PASSED_ON, ReceivedSignals
 from gradsplit.launch.world import World
 
 POLL_INTERVAL_S = 0.01
-FAILURE_GRACE_S = 4.5
-"""How long a healthy process has to end after SIGTERM when another rank has failed: all have ended within 5 s."""
 
 
 class EndedBySignalError(Exception):
@@ -80,10 +78,10 @@ class Supervision:
                     self._world.beat()
                 except RankLostError as lost:
                     self._ends_with = lost
-                    self._end_all(self._failure_grace_s())
+                    self._end_all(self._spec.failure_grace_s)
             if self._world.take_announcement():
                 announcements += 1
-                self._end_all(self._failure_grace_s())
+                self._end_all(self._spec.failure_grace_s)
             if not self._running:
                 output.finish()
                 if self._ends_with is not None:
@@ -111,9 +109,6 @@ class Supervision:
         exceptions = {rank: line for _, lines in gathered for rank, line in lines}
         return replace(first, elsewhere=collapsed(exceptions, first.rank))
 
-    def _failure_grace_s(self) -> float:
-        return FAILURE_GRACE_S if self._spec.shutdown_timeout_s is None else self._spec.shutdown_timeout_s
-
     def _all_of_failures(self, output: RankOutput) -> list[Failure]:
         alone = self._world.size == 1
         return [
@@ -140,7 +135,7 @@ class Supervision:
         if self._failures and not ending:
             note(min(self._all_of_failures(output)))
             self._world.announce()
-            self._end_all(self._failure_grace_s())
+            self._end_all(self._spec.failure_grace_s)
 
     def _heed_signals(self) -> None:
         number = self._signals.take()

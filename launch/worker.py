@@ -63,6 +63,8 @@ def main() -> int:
             _end(record, USAGE_EXIT_CODE, f"launch: {error}")
         let_rank_0_tell(rank)
         exit_code = USAGE_EXIT_CODE
+    if record is not None:
+        record.note_leaving(rank)
     # A code other than 0 would have mpiexec add its own account, and come last.
     return exit_code if rank == 0 and record is None else 0
 
@@ -91,9 +93,15 @@ def run_supervisor(
     """
     environment = dict(os.environ)  # Before MPI is told how to go about it.
     keeper = ProcessKeeper(spec.ending_signals)
-    signals = ReceivedSignals(frozenset(spec.ending_signals))
+    rank = mpi_rank(environment)
+
+    def note_leaving() -> None:
+        if record is not None:
+            record.note_leaving(rank)
+
+    signals = ReceivedSignals(frozenset(spec.ending_signals), note_leaving)
     if record is not None:
-        record.enter(mpi_rank(environment))
+        record.enter(rank)
     world = None
     placements: list[RankPlacement] = []
     try:
@@ -135,6 +143,7 @@ def run_supervisor(
             who = f"{place.hostname}, where rank {place.rank} is,"
         if lost.told and (record is not None or lost.found_here):
             _end(record, lost.exit_code, f"launch: {lost.told.format(who)}; the other ranks were ended")
+        note_leaving()
         keeper.close()
         os._exit(lost.exit_code)  # Leaving MPI would wait for the lost rank.
     except LaunchError:

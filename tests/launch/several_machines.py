@@ -1,11 +1,12 @@
 """Jobs on two machines of their own network (`machines`), of which something is disturbed at a random moment.
 
-``python -m tests.launch.several_machines COUNT [SEED]``, or KIND for one job. It ends with 1 when a job hung, left a
-process behind, or told another exit code or rank than that of what failed.
+``python -m tests.launch.several_machines COUNT [SEED] [KIND]`` ends with 1 when a job hung, left a process behind, or
+told another exit code or rank than that of what failed. Without a KIND each job's is drawn.
 """
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 MOST_S = 40
 KINDS = ("exit", "killed", "supervisor killed", "daemon killed", "machine ended", "machine lost")
-KINDS += ("launcher told", "launcher killed")
+KINDS += ("launcher told", "launcher killed", "mpiexec killed")
 IMPATIENT = """
 import gradsplit.launch.mpi_world as world
 world.SILENCE_S, world._HEARTBEAT_S = 4.0, 1.0
@@ -49,6 +50,10 @@ def disturb(
     if kind == "machine ended":
         os.kill(machines.first["node2"], signal.SIGKILL)
         return bool, "launch: "
+    if kind == "mpiexec killed":
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
+        os.kill(int(children.split()[0]), signal.SIGKILL)
+        return (128 + signal.SIGKILL).__eq__, "was killed by signal 9 (Killed) while the ranks ran"
     if kind in ("supervisor killed", "daemon killed"):
         names = {
             "supervisor killed": ("gradsplit.launch.worker",),
@@ -59,8 +64,13 @@ def disturb(
             for pid, command in machines.processes("node2")
             if not command.startswith("sh ") and any(n in command for n in names[kind])
         ]
-        os.kill(random_.choice(found), signal.SIGKILL)
-        return bool, "launch: "
+        ended = random_.choice(found)
+        variables = Path(f"/proc/{ended}/environ").read_text()
+        os.kill(ended, signal.SIGKILL)
+        rank_of = re.search(r"(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)", variables)
+        if kind == "daemon killed" or rank_of is None:
+            return bool, "launch: "
+        return bool, f"launch: the launcher on node2, rank {rank_of[1]}, has ended: it was killed"
     pid = int((folder / f"rank{rank}").read_text())
     inside = ["nsenter", "-t", str(machines.first[f"node{1 + rank // 2}"]), "-p", "-m"]
     name, code = ("USR1", 7) if kind == "exit" else ("KILL", 137)
@@ -100,10 +110,10 @@ def run_one(machines: Machines, shared: Path, kind: str, random_: random.Random)
     return None
 
 
-def run_jobs(asked: str, seed: int, folder: Path) -> int:
+def run_jobs(count: int, seed: int, kind: str, folder: Path) -> int:
     wrong = 0
     random_ = random.Random(seed)
-    kinds = [asked] if asked in KINDS else [random_.choice(KINDS) for _ in range(int(asked))]
+    kinds = [kind or random_.choice(KINDS) for _ in range(count)]
     machines = Machines(2, folder)
     for number, kind in enumerate(kinds):
         problem = run_one(machines, folder, kind, random_)
@@ -116,12 +126,12 @@ def run_jobs(asked: str, seed: int, folder: Path) -> int:
     return 1 if wrong else 0
 
 
-def main(asked: str, seed: str = "0", folder: str = "") -> int:
+def main(count: str, seed: str = "0", kind: str = "", folder: str = "") -> int:
     """Run the jobs that are asked for. ``folder``: given where this process may make machines that share it."""
     if folder:
-        return run_jobs(asked, int(seed), Path(folder))
+        return run_jobs(int(count), int(seed), kind, Path(folder))
     with tempfile.TemporaryDirectory(prefix="machines-") as folder:
-        program = [sys.executable, "-m", "tests.launch.several_machines", asked, seed, folder]
+        program = [sys.executable, "-m", "tests.launch.several_machines", count, seed, kind, folder]
         return subprocess.call(in_own_namespaces(program))
 
 

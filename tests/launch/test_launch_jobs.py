@@ -245,24 +245,25 @@ if os.environ["RANK"] == "2":
     assert told.endswith("; restart 1 of 1") and "exited with code 7;" in last
 
 
+def imitated_installation(prefix: Path, then: str) -> tuple[Path, dict[str, str]]:
+    """An MPI whose ``mpiexec`` is a script that starts the real one, and does ``then``."""
+    real = INSTALLATION.mpiexec.absolute()
+    for part in real.parent.parent.iterdir():
+        if part.name != "bin":
+            (prefix / part.name).symlink_to(part)
+    (prefix / "bin").mkdir()
+    mpiexec = prefix / "bin" / "mpiexec"
+    mpiexec.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\n{real} "$@" &\n{then}')
+    mpiexec.chmod(0o755)
+    return mpiexec, {"PATH": f"{mpiexec.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_the_ranks_say_counts_where_mpiexec_crashes(tmp_path, fails):
     """An installation is imitated whose mpiexec crashes in the middle of ending the job, or of its run."""
-    real = INSTALLATION.mpiexec.absolute()
-    for part in real.parent.parent.iterdir():
-        if part.name != "bin":
-            (tmp_path / part.name).symlink_to(part)
-    (tmp_path / "bin").mkdir()
-    mpiexec = tmp_path / "bin" / "mpiexec"
-    mpiexec.write_text(f"""#!/bin/sh
-[ "$1" = --version ] && exec {real} --version
-{real} "$@" &
-while [ ! -e now ]; do sleep 0.02; done
-kill -9 $!
-kill -SEGV $$
-""")
-    mpiexec.chmod(0o755)
+    then = "while [ ! -e now ]; do sleep 0.02; done\nkill -9 $!\nkill -SEGV $$\n"
+    mpiexec, path = imitated_installation(tmp_path, then)
     script = write(
         tmp_path,
         """
@@ -279,9 +280,8 @@ if os.environ["RANK"] == "0" and "fail" not in sys.argv:
 time.sleep(60)
 """,
     )
-    path = f"{mpiexec.parent}{os.pathsep}{os.environ['PATH']}"
     options = ["--nproc-per-node", "2", "--mpi-args", "", script, tmp_path]
-    job = launch(*options, "fail" if fails else "run", cwd=tmp_path, PATH=path)
+    job = launch(*options, "fail" if fails else "run", cwd=tmp_path, **path)
     last = job.stderr.splitlines()[-1]
     if fails:
         assert (
@@ -292,6 +292,28 @@ time.sleep(60)
         assert job.returncode == 128 + signal.SIGSEGV
         said = " while the ranks ran; none of them had failed, and all were ended"
         assert last.startswith(f"launch: {mpiexec} was killed by signal 11 (") and last.endswith(said)
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_an_mpiexec_that_stays_after_its_ranks_is_ended(tmp_path):
+    """Open MPI's has come to a standstill after a supervisor was killed and it had ended the others."""
+    then = f"trap '' TERM\nwait\nwhile :; do sleep 60; : {tmp_path}; done\n"
+    _, path = imitated_installation(tmp_path, then)
+    (tmp_path / "sitecustomize.py").write_text("import gradsplit.launch.job as job\njob.KILL_AFTER_S = 1\n")
+    script = """
+import os, signal, time
+from pathlib import Path
+if os.environ["RANK"] == "1":
+    keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+    os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+time.sleep(60)
+"""
+    options = ["--nproc-per-node=2", "--shutdown-timeout=1", "--mpi-args", "", write(tmp_path, script)]
+    job = launch(*options, tmp_path, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", **path)
+    last = job.stderr.splitlines()[-1]
+    assert job.returncode == 1
+    assert last.startswith("launch: the launcher on ") and ", rank 1, has ended: it was killed" in last
     wait_until_gone(str(tmp_path))
 
 

@@ -20,6 +20,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", ["exit", "machine ended", "machine lost"])
 def test_a_job_ends_with_what_failed(kind):
-    command = [sys.executable, "-m", "tests.launch.several_machines", kind]
+    command = [sys.executable, "-m", "tests.launch.several_machines", "1", "0", kind]
     job = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=80)
     assert job.returncode == 0, job.stdout + job.stderr
