@@ -106,7 +106,7 @@ def run_job(spec: LaunchSpec) -> int:
         record.wait_for_ranks(KILL_AFTER_S)
         if end.signal_number is not None:
             return 128 + end.signal_number
-        outcome = _outcome(record, ended_s, end, installation.mpiexec, nodes * processes)
+        outcome = _outcome(record, ended_s, end, installation.mpiexec)
     if outcome.told:
         print(outcome.told, file=sys.stderr)
     return outcome.exit_code
@@ -124,17 +124,16 @@ class _MpiexecEnd:
     """Of the signal that ended us; None without one."""
 
 
-def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path, ranks: int) -> Outcome:
-    """Return how the job of so many ``ranks`` ended, none of which runs any more, and whose ``mpiexec`` did so at
-    ``ended_s``."""
+def _outcome(record: JobRecord, ended_s: float, end: _MpiexecEnd, mpiexec: Path) -> Outcome:
+    """Return how the job ended, none of whose ranks runs any more, and whose ``mpiexec`` ended at ``ended_s``."""
     outcome = record.outcome(ended_s)
     if record.has_ended() and outcome is not None:
         return outcome
-    gone = record.gone()
-    machines = set(gone.values())
+    gone = record.first_gone()
     # An mpiexec that crashes ends ranks here without a word. Else, what failed elsewhere may be a consequence.
-    if len(machines) == 1 and len(gone) < ranks and (end.stayed or end.status >= 0):
-        told = LAUNCHER_GONE.format(f"{machines.pop()}, rank {ranges(sorted(gone))},")
+    if gone is not None and (end.stayed or end.status >= 0):
+        machine, first = gone
+        told = LAUNCHER_GONE.format(f"{machine}, rank {ranges(first)},")
         before = "" if outcome is None else f"{outcome.told}\n"
         return Outcome(ended_s, LOST_EXIT_CODE, f"{before}launch: {told}; the other ranks were ended")
     if outcome is not None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 VARIABLE = "GRADSPLIT_LAUNCH_RECORD"
 """Carries the folder's path to the ranks."""
-_BEGUN, _LEFT, _FAILED, _END = "begun_", "left_", "failed_", "end"
+_NOTES_S = 1.0
+_BEGUN, _LEFT, _GONE, _FAILED, _END = "begun_", "left_", "gone_", "failed_", "end"
 
 
 @dataclass(frozen=True, order=True)
@@ -45,9 +46,12 @@ class JobRecord:
         unfinished.replace(self._folder / f"{_BEGUN}{rank}")
 
     def note_leaving(self, rank: int | None) -> None:
-        """Called by a supervisor that ends on purpose, or was told to end."""
-        with contextlib.suppress(FileNotFoundError):  # The launcher has gone already.
-            (self._folder / f"{_LEFT}{rank}").touch()
+        """Called by a supervisor that ends on purpose, or is told to end."""
+        self._note_time(f"{_LEFT}{rank}")
+
+    def note_gone(self, rank: int | None) -> None:
+        """Called for a supervisor that has ended, however it did."""
+        self._note_time(f"{_GONE}{rank}")
 
     def note_failure(self, rank: int, outcome: Outcome | None) -> None:
         """Note that a process of supervisor ``rank`` has failed; None takes it back, for the group starts again."""
@@ -58,9 +62,14 @@ class JobRecord:
         self._write(_END, outcome)
 
     def wait_for_ranks(self, timeout_s: float) -> None:
-        """Wait until no supervisor runs that sees the folder."""
+        """Wait until no supervisor runs that sees the folder, and until that is noted, which a machine that has ended
+        does not do.
+        """
         deadline = time.monotonic() + timeout_s
         while self._running() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        deadline = time.monotonic() + _NOTES_S
+        while not self._begun().keys() <= self._times(_GONE).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def has_begun(self) -> bool:
@@ -76,10 +85,18 @@ class JobRecord:
         self._seen |= running
         return self._seen != running
 
-    def gone(self) -> dict[int, str]:
-        """Return the machines of the supervisors that have ended without a word, by rank."""
-        left = {int(file.name.removeprefix(_LEFT)) for file in self._folder.glob(f"{_LEFT}*[0-9]")}
-        return {rank: file.read_text() for rank, file in self._begun().items() if rank not in left}
+    def first_gone(self) -> tuple[str, list[int]] | None:
+        """Return the machine and ranks of the supervisors that ended without a word before others did or were told to.
+
+        Where Open MPI's library misses one, it ends the others without a word, too. None where nothing can be told.
+        """
+        begun, left, gone = self._begun(), self._times(_LEFT), self._times(_GONE)
+        ends = {rank: left.get(rank, gone.get(rank, 0.0)) for rank in begun}
+        first = [rank for rank, time_s in ends.items() if time_s == min(ends.values())]
+        machines = {begun[rank].read_text() for rank in first}
+        if len(machines) != 1 or len(first) == len(begun) or left.keys() & first:
+            return None
+        return machines.pop(), sorted(first)
 
     def has_ended(self) -> bool:
         """Return whether an end is noted."""
@@ -93,12 +110,21 @@ class JobRecord:
         """Return how the job ended, or else its first failure until ``until_s``; None where the ranks say nothing."""
         if self.has_ended():
             return self._read(self._folder / _END)
-        failures = [self._read(file) for file in self._folder.glob(f"{_FAILED}*[0-9]")]
+        failures = map(self._read, self._files(_FAILED).values())
         return min((failure for failure in failures if failure.time_s <= until_s), default=None)
 
+    def _files(self, name: str) -> dict[int, Path]:
+        return {int(file.name.removeprefix(name)): file for file in self._folder.glob(f"{name}*[0-9]")}
+
     def _begun(self) -> dict[int, Path]:
-        files = self._folder.glob(f"{_BEGUN}*[0-9]")
-        return {int(file.name.removeprefix(_BEGUN)): file for file in files}
+        return self._files(_BEGUN)
+
+    def _times(self, name: str) -> dict[int, float]:
+        return {rank: float(file.read_text()) for rank, file in self._files(name).items()}
+
+    def _note_time(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # The launcher has gone already, with the folder.
+            self._replace(name, str(time.time()))
 
     def _running(self) -> set[int]:
         running = set()
@@ -116,8 +142,11 @@ class JobRecord:
         if outcome is None:
             (self._folder / name).unlink(missing_ok=True)
             return
+        self._replace(name, json.dumps([outcome.time_s, outcome.exit_code, outcome.told]))
+
+    def _replace(self, name: str, text: str) -> None:
         unfinished = self._folder / f"{name}.unfinished"
-        unfinished.write_text(json.dumps([outcome.time_s, outcome.exit_code, outcome.told]))
+        unfinished.write_text(text)
         unfinished.replace(self._folder / name)
 
     @staticmethod

@@ -6,10 +6,13 @@ are used to join and to leave only; in between there are calls that return at on
 Messages are JSON and never pickles: who sends one to a rank cannot have it run anything.
 """
 
+import faulthandler
 import json
 import os
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +34,8 @@ _GRACE_S, _GRACE_OF_SLURM_S = 0.15, 30.0
 """From a signal to the end: Open MPI's ``mpirun`` follows its SIGTERM with SIGKILL after 0.25 s."""
 _HEARTBEAT_S = 5.0
 _LOOK_S = 0.2
+JOIN_S = 600.0
+"""As torchrun's: how long a rank waits for the others to come."""
 SILENCE_S = 60.0
 """After so long without a heartbeat a rank is lost."""
 
@@ -138,11 +143,12 @@ class MpiWorld:
     def leave(self) -> None:
         """Leave MPI in good order, as all ranks do: with no message under way."""
         self._beat_s = float("inf")
-        sent = self.gather_everywhere(self._sent)[self._before]
-        while self._heard < sent:
-            if self._take(self._before, _HEARTBEAT) is not None:
-                self._heard += 1
-        self._mpi.Finalize()
+        with _ended_after(SILENCE_S):
+            sent = self.gather_everywhere(self._sent)[self._before]
+            while self._heard < sent:
+                if self._take(self._before, _HEARTBEAT) is not None:
+                    self._heard += 1
+            self._mpi.Finalize()
 
     def leave_after_signal(self, exit_code: int) -> None:
         """A signal has ended this rank: ``mpiexec`` ends the others."""
@@ -150,6 +156,18 @@ class MpiWorld:
     def abort(self, exit_code: int) -> None:
         """End all ranks now. For a fault of the launcher itself."""
         self._ranks.Abort(exit_code)
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """End this process, with a traceback, when the block takes longer: it calls MPI, which waits for ever for a rank
+    that does not come, or has gone, and lets no other thread of Python run meanwhile.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def join_world() -> MpiWorld:
@@ -163,6 +181,9 @@ def join_world() -> MpiWorld:
         os.environ["MPI4PY_LIBMPI"] = str(library)
     # Supervisors hold no tensors; without this Open MPI looks for GPUs and may claim memory on them.
     os.environ.setdefault("OMPI_MCA_accelerator", "null")
+    # Its library aborts the job when another supervisor's connections end. First mpiexec is to find out that one has
+    # died: aborts of several ranks in the midst of that have been seen to bring it to a standstill.
+    os.environ.setdefault("OMPI_MCA_mpi_abort_delay", "1")
     if on_one_machine(os.environ):
         for name, value in _SHARED_MEMORY_ALONE.items():
             os.environ.setdefault(name, value)
@@ -176,7 +197,8 @@ def join_world() -> MpiWorld:
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"MPI cannot be loaded ({reason}); check mpi4py and MPI4PY_LIBMPI") from error
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    with _ended_after(JOIN_S):
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     world = MpiWorld(MPI, _GRACE_OF_SLURM_S if started_by_srun(os.environ) else _GRACE_S)
     started = mpi_size(os.environ)
     if started not in (None, world.size):

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gradsplit.launch.received_signals import PASSED_ON
 
@@ -47,15 +47,17 @@ class RankProcess:
 class ProcessKeeper:
     """The supervisor's end of it."""
 
-    def __init__(self, ending: Collection[int]) -> None:
-        """``ending``: the signals that end the job, of which the supervisor decides what to do."""
+    def __init__(self, ending: Collection[int], note_end: Callable[[], None]) -> None:
+        """``ending``: the signals that end the job, of which the supervisor decides what to do. ``note_end``: called by
+        the keeper when the supervisor has ended, however it did.
+        """
         self._socket, theirs = socket.socketpair()
         self._processes: dict[int, RankProcess] = {}
         self._heard = b""
         self._started: RankProcess | None = None
         self._pid = os.fork()
         if self._pid == 0:
-            _keep(theirs, PASSED_ON | frozenset(ending))
+            _keep(theirs, PASSED_ON | frozenset(ending), note_end)
         theirs.close()
 
     def start(
@@ -106,7 +108,7 @@ class ProcessKeeper:
                 self._started = self._processes[int(pid)] = RankProcess(int(pid))
 
 
-def _keep(supervisor: socket.socket, survived: Collection[int]) -> None:
+def _keep(supervisor: socket.socket, survived: Collection[int], note_end: Callable[[], None]) -> None:
     """Be the keeper; does not return.
 
     ``survived``: signals that are the supervisor's business. Slurm may send one to every process of a job.
@@ -139,6 +141,7 @@ def _keep(supervisor: socket.socket, survived: Collection[int]) -> None:
             if supervisor in ready:
                 header, streams, _, _ = socket.recv_fds(supervisor, _HEADER_BYTES, 2)
                 if not header:
+                    note_end()
                     break
                 order = b""
                 while len(order) < int.from_bytes(header):

@@ -92,13 +92,17 @@ def run_supervisor(
     process's signal handlers.
     """
     environment = dict(os.environ)  # Before MPI is told how to go about it.
-    keeper = ProcessKeeper(spec.ending_signals)
     rank = mpi_rank(environment)
 
     def note_leaving() -> None:
         if record is not None:
             record.note_leaving(rank)
 
+    def note_gone() -> None:
+        if record is not None:
+            record.note_gone(rank)
+
+    keeper = ProcessKeeper(spec.ending_signals, note_gone)
     signals = ReceivedSignals(frozenset(spec.ending_signals), note_leaving)
     if record is not None:
         record.enter(rank)

@@ -21,8 +21,8 @@ from tests.launch.random_failures import SCRIPT, left_behind
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 MOST_S = 40
-KINDS = ("exit", "killed", "supervisor killed", "daemon killed", "machine ended", "machine lost")
-KINDS += ("launcher told", "launcher killed", "mpiexec killed")
+KINDS = ("exit", "killed", "supervisor killed", "keeper killed", "daemon killed", "mpiexec killed")
+KINDS += ("machine ended", "machine lost", "launcher told", "launcher killed")
 IMPATIENT = """
 import gradsplit.launch.mpi_world as world
 world.SILENCE_S, world._HEARTBEAT_S = 4.0, 1.0
@@ -49,21 +49,26 @@ def disturb(
         return bool, "of node2, where rank 3 is, for 4 s: the machine or the network has failed"
     if kind == "machine ended":
         os.kill(machines.first["node2"], signal.SIGKILL)
-        return bool, "launch: "
+        return (
+            bool,
+            "launch: the launcher on node2, rank 2-3, has ended: it was killed, or its machine has failed",
+        )
     if kind == "mpiexec killed":
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGKILL)
         return (128 + signal.SIGKILL).__eq__, "was killed by signal 9 (Killed) while the ranks ran"
-    if kind in ("supervisor killed", "daemon killed"):
-        names = {
-            "supervisor killed": ("gradsplit.launch.worker",),
-            "daemon killed": ("prted", "hydra_pmi_proxy"),
-        }
+    if kind in ("supervisor killed", "keeper killed", "daemon killed"):
+        names = ("prted", "hydra_pmi_proxy") if kind == "daemon killed" else ("gradsplit.launch.worker",)
         found = [
             pid
             for pid, command in machines.processes("node2")
-            if not command.startswith("sh ") and any(n in command for n in names[kind])
+            if not command.startswith("sh ") and any(name in command for name in names)
         ]
+        if kind != "daemon killed":  # A keeper is forked from its supervisor, and has its command line.
+            parents = {
+                pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found
+            }
+            found = [pid for pid in found if (parents[pid] in found) == (kind == "keeper killed")]
         ended = random_.choice(found)
         variables = Path(f"/proc/{ended}/environ").read_text()
         os.kill(ended, signal.SIGKILL)

@@ -55,6 +55,19 @@ def launch(*arguments: str | Path, cwd: Path, **more: str) -> subprocess.Complet
     )
 
 
+def under_mpiexec(ranks: int, script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        mpiexec_command(INSTALLATION, ranks, [sys.executable, str(script)]),
+        check=False,
+        cwd=script.parent,
+        env=environment(**mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
 def write(folder: Path, text: str) -> Path:
     script = folder / "script.py"
     script.write_text(text)
@@ -317,6 +330,19 @@ time.sleep(60)
     wait_until_gone(str(tmp_path))
 
 
+def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path):
+    script = """
+import os, time
+import gradsplit.launch.mpi_world as mpi_world
+mpi_world.JOIN_S = 1.0
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    time.sleep(50)
+mpi_world.join_world()
+"""
+    job = under_mpiexec(2, write(tmp_path, script))
+    assert job.returncode and "in join_world" in job.stderr
+
+
 def test_what_ranks_tell_each_other_is_plain_data(tmp_path):
     script = """
 from gradsplit.launch.mpi_world import join_world
@@ -338,17 +364,7 @@ while not world.everyone_is_done():
 world.settle(announcements_pending=0)
 world.leave()
 """
-    variables = mpiexec_variables(INSTALLATION, as_root=os.geteuid() == 0)
-    job = subprocess.run(
-        mpiexec_command(INSTALLATION, 3, [sys.executable, str(write(tmp_path, script))]),
-        check=False,
-        cwd=tmp_path,
-        env=environment(**variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    job = under_mpiexec(3, write(tmp_path, script))
     assert job.returncode == 0, job.stderr
 
 
