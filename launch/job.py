@@ -79,7 +79,12 @@ def run_job(spec: LaunchSpec) -> int:
     program = [sys.executable, "-c", _RANK_PROGRAM, str(Path(__file__).absolute().parents[2])]
     if spec.log_folder is not None:
         Path(spec.log_folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".launch-", dir=_folder_of_all(spec, nodes)) as folder:
+    temporary = tempfile.TemporaryDirectory(
+        prefix=".launch-",
+        dir=_folder_of_all(spec, nodes),
+        ignore_cleanup_errors=True,  # A keeper may still write to it.
+    )
+    with temporary as folder:
         record = JobRecord(Path(folder))
         environment = {
             **os.environ,

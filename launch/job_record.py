@@ -69,7 +69,9 @@ class JobRecord:
         while self._running() and time.monotonic() < deadline:
             time.sleep(0.01)
         deadline = time.monotonic() + _NOTES_S
-        while not self._begun().keys() <= self._times(_GONE).keys() and time.monotonic() < deadline:
+        while not (self.has_ended() or self._begun().keys() <= self._times(_GONE).keys()):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
 
     def has_begun(self) -> bool:

@@ -141,7 +141,6 @@ def _keep(supervisor: socket.socket, survived: Collection[int], note_end: Callab
             if supervisor in ready:
                 header, streams, _, _ = socket.recv_fds(supervisor, _HEADER_BYTES, 2)
                 if not header:
-                    note_end()
                     break
                 order = b""
                 while len(order) < int.from_bytes(header):
@@ -160,6 +159,8 @@ def _keep(supervisor: socket.socket, survived: Collection[int], note_end: Callab
         for pid in running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            note_end()
         os._exit(0)
 
 
