@@ -12,7 +12,7 @@ from torch import fx
 
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
-from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, check_view_copies
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
@@ -270,7 +270,7 @@ class RunnerWriter(SourceWriter):
         return name
 
     def replay(self, effects: SideEffects) -> None:
-        """Store the final state of everything that the captured call changed."""
+        """Store the final state of everything that the captured call changed. Comes after all that is handed out."""
         self._changes += effects.changes()
         for give, arguments in effects.messages:
             self._effects.append(f"{self.constant(give)}({', '.join(map(self.emit, arguments))})")
@@ -302,6 +302,7 @@ class RunnerWriter(SourceWriter):
             name = self.constant(cls)
             stored = "" if value is MISSING else f"setattr({name}, {attribute!r}, {self.emit(value)})"
             self._effects.append(stored or f"delattr({name}, {attribute!r})")
+        check_view_copies(self.state, self.outputs)
 
     def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""

@@ -56,7 +56,7 @@ from gradsplit.compile_core.capture.values.live_iterators import LIVE_ITERATORS,
 from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyView
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
-from gradsplit.compile_core.capture.values.tensors import TensorValue, computes_as_tensor
+from gradsplit.compile_core.capture.values.tensors import TensorValue, check_class
 from gradsplit.compile_core.ir.captured import InputKind
 from gradsplit.compile_core.ir.sources import (
     AttributeSource,
@@ -271,8 +271,7 @@ def _guard_identity(state: CaptureState, real: Any, source: Source | None) -> No
 
 
 def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None) -> Value:
-    if not computes_as_tensor(type(real)):
-        raise state.unsupported("tensor-subclass", f"a tensor of the subclass {type(real).__qualname__}")
+    check_class(state, real)
     if source is None:
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
     if real.layout != torch.strided or real.is_quantized:

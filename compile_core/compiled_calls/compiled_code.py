@@ -211,7 +211,9 @@ class CompiledCode:
                     arguments, history or self._findings.history
                 )
             except PlainCall as plain:
-                entry, expected = None, str(plain)
+                entry, expected = None, "" if plain.of_this_call else str(plain)
+                if plain.of_this_call:
+                    self._findings.note_wrongly_expected()
         if expected:
             return self._call_to_raise(expected, arguments, call_plain)
         if entry is None:

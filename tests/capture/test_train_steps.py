@@ -3,6 +3,7 @@ nothing is captured any more."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -240,3 +241,23 @@ def test_rates_that_change(make):
 def test_other_backends(backend):
     # The bias before the norm has a gradient of nothing but rounding, which Adam would blow up.
     check_training(train, OPTIMIZERS["sgd with momentum"], backend=backend, exact=False)
+
+
+def test_the_first_call_gives_lazy_modules_their_parameters():
+    """It runs as plain Python; all others are one graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d())
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = gradsplit.compile(model, backend=backend, fullgraph=True)
+    compiled(torch.randn(4, 5))
+    assert not graphs and type(model[0]) is nn.Linear
+    for _ in range(2):
+        x = torch.randn(4, 5)
+        expected = copy.deepcopy(model)(x)
+        assert torch.equal(compiled(x), expected)
+    assert len(graphs) == 1

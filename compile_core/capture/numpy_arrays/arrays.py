@@ -5,6 +5,7 @@ Where the stand-in for NumPy has no answer the graph ends, and NumPy itself goes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class ArrayValue(Value):
         if name == "dtype":
             return ConstantValue(self.dtype)
         if name == "strides":
+            refuse_view_copy(state, self)
             return state.from_constant(tuple(step * fake.dtype.itemsize for step in fake.stride()))
         if name in _METHODS or (name == "item" and self.number is not None):
             return BuiltinMethod(self, name)
@@ -123,6 +125,11 @@ class ArrayValue(Value):
     ) -> Value:
         if name == "item" and self.number is not None and not args:
             return self.number
+        if name == "copy" and not (
+            args or kwargs or self.is_scalar
+        ):  # row by row, whatever the array's order is
+            order = {"memory_format": state.from_constant(torch.contiguous_format)}
+            return as_array(state, state.call_tensor_op("call_method", "clone", [self.tensor], order))
         if name not in _METHODS:
             raise state.unsupported("array-method", f"no rule for the method {name!r} of {self.describe()}")
         return call_numpy(state, f"ndarray.{name}", [self, *args], kwargs)
@@ -242,6 +249,11 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
     if versions != [value.tensor.fake._version for value in written] and device not in (None, "cpu"):
         raise state.unsupported("array-store", "a change of an array that lives on another device meanwhile")
     arrays = _to_arrays(state, result)
+    if name in _OF_ALL_ELEMENTS and isinstance(arrays, ArrayValue) and arrays.tensor.fake.shape == (1,):
+        # The stand-in keeps a dim, which a check of the answer finds where it should.
+        arrays = as_array(
+            state, state.call_tensor_op("call_method", "view", [arrays.tensor, SequenceValue([], tuple)], {})
+        )
     changes = name.startswith("operator.i") and name != "operator.invert"
     if changes or name == "operator.setitem":
         return arrays
@@ -254,6 +266,9 @@ def call_numpy(state: CaptureState, name: str, args: list[Value], kwargs: dict[s
     of_scalar = name.startswith("ndarray.") and isinstance(args[0], ArrayValue) and args[0].is_scalar
     arguments = nodes_in((given, named))
     return _like_numpys(state, arrays, answer, of_scalar, arguments, known.keys() >= set(arguments))
+
+
+_OF_ALL_ELEMENTS = ("median", "percentile", "quantile")
 
 
 def _like_numpys(
@@ -274,9 +289,8 @@ def _like_numpys(
     tensor = value.tensor
     shares = _memory_of(tensor.node) in map(_memory_of, arguments)
     if answer.is_view and not shares:
-        raise state.unsupported(
-            "numpy-difference", "what NumPy gives is a view, and its stand-in makes a copy"
-        )
+        # Torch has no negative strides. A copy is as good as long as nobody can tell: see ``check_view_copies``.
+        state.view_copies.append({node: _version_of(node) for node in [tensor.node, *arguments]})
     if shares and not answer.is_view:
         copy = state.call_tensor_op("call_method", "clone", [tensor], {})
         assert isinstance(copy, TensorValue)
@@ -285,6 +299,29 @@ def _like_numpys(
         number = ConstantValue(answer.value.item()) if is_known else None
         return ArrayValue(tensor, None, value.dtype.type, number)
     return as_array(state, tensor)
+
+
+def check_view_copies(state: CaptureState, results: Iterable[Node]) -> None:
+    """Refuse a graph in which a copy that stands for a view, or what it is a view of, is changed after it was made, or
+    that hands one out."""
+    handed_out = set(map(_memory_of, results)) if state.view_copies else set()
+    for versions in state.view_copies:
+        changed = any(_version_of(node) != version for node, version in versions.items())
+        if changed or _memory_of(next(iter(versions))) in handed_out:
+            raise state.unsupported(
+                "numpy-view", "a view with negative strides, which torch has none of, is more than read"
+            )
+
+
+def refuse_view_copy(state: CaptureState, array: ArrayValue) -> None:
+    """Where the strides of a view matter."""
+    copies = {_memory_of(next(iter(versions))) for versions in state.view_copies}
+    if _memory_of(array.tensor.node) in copies:
+        raise state.unsupported("numpy-view", f"the strides of {array.describe()}")
+
+
+def _version_of(node: Node) -> int:
+    return int(node.meta["example_value"]._version)
 
 
 def _memory_of(node: Node) -> int:

@@ -124,9 +124,13 @@ def _ones(name: str, node: Node) -> np.ndarray[Any, Any]:
     if name.startswith("linalg.") and len(shape) >= 2 and shape[-1] == shape[-2]:
         return np.broadcast_to(np.eye(shape[-1], dtype=dtype), shape).copy()
     # As an index a zero is always inside.
-    return (
-        np.zeros(shape, dtype) if name in ("operator.getitem", "operator.setitem") else np.ones(shape, dtype)
-    )
+    fill = 0 if name in ("operator.getitem", "operator.setitem") else 1
+    if fake.is_contiguous() or 0 in shape:
+        return np.full(shape, fill, dtype)
+    # What is a view of it depends on how it lies in memory.
+    steps = [int(step) for step in fake.stride()]
+    whole = np.full(1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True)), fill, dtype)
+    return np.lib.stride_tricks.as_strided(whole, shape, [step * whole.itemsize for step in steps])
 
 
 def _sliced(name: str, item: Any) -> Any:

@@ -13,6 +13,7 @@ from gradsplit.compile_core.capture.numpy_arrays.arrays import (
     call_numpy,
     constant_dtype,
     list_of,
+    refuse_view_copy,
 )
 from gradsplit.compile_core.capture.numpy_arrays.numpy_calls import DTYPES, torch_numpy
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
@@ -95,6 +96,7 @@ def _numpy(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Val
 def _from_numpy(state: CaptureState, array: Value) -> Any:
     if not isinstance(array, ArrayValue) or array.cls is not np.ndarray:
         raise TypeError("the argument is no array")
+    refuse_view_copy(state, array)
     # Another tensor object with the same memory, as torch makes one at every call.
     return state.call_tensor_op("call_method", "view_as", [array.tensor, array.tensor], {})
 
@@ -103,6 +105,9 @@ def _tensor_of(function: Any) -> CallRule:
     recorded = CALL_RULES.get(function)
 
     def make(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        for value in args:
+            if isinstance(value, ArrayValue):
+                refuse_view_copy(state, value)
         given = [value.tensor if isinstance(value, ArrayValue) else value for value in args]
         if any(isinstance(value, SequenceValue) and _holds_arrays(state, value) for value in args):
             return _refuse(state)

@@ -24,9 +24,14 @@ from gradsplit.compile_core.ir.sources import Reference, ReferenceSource, Source
 
 class PlainCall(Exception):
     """This one call should run as plain Python: the user's program raises, or depends on something
-    transient. ``has_symbols``: sizes were open in the capture, which may be why."""
+    transient. ``has_symbols``: sizes were open in the capture, which may be why. ``of_this_call``: the program is
+    expected to raise nothing, and the next call to be another."""
 
     has_symbols = False
+
+    def __init__(self, why: str, of_this_call: bool = False) -> None:
+        super().__init__(why)
+        self.of_this_call = of_this_call
 
 
 class SymbolicRaise(Exception):
@@ -252,6 +257,8 @@ class CaptureState:
         self.tensor_of_fake: dict[int, Any] = {}
         # The arrays of NumPy, by the identity of the tensor that stands for each.
         self.array_of_tensor: dict[int, Any] = {}
+        # Copies that stand for views of arrays, each with its version and those of what it may be a view of.
+        self.view_copies: list[dict[Any, int]] = []
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
         self.turned: set[Any] = set()
         self.switches_at_start: tuple[tuple[Any, ...], ...] = ()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.parameter import is_lazy
 
-from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.base import CaptureState, PlainCall, Value
 from gradsplit.compile_core.capture.values.constants import BuiltinMethod, ConstantValue, SequenceIterator
 from gradsplit.compile_core.ir.sources import AttributeSource, ItemSource, Source
 
@@ -271,8 +272,16 @@ _OF_EVERY_CLASS = frozenset(
 )
 
 
+def check_class(state: CaptureState, real: torch.Tensor) -> None:
+    """Refuse a tensor whose class means something to operations."""
+    if is_lazy(real):
+        raise PlainCall("the first call gives lazy modules their parameters", of_this_call=True)
+    if not _computes_as_tensor(type(real)):
+        raise state.unsupported("tensor-subclass", f"a tensor of the subclass {type(real).__qualname__}")
+
+
 @functools.cache
-def computes_as_tensor(cls: type) -> bool:
+def _computes_as_tensor(cls: type) -> bool:
     """Whether operations on tensors of a class are those on plain tensors, and so are their results: it hooks into none
     and has no operators of its own."""
     if cls in (torch.Tensor, torch.nn.Parameter):
