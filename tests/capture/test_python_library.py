@@ -8,6 +8,7 @@ import copy
 import logging
 import os
 import random
+import sys
 import time
 import typing
 import warnings
@@ -159,6 +160,26 @@ def copies(x, n):
 
 
 @program
+def local_variables(x, n):
+    k = 3
+    if n > 100:
+        absent = 1
+
+    def inner():
+        return k, sys.intern("absent"), absent
+
+    shown = locals()
+    shown["k"] = 9
+    return (
+        x * shown["n"] + k,
+        list(shown),
+        shown["x"] is x,
+        "{n} {k}".format(**shown),
+        inner is shown["inner"],
+    )
+
+
+@program
 def quiet_logging(x, n):
     logger.debug("value %s", n)
     if logger.isEnabledFor(logging.DEBUG):
@@ -301,8 +322,6 @@ def test_prints_are_made_at_each_call(capsys):
 
 
 def test_data_of_the_library_is_guarded():
-    import sys
-
     def run(x):
         return x + sys.getrecursionlimit(), sys.argv[0], len(sys.path)
 

@@ -76,6 +76,7 @@ class Frame:
         self.current = 0
         self.keyword_names: tuple[str, ...] = ()
         self.handled: list[Value] = []
+        self.shows_locals = False
         self.result: Value | None = None
         self.yielded: Value | None = None
         self.steps = 0
