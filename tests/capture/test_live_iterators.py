@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -136,6 +139,56 @@ def many_kinds(x):
 
 
 @programs
+def kinds_of_itertools(x):
+    out = []
+    for item in itertools.chain([1.0, 2.0], (3.0,), {4.0: 1}):
+        gradsplit.graph_break()
+        x = x + item
+    for item in itertools.chain.from_iterable([[1.0], [2.0, 3.0]]):
+        gradsplit.graph_break()
+        x = x * item
+    for item in itertools.islice([1.0, 2.0, 3.0, 4.0, 5.0], 1, None, 2):
+        gradsplit.graph_break()
+        x = x + item
+    for one, other in itertools.zip_longest([1.0, 2.0, 3.0], [1.0], fillvalue=5.0):
+        gradsplit.graph_break()
+        x = x + one * other
+    for place, (one, other) in zip(itertools.count(), itertools.product([1.0, 2.0], repeat=2)):
+        gradsplit.graph_break()
+        x = x + one * other + place
+        out.append(place)
+    for one, other in zip(itertools.repeat(2.0), [1, 2, 3]):
+        gradsplit.graph_break()
+        x = x * one + other
+    return x, out
+
+
+@programs
+def chains_of_what_changes(x):
+    later, seen = [3.0], []
+    numbers = itertools.chain([1.0, 2.0], later, iter([7.0]))
+    for item in numbers:
+        gradsplit.graph_break()
+        x = x + item
+        seen.append(item)
+        if len(seen) < 4:
+            later.append(item * 2)
+        if len(seen) == 4:
+            seen.append(next(numbers, None))
+    return x, seen, later
+
+
+@programs
+def alike_and_not(x):
+    """The same lines run over iterators of one class that hold different things."""
+    for numbers in ([1.0, 2.0], iter([1.0, 2.0]), (item for item in (1.0, 2.0))):
+        for item in itertools.islice(itertools.chain(numbers, [3.0]), 3):
+            gradsplit.graph_break()
+            x = x * 1.5 + item
+    return x
+
+
+@programs
 def an_iterator_that_is_an_attribute(x):
     holder = Holder()
     holder.numbers = iter([1.0, 2.0, 3.0])
@@ -245,7 +298,14 @@ def into_a_sum(self, x):
     return sum(layer(x) for layer in self.layers)
 
 
+def over_a_slice(self, x):
+    for layer in itertools.islice(itertools.chain([], list(self.layers)), 100):
+        x = layer(x)
+    return x
+
+
 LOOPS = [over_the_list, over_pairs, over_two, over_a_map, over_named, over_a_generator, into_a_sum]
+LOOPS += [over_a_slice] if sys.version_info < (3, 12) else []
 
 
 def programs_of(loop, count, breaks):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +23,29 @@ from gradsplit.compile_core.capture.values.iterators import (
 )
 from gradsplit.compile_core.ir.sources import ConvertedSource, ItemSource, Reference, Source
 
+# Of itertools, those that can be copied alone, and those that hold iterators; CPython 3.12 warns of copies of them.
+_CAN_BE_COPIED = sys.version_info < (3, 12)
+_COPIED_ITERTOOLS = (itertools.count, itertools.repeat, itertools.product) if _CAN_BE_COPIED else ()
+_NESTED_ITERTOOLS = (itertools.chain, itertools.islice, itertools.zip_longest) if _CAN_BE_COPIED else ()
+_NESTED = (enumerate, zip, *_NESTED_ITERTOOLS)
+# Whose iterators are made without code of the program.
+_CONTAINERS = (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    range,
+    str,
+    *(type(view) for view in ({}.keys(), {}.values(), {}.items())),
+)
+
 # Those over containers: a copy of one stands where it does, and moves by itself.
 _OVER_CONTAINERS = (
     *(type(iter(made)) for made in ([], (), set(), "", "ä", b"", bytearray(), range(1), range(1 << 70))),
     *(type(iter(view)) for view in ({}.keys(), {}.values(), {}.items())),
     *(type(reversed(made)) for made in ([], (), range(1), {}, {}.values(), {}.items())),
+    *_COPIED_ITERTOOLS,
 )
 
 
@@ -64,12 +84,18 @@ def _copy_of(iterator: Any, made: dict[int, Any]) -> Any:
         return found
     if type(iterator) in _OVER_CONTAINERS:
         copied = copy.copy(iterator)
-    elif type(iterator) is enumerate:
-        inner, index = iterator.__reduce__()[1]
-        copied = enumerate(_copy_of(inner, made), index)
-    elif type(iterator) is zip:
-        parts = [_copy_of(part, made) for part in _parts(iterator)]
-        copied = zip(*parts, strict=len(iterator.__reduce__()) > 2)
+    elif type(iterator) in _NESTED:
+        cls, arguments, *state = iterator.__reduce__()
+
+        def part(given: Any) -> Any:
+            if type(given) is tuple:
+                return tuple(map(part, given))
+            return _copy_of(given, made) if isinstance(given, Iterator) else given
+
+        copied = cls(*part(arguments))
+        if state:
+            copied.__setstate__(part(state[0]) if type(iterator) is itertools.chain else state[0])
+        _waiting(iterator)  # its iterators are to be made without code of the program, too
     else:
         raise _RunsCode
     made[id(iterator)] = copied
@@ -81,8 +107,22 @@ def _parts(iterator: Any) -> tuple[Any, ...]:
     return iterator.__reduce__()[1]
 
 
-def _inner(iterator: Any) -> tuple[Any, ...]:
-    return _parts(iterator) if type(iterator) is zip else iterator.__reduce__()[1][:1]
+def _inner(iterator: Any) -> list[Any]:
+    """The iterators that one holds."""
+    _, arguments, *state = iterator.__reduce__()
+    given = state[0] if state and type(iterator) is itertools.chain else arguments
+    return [part for part in given if isinstance(part, Iterator)]
+
+
+def _waiting(iterator: Any) -> list[Any]:
+    """What a chain has not begun with; nothing of other iterators."""
+    if type(iterator) is not itertools.chain:
+        return []
+    _, _, *state = iterator.__reduce__()
+    waiting = list(copy.copy(state[0][0])) if state else []
+    if any(type(one) not in _CONTAINERS for one in waiting):
+        raise _RunsCode
+    return waiting
 
 
 def _roots(iterator: Any) -> set[int]:
@@ -179,7 +219,7 @@ def _containers(real: Any) -> set[int]:
     """What the iterator runs over."""
     if type(real) in _OVER_CONTAINERS:
         return set(map(id, gc.get_referents(real)))
-    return set().union(*map(_containers, _inner(real)))
+    return set(map(id, _waiting(real))).union(*map(_containers, _inner(real)))
 
 
 def _about_to_change(state: CaptureState) -> set[int]:
@@ -198,4 +238,4 @@ def _about_to_change(state: CaptureState) -> set[int]:
 
 _AHEAD = Reference("ahead", Ahead)
 _PARTS = Reference("parts", _parts)
-LIVE_ITERATORS = frozenset([*_OVER_CONTAINERS, enumerate, zip, map, filter])
+LIVE_ITERATORS = frozenset([*_OVER_CONTAINERS, *_NESTED, map, filter])
