@@ -187,8 +187,21 @@ def asks_for_gradients_of_an_input_that_it_changes(x, w):
     return hidden * gradient + w, hidden
 
 
+def asks_for_the_gradient_of_what_it_turns_afterwards(x, w):
+    hidden = (x * w)[:2]
+    sums = hidden.sum(1)
+    hidden.swapdims_(0, 1)
+    (gradient,) = torch.autograd.grad(sums.exp().sum(), [sums], retain_graph=True)
+    return hidden * gradient, sums
+
+
 @pytest.mark.parametrize(
-    "program", [asks_for_gradients_of_its_own_value, asks_for_gradients_of_an_input_that_it_changes]
+    "program",
+    [
+        asks_for_gradients_of_its_own_value,
+        asks_for_gradients_of_an_input_that_it_changes,
+        asks_for_the_gradient_of_what_it_turns_afterwards,
+    ],
 )
 @pytest.mark.parametrize("backend", ["aot_eager", DEFAULT_BACKEND])
 def test_program_that_asks_for_the_gradient_of_its_own_value(program, backend):

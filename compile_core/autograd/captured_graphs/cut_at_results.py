@@ -8,8 +8,9 @@ could have been fused, or saved more cheaply, across a cut.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def cut_at_results(module: GraphModule) -> list[Piece]:
             # Items stay with the operation that has several results.
             whole: Any = node.args[0] if node.target is operator.getitem else None
             place_of[node] = place_of.get(whole, place) if _is_sequence(whole) else place
+            _check_shape(node, place_of)
             place += node in ends
     return cut_graph(module, place_of)
 
@@ -61,6 +63,22 @@ def _check_passable(node: Node) -> None:
         raise Unsupported("linked-results", f"{node} is no tensor, in a program with results of results")
     if isinstance(value, torch.Tensor) and value._has_symbolic_sizes_strides:
         raise Unsupported("linked-results", f"{node} has open sizes, in a program with results of results")
+
+
+def _check_shape(node: Node, place_of: Mapping[Node, int]) -> None:
+    """Refuses to cut between a tensor and a change of its shape: pieces know the shape that it has in the end."""
+    if _is_in_place(node) and torch.Tag.inplace_view in _tags(_name(node)):
+        for part in _written(node):
+            if place_of.get(part, 0) != place_of[node]:
+                raise Unsupported("linked-results", f"{part} gets another shape after results were computed from it")
+
+
+@functools.cache
+def _tags(name: str) -> frozenset[torch.Tag]:
+    """Of the overloads of an operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    return frozenset(tag for overload in overloads for tag in overload.tags)
 
 
 def _has_heirs(result: Node, results: set[Node]) -> bool:
@@ -90,8 +108,12 @@ def _last_writes(module: GraphModule) -> dict[int | None, Node]:
     }
 
 
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _is_in_place(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     return node.target is operator.setitem or "out" in node.kwargs or (name[-1:] == "_" and name[:1] != "_")
 
 
