@@ -70,7 +70,9 @@ def _check_shape(node: Node, place_of: Mapping[Node, int]) -> None:
     if _is_in_place(node) and torch.Tag.inplace_view in _tags(_name(node)):
         for part in _written(node):
             if place_of.get(part, 0) != place_of[node]:
-                raise Unsupported("linked-results", f"{part} gets another shape after results were computed from it")
+                raise Unsupported(
+                    "linked-results", f"{part} gets another shape after results were computed from it"
+                )
 
 
 @functools.cache
