@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from gradsplit.compile_core.export.exported import Exported
 from gradsplit.compile_core.export.structures import build
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
+from gradsplit.compile_core.torch_facts.autograd_engine import backward_from
 from gradsplit.distributed.pipeline.call_arguments import read_call
 from gradsplit.distributed.pipeline.layout import Edge, PipelineLayout
 from gradsplit.distributed.pipeline.mail import BACKWARD, FORWARD, Message
@@ -233,7 +234,7 @@ class CompiledStage(PipelineStage):
                 gradient = theirs if gradient is None else theirs + gradient
             if gradient is not None:
                 parameter = self.submod.get_parameter(self.layout.edges[k].name)
-                torch.autograd.backward([get_gradient_edge(parameter)], [gradient])  # type: ignore[arg-type]
+                backward_from([get_gradient_edge(parameter)], [gradient])
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of the stage have run; when those of the rank's stages have, its gradients are complete."""

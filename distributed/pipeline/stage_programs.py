@@ -162,12 +162,12 @@ class WeightGradients:
         """Runs it, and hands the gradients to autograd, which adds them up and calls hooks."""
         with torch.no_grad():
             results = self.region(self.arguments)
-        edges, gradients = [], []
-        for positions, result in zip(self.results_of, results, strict=True):
-            edges += [self.backward.edge_of(position, self.inputs[position]) for position in positions]
-            gradients += [result] * len(positions)
-        del results, result
-        backward_from(edges, gradients)
+        weights = [position for positions in self.results_of for position in positions]
+        gradients = [
+            result for positions, result in zip(self.results_of, results, strict=True) for _ in positions
+        ]
+        del results
+        backward_from([self.backward.edge_of(k, self.inputs[k]) for k in weights], gradients)
 
 
 class StageProgram:

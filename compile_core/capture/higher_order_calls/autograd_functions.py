@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from gradsplit.compile_core.capture.higher_order_calls.bodies import (
-    BodyGraph,
-    body_graph,
-    real_object,
-)
+from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph, body_graph, real_object
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
 from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue

@@ -41,9 +41,9 @@ def _tensor_of(function: Any) -> CallRule:
     recorded = CALL_RULES.get(function)
 
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-        if recorded is not None and not (args and isinstance(args[0], ScalarValue)):
-            return recorded(state, args, kwargs)
         if not args or not isinstance(args[0], ScalarValue):
+            if recorded is not None:
+                return recorded(state, args, kwargs)
             return state.call_tensor_op("call_function", function, args, kwargs)
         dtype = torch.get_default_dtype() if isinstance(args[0].example, float) else torch.int64
         shape: list[Any] = [SequenceValue([], tuple), *args]

@@ -257,17 +257,8 @@ def _own_names(cls: type) -> frozenset[str]:
 _OF_EVERY_CLASS = frozenset(
     f"__{name}__"
     for name in [
-        *(
-            "module",
-            "doc",
-            "dict",
-            "weakref",
-            "annotations",
-            "static_attributes",
-            "firstlineno",
-            "orig_bases",
-        ),
-        *("parameters", "new", "init", "repr", "reduce_ex", "deepcopy", "torch_function"),
+        *("module", "doc", "dict", "weakref", "annotations", "static_attributes", "firstlineno"),
+        *("orig_bases", "parameters", "new", "init", "repr", "reduce_ex", "deepcopy", "torch_function"),
     ]
 )
 
