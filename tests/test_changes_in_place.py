@@ -269,6 +269,29 @@ def test_results_given_as_out_are_resized(program: Any, size: tuple[int, ...], b
     torch.testing.assert_close(both[1], both[0], check_stride=True)
 
 
+def test_what_an_operator_writes_unseen_by_autograd_is_written() -> None:
+    """``kron`` fills what it is given through a view that counts as none."""
+
+    def fills(a: Tensor, b: Tensor) -> Tensor:
+        made = torch.zeros(a.shape[0] * b.shape[0], a.shape[1] * b.shape[1])
+        torch.kron(a, b, out=made)
+        return made + 1
+
+    a, b = torch.randn(2, 3), torch.randn(4, 5)
+    torch.testing.assert_close(gradsplit.compile(fills)(a, b), fills(a, b))
+
+
+def test_gradient_that_counts_different_numbers() -> None:
+    """The size of what is unlike in a tensor is not known on fake tensors, whatever the release of torch says."""
+    index, x = torch.tensor([4, 3, 3, 4, 0]), torch.randn(5, 5)
+    value = torch.tensor(2.0, requires_grad=True)
+    weights, fill = torch.randn(5, 5), lambda x, value: torch.index_fill(x, -1, index, value)
+    expected, found = (
+        torch.autograd.grad((run(x, value) * weights).sum(), value) for run in (fill, gradsplit.compile(fill))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def resizes_a_result(make: Any) -> Any:
     def resizes(x: Tensor, y: Tensor) -> Tensor:
         made = make(x, y)

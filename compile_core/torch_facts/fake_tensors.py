@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
-from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order
+from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
 
 aten = torch.ops.aten
 
@@ -138,6 +138,25 @@ def _multilabel_margin_loss(args: tuple[Any, ...], results: tuple[Tensor, ...]) 
     return results[0].reshape(()) if args[1].dim() <= 1 else results[0], *results[1:]
 
 
+def _real_fourier(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """MKL's results: the other dims in the order of the input's memory, then those that are transformed."""
+    if result.device.type != "cpu" or not torch.backends.mkl.is_available():
+        return result
+    input, dims = args[0], [dim % args[0].dim() for dim in args[1]]
+
+    def outermost_first(some: Sequence[int]) -> list[int]:
+        return sorted(some, key=lambda dim: -value_at_compilation(input.stride(dim)))
+
+    others = [dim for dim in range(input.dim()) if dim not in dims]
+    order = [*outermost_first(others), *outermost_first(dims[:-1]), dims[-1]]
+    return result.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
+def _depends_on_data(_: tuple[Any, ...], result: Any) -> Any:
+    """Torch up to 2.11 runs the kernel on zeros, and takes that result's size."""
+    raise DynamicOutputShapeException(aten._unique.default)
+
+
 def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     if tensor.device.type != "cpu" or tensor.is_contiguous(memory_format=memory_format):
         return tensor
@@ -153,6 +172,8 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.pow.Scalar: _row_major,
     aten.angle.default: _row_major_if_complex,
     aten.log_sigmoid_forward.default: _all_row_major,
+    aten._fft_r2c.default: _real_fourier,
+    aten._unique.default: _depends_on_data,
     aten.isin.Tensor_Tensor: _row_major,
     aten.isin.Tensor_Scalar: _row_major,
     aten.nll_loss2d_forward.default: _all_row_major,

@@ -75,7 +75,11 @@ def main() -> None:
 def run_child(kind: str, size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One measurement in a process of its own with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "GRADSPLIT_CACHE": cache, "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "GRADSPLIT_CACHE": cache,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         options = ["--backend", arguments.backend, "--child", kind, str(size)]
         output = subprocess.run(
             [sys.executable, "-m", "tests.bench.compile_growth", *options],

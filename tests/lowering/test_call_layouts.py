@@ -102,6 +102,11 @@ def losses_of_elements(x: torch.Tensor) -> list[torch.Tensor]:
         lambda x: [F.rrelu(x), F.rrelu(x, 0.2, 0.2, training=True) * 2],
         lambda x: F.batch_norm(x, None, None, None, None, training=True),
         lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
+        lambda x: [
+            torch.fft.rfft(x, dim=0).abs(),
+            torch.fft.fft(x, dim=1).abs(),
+            torch.fft.rfft2(x, dim=(1, 0)).abs(),
+        ],
         lambda x: [F.logsigmoid(x).reshape(-1)[part] for part in (slice(2), slice(3, None))],
     ],
 )

@@ -225,9 +225,12 @@ class OutputGraph:
         if target is operator.pow and _is_negative(args[0]) and isinstance(fake_args[1], torch.Tensor):
             target = torch.pow  # the generated ``-2 ** x`` would be ``-(2 ** x)``
         run = example_by or with_kernels_results(target)
-        if fake_kwargs.get("out") is not None:
+        out = [] if fake_kwargs.get("out") is None else _nodes_of(kwargs["out"])
+        if out:
             with run_on_fakes(self.fake_mode):
-                _refuse_resizing(run, _nodes_of(kwargs["out"]), fake_args, fake_kwargs)
+                _refuse_resizing(run, out, fake_args, fake_kwargs)
+        counted = [tensor for tensor in map(_fake_of, out) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in counted]
         if isinstance(run, types.FunctionType):
             fake_args, fake_kwargs = _as_given(fake_args), _as_given(fake_kwargs)
         try:
@@ -250,6 +253,9 @@ class OutputGraph:
                 return self.call(op, target, _specialised(args), _specialised(kwargs), stack_trace)
             free_guards(error)
             raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
+        if any(tensor._version == before for tensor, before in zip(counted, versions, strict=True)):
+            # ``kron`` does so: it writes through a view that autograd does not know to be one.
+            raise Unsupported("unseen-write", "a result given as out= is written to without a new version of it")
         if type(example) is torch.Tensor and example.is_meta:
             example = self.fake_mode.from_tensor(
                 example
