@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.fx import GraphModule
 
+from gradsplit.compile_core.autograd.captured_graphs.grouped_heads import group_heads
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import simplify_masks
 from gradsplit.compile_core.autograd.captured_graphs.open_probabilities import draw_uniform
 from gradsplit.compile_core.autograd.rewrites.absent_gradients import keep_absent_apart
@@ -86,6 +87,7 @@ class Pass(Generic[Graph, Choices]):
 CAPTURED_PASSES: Sequence[Pass[GraphModule, GraphChoices]] = (
     Pass("open_probabilities", lambda module, choices: draw_uniform(module)),
     Pass("known_masks", lambda module, choices: simplify_masks(module, not choices.makes_random_numbers)),
+    Pass("grouped_heads", lambda module, choices: group_heads(module, not choices.makes_random_numbers)),
 )
 
 # After stage 2, on forward and backward together.

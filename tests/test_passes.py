@@ -14,6 +14,7 @@ from torch import Tensor
 
 import gradsplit
 from gradsplit.compile_core import passes
+from gradsplit.compile_core.autograd.captured_graphs import grouped_heads as heads
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.ir.graphs import JointGraph
@@ -61,29 +62,36 @@ def known_masks() -> Any:
         mask = torch.ones(3, 3, dtype=torch.bool).tril()
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
-    seen: list[Any] = []
+    return captured_in(attend, (torch.ones(1, 1, 3, 4),)), GRAPHS
 
-    def note(module: Any, examples: Any) -> Any:
-        seen.append(module)
-        return module
 
-    gradsplit.compile(attend, backend=note)(torch.ones(1, 1, 3, 4))
-    return seen[0], GRAPHS
+def grouped_heads() -> Any:
+    def attend(query: Tensor, key: Tensor) -> Tensor:
+        key = key[:, :, None].expand(1, 1, 2, 3, 4).reshape(1, 2, 3, 4)
+        return F.scaled_dot_product_attention(query, key, key)
+
+    return captured_in(attend, (torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4))), GRAPHS
 
 
 def open_probabilities() -> Any:
+    def drop(x: Tensor, p: float) -> Tensor:
+        return F.dropout(x, p) + torch.empty_like(x).bernoulli_(p)
+
+    return captured_in(drop, (torch.ones(3), 0.5), (torch.ones(3), 0.25)), GRAPHS
+
+
+def captured_in(program: Callable[..., Any], *calls: tuple[Any, ...]) -> Any:
+    """The graph that the last of these calls has captured."""
     seen: list[Any] = []
 
     def note(module: Any, examples: Any) -> Any:
         seen.append(module)
         return module
 
-    dropped = gradsplit.compile(
-        lambda x, p: F.dropout(x, p) + torch.empty_like(x).bernoulli_(p), backend=note
-    )
-    dropped(torch.ones(3), 0.5)
-    dropped(torch.ones(3), 0.25)
-    return seen[-1], GRAPHS
+    compiled = gradsplit.compile(program, backend=note)
+    for arguments in calls:
+        compiled(*arguments)
+    return seen[-1]
 
 
 def absent_gradients() -> Any:
@@ -110,6 +118,7 @@ def overwrite_inputs() -> Any:
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "open_probabilities": open_probabilities,
     "known_masks": known_masks,
+    "grouped_heads": grouped_heads,
     "absent_gradients": absent_gradients,
     "random_to_counters": random_to_counters,
     "pad_products": pad_products,
@@ -141,6 +150,7 @@ def test_before_and_after(
 ) -> None:
     # What is faster on the machine that runs this is not the question.
     monkeypatch.setattr(passes, "gemm_speed", lambda folder: GemmSpeed(1, 1, 0, 0, 0))
+    monkeypatch.setattr(heads, "takes_groups", lambda *given: True)
     monkeypatch.setattr(choose_products, "_tile_for", lambda *arguments: TILE)
     torch.set_float32_matmul_precision("highest")
     graph, choices = EXAMPLES[row.name]()

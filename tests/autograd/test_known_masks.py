@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import gradsplit
+from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.known_masks import attention_laid_out, simplify_masks
+from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 
 SIZE = 6
 
@@ -255,3 +257,23 @@ def test_a_program_relies_on_the_layout_that_it_saw() -> None:
     for wanted in (query.stride(), strides):
         result = attention_laid_out(query=query, key=query, value=query, attn_mask=None, strides=wanted)
         assert result.stride() == wanted
+
+
+def test_graphs_that_did_not_come_from_a_capture_lose_their_masks_too() -> None:
+    """One that was loaded, or cut out of another, has no values beside its calls."""
+    seen: list[GraphModule] = []
+
+    def note(module: GraphModule, examples: Any) -> Any:
+        seen.append(module)
+        return module.forward
+
+    inputs = some_inputs()
+    gradsplit.compile(masked(one_sequence_of_packed), backend=note, fullgraph=True)(*inputs)
+    (module,) = seen
+    expected = module(*inputs)[0]
+    for node in module.graph.nodes:
+        node.meta.clear()
+    note_fake_values(module, fakes_like(inputs))
+    simple = simplify_masks(module, keep_random_numbers=True)
+    assert flags(simple) == [True]
+    torch.testing.assert_close(simple(*inputs)[0], expected)

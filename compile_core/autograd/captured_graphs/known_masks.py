@@ -41,7 +41,9 @@ def simplify_masks(
         given: known values of placeholders.
     """
     calls = [node for node in module.graph.nodes if node.target is scaled_dot_product_attention]
-    masks = {node: mask for node in calls if isinstance(mask := _arguments(node).get("attn_mask"), Node)}
+    masks = {
+        node: mask for node in calls if isinstance(mask := attention_arguments(node).get("attn_mask"), Node)
+    }
     checkpoints = [node for node in module.graph.nodes if node.target in CHECKPOINTS]
     passed = {source for node in checkpoints for source in node.all_input_nodes if source.op != "get_attr"}
     if not masks and not passed:
@@ -58,7 +60,7 @@ def simplify_masks(
     for node, copy in zip(module.graph.nodes, simplified.graph.nodes, strict=True):
         if changes.get(node):
             copy.target = attention_laid_out
-            copy.args, copy.kwargs = (), {**_arguments(copy), **changes[node]}
+            copy.args, copy.kwargs = (), {**attention_arguments(copy), **changes[node]}
     for name, body in bodies:
         setattr(simplified, name, body)
     simplified.recompile()
@@ -72,7 +74,8 @@ def attention_laid_out(*, strides: tuple[int, ...], **arguments: Any) -> Tensor:
     return result if TensorSpec.of(result).layout == spec.layout else in_memory_order(result, spec)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def attention_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call of attention by their names."""
     return {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
 
 
@@ -81,7 +84,7 @@ def _changes(node: Node, is_causal: bool | None, keep_random_numbers: bool) -> d
 
     ``is_causal`` says the same as its mask, if anything does.
     """
-    arguments = _arguments(node)
+    arguments = attention_arguments(node)
     nodes = [*(arguments[name] for name in ("query", "key", "attn_mask")), node]
     examples = [node.meta.get("example_value") for node in nodes]
     if is_causal is None or not all(

@@ -22,10 +22,19 @@ def replace_calls(module: GraphModule, replacements: Mapping[Any, Callable[..., 
     for node in replaced.graph.nodes:
         if _is_replaced(node, replacements):
             node.target = replacements[node.target]
-        elif _is_body(replaced, node):
-            setattr(replaced, node.target, replace_calls(getattr(replaced, node.target), replacements))
+    for name, body in traced_bodies(module):
+        setattr(replaced, name, replace_calls(body, replacements))
     replaced.recompile()
     return replaced
+
+
+def traced_bodies(module: GraphModule) -> list[tuple[str, GraphModule]]:
+    """The bodies, by name, that are traced as part of the graph itself: not those of control flow that data decide."""
+    return [
+        (str(node.target), getattr(module, str(node.target)))
+        for node in module.graph.nodes
+        if _is_body(module, node)
+    ]
 
 
 def copy_module(module: GraphModule) -> GraphModule:

@@ -255,7 +255,9 @@ class OutputGraph:
             raise PlainCall(f"{target} raises {type(error).__name__}: {error}") from error
         if any(tensor._version == before for tensor, before in zip(counted, versions, strict=True)):
             # ``kron`` does so: it writes through a view that autograd does not know to be one.
-            raise Unsupported("unseen-write", "a result given as out= is written to without a new version of it")
+            raise Unsupported(
+                "unseen-write", "a result given as out= is written to without a new version of it"
+            )
         if type(example) is torch.Tensor and example.is_meta:
             example = self.fake_mode.from_tensor(
                 example

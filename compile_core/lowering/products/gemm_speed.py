@@ -96,7 +96,7 @@ def _write(path: Path) -> None:
 def _measure(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], size: int) -> float:
     """The shortest of several times: whatever else the machine does only adds to it."""
     with torch.no_grad():
-        matrix = torch.ones(size, size)
+        matrix = torch.ones(size, size, dtype=torch.float32, device="cpu")  # whatever the program's defaults
         times_s = []
         for _ in range(12):
             start_s = time.perf_counter()

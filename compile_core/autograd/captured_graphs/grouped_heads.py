@@ -1,0 +1,155 @@
+"""Attention of queries in groups reads each key and value once, where the program repeats them for every query.
+
+Models with fewer heads of keys than of queries often repeat them in the program, since not all of torch's kernels take
+groups. Where one does, the repeated tensors only cost memory, and their gradients a sum over each group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.nn.functional import scaled_dot_product_attention
+
+from gradsplit.compile_core.autograd.captured_graphs.known_masks import (
+    attention_arguments,
+    attention_laid_out,
+)
+from gradsplit.compile_core.autograd.captured_graphs.replace_calls import copy_module, traced_bodies
+from gradsplit.compile_core.ir.tensor_spec import TensorSpec
+
+# Names of functions and methods that lay the elements of their argument out in row-major order.
+_RESHAPES = frozenset({"reshape", "view", "flatten"})
+
+
+def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool) -> bool:
+    """Whether one of torch's fused kernels attends in groups; ``key`` and ``value`` are those of the groups."""
+    if query.device.type != "cuda":
+        return False
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, dropout_p, is_causal, True)
+    return torch.backends.cuda.can_use_flash_attention(params)
+
+
+def group_heads(module: GraphModule, keep_random_numbers: bool) -> GraphModule:
+    """The captured graph whose attention takes what is repeated as it was before; ``module`` itself stays as it is.
+
+    Args:
+        keep_random_numbers: whether dropout must draw what it draws with repeated heads.
+    """
+    changes = {node: _changes(node, keep_random_numbers) for node in module.graph.nodes}
+    bodies = {name: group_heads(body, keep_random_numbers) for name, body in traced_bodies(module)}
+    if not any(changes.values()) and all(body is getattr(module, name) for name, body in bodies.items()):
+        return module
+    grouped = copy_module(module)
+    copies = dict(zip(module.graph.nodes, grouped.graph.nodes, strict=True))
+    for node, changed in changes.items():
+        if not changed:
+            continue
+        call = copies[node]
+        repeated = dict.fromkeys(attention_arguments(call)[name] for name in ("key", "value"))
+        call.target = attention_laid_out
+        call.kwargs = {**attention_arguments(call), **map_arg(changed, copies.__getitem__)}
+        call.args = ()
+        for source in repeated:
+            _erase_unread(source)
+    for name, body in bodies.items():
+        setattr(grouped, name, body)
+    grouped.recompile()
+    return grouped
+
+
+def _changes(node: Node, keep_random_numbers: bool) -> dict[str, Any]:
+    """The arguments of ``attention_laid_out`` that differ from those of the call; none where it stays."""
+    if node.target not in (scaled_dot_product_attention, attention_laid_out):
+        return {}
+    arguments = attention_arguments(node)
+    if arguments.get("attn_mask") is not None or arguments.get("enable_gqa", False):
+        return {}
+    key, value = _before_repetition(arguments["key"]), _before_repetition(arguments["value"])
+    if key is None or value is None or _shape(key)[1] != _shape(value)[1]:
+        return {}
+    dropout_p, is_causal = arguments.get("dropout_p", 0.0), arguments.get("is_causal", False)
+    if dropout_p and keep_random_numbers:
+        return {}
+    result = TensorSpec.of(node.meta["example_value"])
+    tensors = (
+        arguments["query"].meta["example_value"],
+        key.meta["example_value"],
+        value.meta["example_value"],
+    )
+    if result.is_open or not result.is_dense or not takes_groups(*tensors, dropout_p, is_causal):
+        return {}
+    strides = arguments.get("strides", result.stride)
+    return {"key": key, "value": value, "enable_gqa": True, "strides": strides}
+
+
+def _before_repetition(node: Node) -> Node | None:
+    """The tensor [batch, heads, length, size] each head of which ``node`` has several times in a row, if it is so.
+
+    Tensors that are changed in place at any time are left alone: what is repeated may be what they were before.
+    """
+    if _is_changed(node):
+        return None
+    name = _name(node)
+    if name == "repeat_interleave":
+        given = {**dict(zip(("input", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
+        source, repeats = given.get("input"), given.get("repeats")
+        is_plain = isinstance(source, Node) and type(repeats) is int and given.get("dim") in (1, -3)
+        return source if is_plain and _is_tensor(source, 4) else None
+    if name not in _RESHAPES or not isinstance(node.args[0], Node):
+        return None
+    expanded = node.args[0]
+    if not _is_tensor(expanded, 5) or _name(expanded) != "expand" or not isinstance(expanded.args[0], Node):
+        return None
+    one = expanded.args[0]
+    source = one.args[0] if one.args else None
+    if not _is_tensor(one, 5) or not isinstance(source, Node) or not _is_tensor(source, 4):
+        return None
+    wide, view, heads = (each.meta["example_value"] for each in (expanded, one, source))
+    batch, groups, repeats, length, size = wide.shape
+    is_repetition = (
+        tuple(heads.shape) == (batch, groups, length, size)
+        and tuple(view.shape) == (batch, groups, 1, length, size)
+        and _shape(node) == (batch, groups * repeats, length, size)
+        and view.untyped_storage()._cdata == heads.untyped_storage()._cdata
+        and view.storage_offset() == heads.storage_offset()
+        and (view.stride()[:2], view.stride()[3:]) == (heads.stride()[:2], heads.stride()[2:])
+    )
+    return source if is_repetition else None
+
+
+def _is_tensor(node: Node, dims: int) -> bool:
+    example = node.meta.get("example_value")
+    return (
+        isinstance(example, Tensor)
+        and example.layout is torch.strided
+        and example.dim() == dims
+        and not TensorSpec.of(example).is_open
+        and not _is_changed(node)
+    )
+
+
+def _is_changed(node: Node) -> bool:
+    example = node.meta.get("example_value")
+    return not isinstance(example, Tensor) or (not example.is_inference() and example._version > 0)
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return tuple(node.meta["example_value"].shape)
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def _erase_unread(node: Node) -> None:
+    """Erases what repeated keys or values and is read by nothing any more."""
+    if node.users or (_name(node) not in _RESHAPES | {"repeat_interleave", "expand", "getitem", "unsqueeze"}):
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase_unread(source)
