@@ -25,7 +25,7 @@ from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.lowering.fusion.fuse import fuse
 from gradsplit.compile_core.lowering.graph_to_loops.lower import lower
 from gradsplit.compile_core.lowering.products import choose_products
-from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed
+from gradsplit.compile_core.lowering.products.gemm_speed import GemmSpeed, gemm_speed
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.passes import CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES, RegionChoices
@@ -169,3 +169,17 @@ def test_copies_and_noise_keep_a_product_with_blas() -> None:
     assert speed.prefers_onednn(8, 8, 8) and not speed.prefers_onednn(8, 8, 8, is_dense=False)
     assert speed.prefers_onednn(8, 8, 80, is_dense=False)
     assert not GemmSpeed(0, 1.0, 0, 0.97, 0).prefers_onednn(8, 8, 8)
+
+
+def test_the_speed_of_products_is_measured_whatever_a_program_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for setting in (torch.float64, torch.bfloat16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda setting=setting: setting.itemsize)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(setting)
+        try:
+            speed = gemm_speed(tmp_path)
+        finally:
+            torch.set_default_dtype(before)
+        assert speed is None or min(speed.blas_call_s, speed.onednn_call_s) > 0
