@@ -312,7 +312,7 @@ def _finish(
     has_graph = state.graph.has_operations()
     graph = None
     if has_graph:
-        graph = state.graph.finish(writer.outputs)
+        graph = state.graph.finish([*writer.outputs])
         if reason is not None and reason.reason_id in REQUIRED_OPTIONS:
             graph = replace(graph, required_options=REQUIRED_OPTIONS[reason.reason_id])
         verify_captured_graph(graph)

@@ -56,7 +56,7 @@ class RunnerWriter(SourceWriter):
     def __init__(self, state: CaptureState) -> None:
         super().__init__()
         self.state = state
-        self.outputs: list[fx.Node] = []
+        self.outputs: dict[fx.Node, int] = {}  # the graph's results, and which each is
         self._effects: list[str] = []
         self._changes: list[str] = []
         # What must come after the effects: iterators over lists that these change.
@@ -90,9 +90,7 @@ class RunnerWriter(SourceWriter):
             plain = type(value.value) in (type(None), bool, int, str)
             return repr(value.value) if plain else self.constant(value.value)
         if isinstance(value, TensorValue):
-            if value.node not in self.outputs:
-                self.outputs.append(value.node)
-            result = f"out[{self.outputs.index(value.node)}]"
+            result = f"out[{self.outputs.setdefault(value.node, len(self.outputs))}]"
             if not value.changes:
                 return result
             name = self._name(value, result)
@@ -302,7 +300,7 @@ class RunnerWriter(SourceWriter):
             name = self.constant(cls)
             stored = "" if value is MISSING else f"setattr({name}, {attribute!r}, {self.emit(value)})"
             self._effects.append(stored or f"delattr({name}, {attribute!r})")
-        check_view_copies(self.state, self.outputs)
+        check_view_copies(self.state, [*self.outputs])
 
     def _replay_attribute(self, owner: InstanceValue | FunctionValue, attribute: str) -> None:
         """Store or delete; what the class itself does at a store was run by the capture."""

@@ -53,6 +53,7 @@ from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
+from gradsplit.compile_core.compiled_calls.rare_collections import rare_collections
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.observe.describe import describe_code
@@ -273,7 +274,7 @@ class CompiledCode:
             )
         if self.programs.kept and self not in _recent:
             _recent.append(self)
-        with progress(self.name):
+        with progress(self.name), rare_collections():
             return self._make_entry(arguments, history)
 
     def _call_to_raise(

@@ -1,6 +1,7 @@
 """What compiled functions of one code object share: programs, the limit, and nothing that differs between them."""
 
 import functools
+import gc
 import logging
 
 import pytest
@@ -164,3 +165,27 @@ def test_nothing_is_shared_under_other_settings():
     assert first is third and first is not second
     gradsplit.reset()
     assert not any(run.entries for run in compiled)
+
+
+@pytest.mark.parametrize("thresholds", [(700, 10, 10), (0, 10, 10), (200_000, 5, 5)])
+def test_garbage_is_looked_for_rarely_during_a_compilation_alone(thresholds):
+    seen = []
+
+    def backend(module, examples):
+        seen.append(gc.get_threshold())
+        if len(seen) > 1:
+            raise ValueError
+        return module.forward
+
+    before = gc.get_threshold()
+    gc.set_threshold(*thresholds)
+    try:
+        compiled = gradsplit.compile(lambda x: x + 1, backend=backend)
+        compiled(torch.ones(2))
+        assert gc.get_threshold() == thresholds
+        with pytest.raises(ValueError):
+            compiled(torch.ones(2, dtype=torch.int))
+        assert gc.get_threshold() == thresholds
+    finally:
+        gc.set_threshold(*before)
+    assert all(during[0] == (100_000 if thresholds[0] == 700 else thresholds[0]) for during in seen)

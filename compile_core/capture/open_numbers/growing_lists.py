@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.base import CaptureState
 from gradsplit.compile_core.capture.values.containers import Item, ListValue
 from gradsplit.compile_core.ir.sources import Source
 
@@ -37,18 +34,9 @@ class GrowingList(ListValue):
     def items(self, items: list[Item]) -> None:
         self._read = items
 
-    def append(self, state: CaptureState, item: Value) -> Value:
-        return self._put(state, [item]) if self._read is None else super().append(state, item)
-
-    def extend(self, state: CaptureState, items: Value) -> Value:
-        return self._put(state, state.items_of(items)) if self._read is None else super().extend(state, items)
-
-    def _put(self, state: CaptureState, items: list[Any]) -> Value:
-        if self._read is not None:  # the items that are put are those of the list itself
-            self.replace(state, [*self._read, *items])
-            return ConstantValue(None)
+    def put(self, state: CaptureState, items: list[Item]) -> None:
+        if self._read is not None:
+            super().put(state, items)
+            return
         self.before_change(state)
         self.appended += items
-        return ConstantValue(None)
-
-    methods = ListValue.methods | {"append": append, "extend": extend}

@@ -183,15 +183,16 @@ class ListValue(SequenceValue):
         self.items[:] = items
 
     def set_item(self, state: CaptureState, key: Value, value: Value) -> None:
-        items = list(self.items)
         if isinstance(key, SliceValue):
+            items = list(self.items)
             items[key.as_constant()] = state.items_of(value)
-        else:
-            index = _index(state, key)
-            if not -len(items) <= index < len(items):
-                raise state.raise_exception(IndexError, "list assignment index out of range")
-            items[index] = value
-        self.replace(state, items)
+            self.replace(state, items)
+            return
+        index = _index(state, key)
+        if not -len(self.items) <= index < len(self.items):
+            raise state.raise_exception(IndexError, "list assignment index out of range")
+        self.before_change(state)
+        self.items[index] = value
 
     def delete_item(self, state: CaptureState, key: Value) -> None:
         items = list(self.items)
@@ -202,12 +203,17 @@ class ListValue(SequenceValue):
         del items[key.as_constant()]
         self.replace(state, items)
 
+    def put(self, state: CaptureState, items: list[Item]) -> None:
+        """Adds items at the end."""
+        self.before_change(state)
+        self.items.extend(items)
+
     def append(self, state: CaptureState, item: Value) -> Value:
-        self.replace(state, [*self.items, item])
+        self.put(state, [item])
         return ConstantValue(None)
 
     def extend(self, state: CaptureState, items: Value) -> Value:
-        self.replace(state, [*self.items, *state.items_of(items)])
+        self.put(state, list(state.items_of(items)))
         return ConstantValue(None)
 
     def repeat(self, state: CaptureState, times: Value) -> Value:
@@ -226,9 +232,9 @@ class ListValue(SequenceValue):
         if not -len(self.items) <= position < len(self.items):
             text = "pop index out of range" if self.items else "pop from empty list"
             raise state.raise_exception(IndexError, text)
-        items = list(self.items)
-        item = state.realize(items.pop(position))
-        self.replace(state, items)
+        item = state.realize(self.items[position])
+        self.before_change(state)
+        self.items.pop(position)
         return item
 
     def remove(self, state: CaptureState, item: Value) -> Value:

@@ -28,6 +28,12 @@ class DequeValue(ListValue):
             items = items[len(items) - self.limit :] if keep_end else items[: self.limit]
         super().replace(state, items)
 
+    def put(self, state: CaptureState, items: list[Item]) -> None:
+        if self.limit is None:
+            super().put(state, items)
+        else:
+            self.replace(state, [*self.items, *items])
+
     def as_constant(self) -> Any:
         return super(ListValue, self).as_constant()
 
