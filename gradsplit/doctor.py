@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -181,9 +182,11 @@ def try_ddp(place: str, limit_s: float = LIMIT_S) -> Outcome:
             return Outcome("hangs", "", f"for {limit_s:.0f} s")
         answers = sorted(Path(folder).glob("rank_*.json"), key=lambda path: path.stat().st_mtime_ns)
         outcomes = [Outcome(**json.loads(path.read_text())) for path in answers]
+        ended = re.search(r"launch: rank (\d+) of", run.stderr)
+        has_crashed = ended is not None and not Path(folder, f"rank_{ended[1]}.json").exists()
     # The first rank that failed: the others may fail since it left them.
     failed = next((outcome for outcome in outcomes if outcome.is_failure), None)
-    if failed is not None:
+    if failed is not None and not has_crashed:
         return failed
     if run.returncode != 0 or len(outcomes) < 2:
         last = (run.stderr.strip() or run.stdout.strip()).rpartition("\n")[2]
@@ -217,6 +220,7 @@ def _run_rank(place: str, folder: Path) -> None:
             outcome = Outcome("equal", figures=_step_s(program, (call, ours), (stock, stock)))
     except Exception as error:
         outcome = raised(error)
+        time.sleep(1)  # if it is since the other rank has gone, the launcher sees that first
     part = folder / f"{rank}.part"
     part.write_text(json.dumps(asdict(outcome)))
     part.replace(folder / f"rank_{rank}.json")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import gradsplit
@@ -194,7 +195,7 @@ def main(names: Sequence[str], workers: int = 1) -> None:
     with ThreadPoolExecutor(workers) as pool:
         verdicts = dict(zip(names, pool.map(examined, names), strict=True))
     for name, said in verdicts.items():
-        table.add_row(name, str(is_right(name, said)), said[:160])
+        table.add_row(name, str(is_right(name, said)), escape(said[:160]))
     Console(width=160).print(table)
     print(f"{sum(is_right(*each) for each in verdicts.items())} of {len(names)} verdicts are right")
 
