@@ -12,7 +12,7 @@ from gradsplit.compile_core.ir.kernels import KernelSource
 from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram
 from gradsplit.compile_core.ir.print_loops import print_program
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.ir.user_lines import innermost_lines
+from gradsplit.compile_core.ir.user_lines import user_lines
 from gradsplit.compile_core.lowering.build import build, generate, start_build
 from gradsplit.compile_core.lowering.decompositions.decomposition_table import decomposition_table
 from gradsplit.compile_core.lowering.graph_to_loops.extern_rules import fallback_calls
@@ -92,7 +92,7 @@ def _user_lines(compute: Compute, program: LoopProgram) -> dict[str, str]:
     return {
         step.name: "".join(
             f"// {place.filename}:{place.line} {place.text}\n"
-            for place in innermost_lines(nodes[name] for name in step.origins if name in nodes)
+            for place in user_lines(nodes[name] for name in step.origins if name in nodes)
         )
         for step in program.steps
         if not isinstance(step, ExternCall)

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.export.targets import is_method, name_of_target
 from gradsplit.compile_core.ir.captured import is_symbolic_number
-from gradsplit.compile_core.ir.user_lines import stack_of
+from gradsplit.compile_core.ir.user_lines import stack_of, user_line
 
 # Words of the text's own, which no node may have for a name.
 RESERVED = ("torch", "operator", "math", "slice", "complex", "float", "result")
@@ -50,11 +50,10 @@ def print_program(graph: fx.Graph) -> str:
 
 def place_of(node: fx.Node) -> str:
     """The user's innermost line that made a captured node."""
-    stack = stack_of(node)
-    if not stack:
-        return ""
-    place = stack[-1]
-    return f'"{place.filename}", line {place.line}, in {place.function}: {place.text}'
+    place = user_line(node)
+    return (
+        "" if place is None else f'"{place.filename}", line {place.line}, in {place.function}: {place.text}'
+    )
 
 
 def show_spec(example: Any) -> str:
@@ -90,7 +89,7 @@ def unwritable(node: fx.Node, what: str) -> Unsupported:
         "export-unwritable",
         f"{what} cannot be written to a file: an exported graph calls torch's functions of tensors, with literals",
         "express it by torch's operators, or make it an operator of its own with torch.library.custom_op",
-        stack[-1] if stack else None,
+        user_line(node),
         stack,
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Node
 
 from gradsplit.compile_core.errors import CodeLocation
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _PLACE = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 
 
@@ -18,6 +21,14 @@ def stack_of(node: Node) -> list[CodeLocation]:
     return [CodeLocation(file, int(line), function, text) for file, line, function, text in found]
 
 
-def innermost_lines(nodes: Iterable[Node]) -> list[CodeLocation]:
-    """The innermost line of each node that has one, each once, in order."""
-    return list(dict.fromkeys(stack[-1] for node in nodes if (stack := stack_of(node))))
+def user_line(node: Node) -> CodeLocation | None:
+    """The innermost line outside of torch's own files that leads to a node, since ``nn.Linear``'s says little of a
+    program; torch's where all are; ``None`` where none is known."""
+    stack = stack_of(node)
+    own = [place for place in stack if not place.filename.startswith(_TORCH)]
+    return (own or stack or [None])[-1]
+
+
+def user_lines(nodes: Iterable[Node]) -> list[CodeLocation]:
+    """The line of each node that has one, each once, in order."""
+    return list(dict.fromkeys(place for node in nodes if (place := user_line(node)) is not None))

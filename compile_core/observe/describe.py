@@ -17,7 +17,7 @@ from gradsplit.compile_core.ir.loops import ExternCall, LoopProgram, Step
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.step_effects import reads, writes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
-from gradsplit.compile_core.ir.user_lines import stack_of
+from gradsplit.compile_core.ir.user_lines import user_line
 
 
 def describe(value: Any) -> dict[str, Any]:
@@ -59,7 +59,6 @@ def describe_code(code: CodeType) -> dict[str, Any]:
 
 def _node(node: Node) -> dict[str, Any]:
     value = node.meta.get("val", node.meta.get("example_value"))
-    stack = stack_of(node)
     return {
         "name": node.name,
         "op": node.op,
@@ -67,7 +66,7 @@ def _node(node: Node) -> dict[str, Any]:
         "reads": [source.name for source in node.all_input_nodes],
         "shape": str(TensorSpec.of(value)) if isinstance(value, torch.Tensor) else "",
         "captured": node.meta.get("captured", ""),
-        "place": describe_place(stack[-1] if stack else None),
+        "place": describe_place(user_line(node)),
     }
 
 
