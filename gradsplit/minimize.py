@@ -1,8 +1,9 @@
 """``python -m gradsplit.minimize FILE``: makes a program that fails under gradsplit smaller, as long as it fails alike.
 
 The file is a ``repro.py`` that ``GRADSPLIT_REPRO_AFTER`` wrote, or any Python file with ``Program``, a class of
-``torch.nn.Module``, and ``inputs``, a function that returns the list of its inputs. Small programs are written to
-``FOLDER/repro.py``; running one compiles it and fails as the large one did.
+``torch.nn.Module``, and ``inputs``, a function that returns the list of its inputs. If it has a function ``again``,
+a second call with those is tried, which finds guards that let it through to what was compiled for the first. Small
+programs are written to ``FOLDER/repro.py``; running one compiles it and fails as the large one did.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gradsplit.compile_core.interface.api import compile
 from gradsplit.compile_core.interface.graph_compiler import compile_any_graph
 from gradsplit.compile_core.minimizer.minimize import Minimized, minimize
 from gradsplit.compile_core.minimizer.outcome import CompileGraph, Outcome, copied, outcome_of, results_of
+from gradsplit.compile_core.minimizer.rank_trials import on_ranks
 from gradsplit.compile_core.minimizer.reduce import with_examples
 from gradsplit.compile_core.minimizer.repro_inputs import draw, stored
 from gradsplit.compile_core.minimizer.subgraph import Candidate
@@ -39,26 +41,33 @@ from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like
 __all__ = ["Settings", "draw", "main", "minimize_file", "reproduce", "stored"]
 
 
-def reproduce(program: torch.nn.Module, inputs: Sequence[Any], settings: Settings) -> None:
+def reproduce(
+    program: torch.nn.Module, inputs: Sequence[Any], settings: Settings, again: Sequence[Any] | None = None
+) -> None:
     """Compiles and runs a written program, forward and backward, in this process.
 
     Raises:
         Exception: what compiling or running it raises; ``AssertionError`` where results are not plain PyTorch's.
     """
-    candidate, compile_graph = captured(program, inputs), _compiler(settings)
-    takes_gradients = settings.after == "capture"
-    if settings.level < 4:
-        results_of(compile_graph(candidate.module, candidate.inputs), candidate.inputs, takes_gradients)
-    outcome = outcome_of(
-        candidate.module, candidate.inputs, compile_graph, settings.level == 4, takes_gradients
-    )
+    candidate = captured(program, inputs, again)
+    if (
+        settings.level < 4 and settings.ranks == 1 and again is None
+    ):  # so that what is raised has its own stack
+        results_of(
+            _compiler(settings)(candidate.module, candidate.inputs),
+            candidate.inputs,
+            settings.after == "capture",
+        )
+    outcome = attempt(candidate, settings)
     if outcome.is_failure:
         raise AssertionError(str(outcome))
     print("it does not fail:", outcome)
 
 
-def captured(program: torch.nn.Module, inputs: Sequence[Any]) -> Candidate:
-    """The graph that the program is."""
+def captured(
+    program: torch.nn.Module, inputs: Sequence[Any], again: Sequence[Any] | None = None
+) -> Candidate:
+    """The graph that the program is, with the inputs of its first call and of its second, if there is one."""
     found: list[Candidate] = []
 
     def keep(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -68,17 +77,33 @@ def captured(program: torch.nn.Module, inputs: Sequence[Any]) -> Candidate:
 
         return run
 
-    compile(program, backend=keep, fullgraph=True, dynamic=False)(*inputs)
+    compiled = compile(program, backend=keep, fullgraph=True, dynamic=False)
+    compiled(*inputs)
     if len(found) != 1:
         raise CompileError(f"the program is {len(found)} graphs, and not one")
-    return with_examples(found[0])
+    if again is None:
+        return with_examples(found[0])
+    compiled(*again)
+    return with_examples(replace(found[0], again=found[1].inputs))
 
 
 def attempt(candidate: Candidate, settings: Settings) -> Outcome:
-    """Compiles and runs a graph in this process, beside plain PyTorch."""
+    """Compiles and runs a graph in this process, and forks of it that are the other ranks, beside plain PyTorch."""
     takes_gradients = settings.after == "capture"  # else the graph has them among its results
-    compile_graph = _compiler(settings)
-    return outcome_of(candidate.module, candidate.inputs, compile_graph, settings.level == 4, takes_gradients)
+
+    def compile_guarded(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        skipped = {"skip_passes": [*settings.skipped_passes]} if settings.skipped_passes else {}
+        options = {**settings.options, **skipped} or None
+        compiled = compile(module, backend=_named_backend(settings), dynamic=False, options=options)
+        results_of(compiled, candidate.inputs, takes_gradients)
+        return compiled
+
+    def run() -> Outcome:
+        compiler = _compiler(settings) if candidate.again is None else compile_guarded
+        inputs = candidate.inputs if candidate.again is None else candidate.again
+        return outcome_of(candidate.module, inputs, compiler, settings.level == 4, takes_gradients)
+
+    return run() if settings.ranks == 1 else on_ranks(run, settings.ranks)
 
 
 def _compiler(settings: Settings) -> CompileGraph:
@@ -90,10 +115,14 @@ def _compiler(settings: Settings) -> CompileGraph:
 
 
 def _backend(settings: Settings) -> Backend:
+    return resolve_backend(_named_backend(settings))
+
+
+def _named_backend(settings: Settings) -> Any:
     for name in settings.imports:
         importlib.import_module(name)
     module, found, name = settings.backend.rpartition(":")
-    return resolve_backend(getattr(importlib.import_module(module), name) if found else settings.backend)
+    return getattr(importlib.import_module(module), name) if found else settings.backend
 
 
 def joint_of(candidate: Candidate, settings: Settings) -> Candidate:
@@ -123,7 +152,12 @@ def joint_of(candidate: Candidate, settings: Settings) -> Candidate:
 
 
 def minimize_file(
-    path: Path, folder: Path, after: str | None = None, level: int | None = None, backend: str | None = None
+    path: Path,
+    folder: Path,
+    after: str | None = None,
+    level: int | None = None,
+    backend: str | None = None,
+    ranks: int | None = None,
 ) -> Minimized:
     """``minimize`` of the program in a file; changes this process's threads, and hides GPUs that it does not name."""
     if "cuda" not in path.read_text(encoding="utf-8"):
@@ -137,9 +171,12 @@ def minimize_file(
         after=after or settings.after,
         level=level or settings.level,
         backend=backend or settings.backend,
+        ranks=ranks or settings.ranks,
     )
     _backend(settings)
-    candidate = captured(found["Program"](), found["inputs"]())
+    candidate = captured(
+        found["Program"](), found["inputs"](), found["again"]() if "again" in found else None
+    )
     if settings.after == "aot" and found.get("SETTINGS", settings).after != "aot":
         candidate = joint_of(candidate, settings)
     tables = (CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES)
@@ -162,11 +199,14 @@ def main() -> None:
     parser.add_argument("--after", choices=("capture", "aot"), help="which graph is made smaller")
     parser.add_argument("--level", type=int, choices=(2, 3, 4), help="4: results are compared, too")
     parser.add_argument("--backend", help="a name, or module:name")
+    parser.add_argument("--ranks", type=int, help="processes of a gloo group that each compile and run it")
     arguments = parser.parse_args()
     if not arguments.file.is_file():
         parser.error(f"there is no file {arguments.file}")
     folder = arguments.out or arguments.file.parent / "minimized"
-    minimized = minimize_file(arguments.file, folder, arguments.after, arguments.level, arguments.backend)
+    minimized = minimize_file(
+        arguments.file, folder, arguments.after, arguments.level, arguments.backend, arguments.ranks
+    )
     print(minimized)
     sys.exit(0 if minimized.path is not None else DOES_NOT_FAIL)
 

@@ -110,12 +110,16 @@ def minimize(
         )
         candidate = fewer_calls(candidate, values_of(candidate), lambda other: fails(other, settings))
         says(f"{len(candidate.calls)} calls")
-        candidate = smaller_sizes(candidate, lambda other: fails(other, settings))
-        drawn = with_examples(replace(candidate, inputs=_drawn(candidate.inputs)))
-        is_drawn = fails(drawn, settings)
-        candidate = drawn if is_drawn else candidate
+        is_drawn = False
+        if candidate.again is None:  # else it is what tells the two calls' inputs apart
+            candidate = smaller_sizes(candidate, lambda other: fails(other, settings))
+            drawn = with_examples(replace(candidate, inputs=_drawn(candidate.inputs)))
+            is_drawn = fails(drawn, settings)
+            candidate = drawn if is_drawn else candidate
         failure = tried(candidate, settings)
-        path = write_repro(folder, candidate.module, candidate.inputs, settings, str(failure), is_drawn)
+        path = write_repro(
+            folder, candidate.module, candidate.inputs, settings, str(failure), is_drawn, candidate.again
+        )
     return Minimized(failure, path, candidate, settings, passes, time.monotonic() - begin, trials)
 
 

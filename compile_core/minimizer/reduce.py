@@ -7,6 +7,7 @@ halves of the graph first, then what is left without ever smaller parts of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -49,18 +50,25 @@ def fewer_calls(candidate: Candidate, values: Mapping[fx.Node, Any], fails: Fail
         values: of the graph's nodes in a plain run.
     """
 
+    def second_of(whole: Candidate) -> Mapping[fx.Node, Any] | None:
+        return None if whole.again is None else values_of(replace(whole, inputs=whole.again))
+
+    again = second_of(candidate)
+
     def part_fails(calls: Sequence[fx.Node]) -> bool:
-        part = subgraph(candidate, values, calls)
+        part = subgraph(candidate, values, calls, again=again)
         return part is not None and fails(part)
 
     calls = fewer(candidate.calls, part_fails)
-    found = subgraph(candidate, values, calls) if len(calls) < len(candidate.calls) else candidate
+    found = (
+        subgraph(candidate, values, calls, again=again) if len(calls) < len(candidate.calls) else candidate
+    )
     assert found is not None
     returned = found.module.graph.output_node().args[0]
     if isinstance(returned, (tuple, list)) and len(returned) > 1:
-        values = values_of(found)
+        values, again = values_of(found), second_of(found)
         for result in returned:
-            alone = subgraph(found, values, found.calls, [result])
+            alone = subgraph(found, values, found.calls, [result], again)
             if alone is not None and fails(alone):
                 return alone
     return found

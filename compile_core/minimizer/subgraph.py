@@ -19,10 +19,12 @@ class Candidate:
     Attributes:
         module: a placeholder for each input, calls, and an output node with a flat tuple.
         inputs: tensors and numbers, in the order of the placeholders.
+        again: those of a second call, which what was compiled for the first must not answer wrongly.
     """
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
+    again: tuple[Any, ...] | None = None
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -60,6 +62,7 @@ def subgraph(
     values: Mapping[fx.Node, Any],
     kept: Collection[fx.Node],
     outputs: Sequence[fx.Node] | None = None,
+    again: Mapping[fx.Node, Any] | None = None,
 ) -> Candidate | None:
     """The graph of some calls alone.
 
@@ -67,18 +70,19 @@ def subgraph(
         values: of all nodes.
         kept: calls; those whose values cannot be given, since they are no tensors, come with who reads them.
         outputs: what it returns; by default what no call of it reads.
+        again: the values in the second call, if there is one.
 
     Returns:
         ``None`` if it would return nothing.
     """
     needed = _with_untensored(kept, values)
-    graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), []
+    graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
     order = [node for node in candidate.module.graph.nodes if node.op != "output"]
     read = {source for node in needed for source in node.all_input_nodes}
     for node in order:
         if node in read and node not in needed and node.op != "get_attr":
             copies[node] = graph.placeholder(node.name)
-            inputs.append(values[node])
+            inputs.append(node)
     for node in order:
         if node in needed or (node.op == "get_attr" and node in read):
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -97,7 +101,11 @@ def subgraph(
     if not outputs:
         return None
     graph.output(tuple(copies[node] for node in outputs))
-    return Candidate(fx.GraphModule(candidate.module, graph), tuple(inputs))
+    given, given_again = (
+        None if found is None else tuple(found[node] for node in inputs) for found in (values, again)
+    )
+    assert given is not None
+    return Candidate(fx.GraphModule(candidate.module, graph), given, given_again)
 
 
 def _with_untensored(kept: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> set[fx.Node]:

@@ -37,6 +37,7 @@ class Settings:
         level: as in ``GRADSPLIT_REPRO_LEVEL``; at 4 results are compared.
         skipped_passes: left out of the compilation.
         options: of the compilation.
+        ranks: of a gloo group, each of which compiles and runs the graph.
     """
 
     backend: str
@@ -45,6 +46,7 @@ class Settings:
     level: int = 2
     skipped_passes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
 
 
 class CannotWriteError(Exception):
@@ -58,12 +60,14 @@ def write_repro(
     settings: Settings,
     says: str,
     drawn: bool = False,
+    again: Sequence[Any] | None = None,
 ) -> Path:
     """Writes the program, and its tensors if there are any, into a folder that is made.
 
     Args:
         says: what fails, for the program's first lines.
         drawn: inputs are drawn from a seed; see ``repro_inputs.draw``.
+        again: inputs of a second call.
 
     Raises:
         CannotWriteError: the graph has a body of its own, or constants that are no tensors.
@@ -94,15 +98,16 @@ def write_repro(
     ]
     if constants:
         lines += ["    def __init__(self):", "        super().__init__()", *constants, ""]
-    lines += [textwrap.indent(source, "    "), "", "", "def inputs():", "    return ["]
-    for k, value in enumerate(inputs):
-        lines.append(f"        {_input_text(f'input_{k}', value, tensors, k if drawn else None)},")
+    lines += [textwrap.indent(source, "    "), "", ""]
+    for name, values in (("input", inputs), ("again", again)):
+        if values is not None:
+            lines += [f"def {'inputs' if name == 'input' else name}():", "    return ["]
+            for k, value in enumerate(values):
+                lines.append(f"        {_input_text(f'{name}_{k}', value, tensors, k if drawn else None)},")
+            lines += ["    ]", "", ""]
     lines += [
-        "    ]",
-        "",
-        "",
         'if __name__ == "__main__":',
-        "    reproduce(Program(), inputs(), SETTINGS)",
+        f"    reproduce(Program(), inputs(), SETTINGS{'' if again is None else ', again()'})",
         "",
     ]
     folder.mkdir(parents=True, exist_ok=True)

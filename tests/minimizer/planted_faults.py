@@ -1,12 +1,14 @@
 """Faults that are planted in the compiler, or in a backend: ``PLANTED_FAULT`` names the one of this process.
 
-Each is one of a kind: a wrong kernel, kernel of no numbers, a wrong or failing pass, a wrong decomposition, a crash, an
-error or a hang of a backend while it compiles, and of what it compiled, forward and backward.
+Each is one of a kind: a guard that lets too much through, a wrong kernel, one of no numbers, a wrong or failing pass, a
+wrong decomposition, a crash, an error or a hang of a backend while it compiles, and of what it compiled, forward and
+backward, on one rank or on two that do not do the same.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from gradsplit.compile_core import passes, pipeline
 from gradsplit.compile_core.backends import generated_kernels, registry
+from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.lowering.cpp_kernels import scalar_cpp
 
@@ -33,12 +37,16 @@ class Fault:
         needs: what must be in a program for it to fail: takes and returns a tensor of the program's one shape.
         level: 4 where results are wrong and nothing is raised.
         backend: which must be used.
+        ranks: on which the program runs.
+        again: makes the input of a second call of that of the first, which the fault lets through to what was compiled.
     """
 
     plant: Callable[[], None]
     needs: Callable[[Tensor], Tensor]
     level: int = 2
     backend: str = "triton"
+    ranks: int = 1
+    again: Callable[[Tensor], Tensor] | None = None
 
 
 FAULTS: dict[str, Fault] = {}
@@ -66,14 +74,17 @@ _kernel(
     '({0} > {T}(1) ? {T}(__builtin_nan("")) : __builtin_sqrt{B}({0}))',
     lambda x: torch.sqrt(x.square()),
 )
-_kernel("floor", "__builtin_ceil{B}({0})", torch.floor)
 _kernel("maximum", "({0} < {1} ? {0} : {1})", lambda x: torch.maximum(x, x.flip(0)), "_EVERY")
 _kernel("abs", "{0}", torch.abs, "_EVERY")
 _kernel("remainder", "{0}", lambda x: torch.remainder(x, 0.75))
 
 
 def _backend(
-    name: str, meets: Callable[[fx.Graph], bool], act: Callable[[], Any], needs: Callable[[Tensor], Tensor]
+    name: str,
+    meets: Callable[[fx.Graph], bool],
+    act: Callable[[], Any],
+    needs: Callable[[Tensor], Tensor],
+    ranks: int = 1,
 ) -> None:
     """A backend that does something while it compiles certain graphs."""
 
@@ -83,7 +94,7 @@ def _backend(
         return module
 
     COMPILERS[name] = compile_graph
-    FAULTS[name] = Fault(lambda: None, needs, backend=f"{__name__}:{name.replace(' ', '_')}")
+    FAULTS[name] = Fault(lambda: None, needs, backend=f"{__name__}:{name.replace(' ', '_')}", ranks=ranks)
 
 
 COMPILERS: dict[str, Callable[..., Any]] = {}
@@ -123,8 +134,6 @@ def _die(number: int) -> Callable[[], Any]:
 
 _backend("no rule for logaddexp", _has("logaddexp"), _raise(ValueError("no rule for logaddexp of 17 elements")),
          lambda x: torch.logaddexp(x, x.flip(0)))  # fmt: skip
-_backend("key of cumsum", _has("cumsum"), _raise(KeyError("cumsum")), lambda x: x.cumsum(0) * 0.1)
-_backend("assertion of roll", _has("roll"), _raise(AssertionError()), lambda x: x.roll(1, 0))
 _backend("sin after cos", _reads("sin", "cos"), _raise(RuntimeError("cannot fuse sin_3 with cos_4")),
          lambda x: torch.sin(torch.cos(x)))  # fmt: skip
 _backend("tanh and erfc", _has("erfc", "hardtanh"), _raise(IndexError("list index out of range")),
@@ -133,15 +142,18 @@ _backend("a segmentation fault of sort", _has("sort"), _die(signal.SIGSEGV), lam
 _backend("aborted at flip", _has("flip"), _die(signal.SIGABRT), lambda x: x.flip(1))
 _backend("exit at median", _has("median"), lambda: os._exit(3), lambda x: x - x.median(0).values)
 _backend("killed at var", _has("var"), _die(signal.SIGKILL), lambda x: x / (1.0 + x.var(0)))
-_backend("a memory error at outer", _has("outer"), _raise(MemoryError("out of memory: 123456 bytes")),
-         lambda x: torch.outer(x[:, 0], x[0]))  # fmt: skip
 _backend("no rule for lerp and addcmul", _has("lerp", "addcmul"), _raise(NotImplementedError("lerp of addcmul")),
          lambda x: torch.lerp(x, torch.addcmul(x, x, x, value=0.1), 0.25))  # fmt: skip
 _backend("a hang at trunc", _has("trunc"), lambda: time.sleep(3600), torch.trunc)
 
 
 def _at_run(
-    name: str, word: str, change: Callable[..., Any], needs: Callable[[Tensor], Tensor], level: int = 2
+    name: str,
+    word: str,
+    change: Callable[..., Any],
+    needs: Callable[[Tensor], Tensor],
+    level: int = 2,
+    ranks: int = 1,
 ) -> None:
     """A backend whose compiled graphs do something with their results."""
 
@@ -149,7 +161,7 @@ def _at_run(
         return (lambda *given: change(module(*given))) if _has(word)(module.graph) else module
 
     COMPILERS[name] = compile_graph
-    FAULTS[name] = Fault(lambda: None, needs, level, f"{__name__}:{name.replace(' ', '_')}")
+    FAULTS[name] = Fault(lambda: None, needs, level, f"{__name__}:{name.replace(' ', '_')}", ranks)
 
 
 class _FailsBackward(torch.autograd.Function):
@@ -272,6 +284,62 @@ def _wrong_decomposition() -> None:
 
 
 FAULTS["decomposition of trace"] = Fault(_wrong_decomposition, lambda x: x + x.trace() * 0.1, 4)
+
+
+def again(name: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of the second call."""
+    change = FAULTS[name].again
+    assert change is not None
+    return [change(x.detach()).requires_grad_(x.requires_grad) for x in inputs]
+
+
+def _is_second_rank() -> bool:
+    return dist.get_rank() == 1
+
+
+def _gather_on_one_rank() -> None:
+    """As a plan that is agreed on by the ranks that find it worth while."""
+    if not _is_second_rank():
+        dist.all_gather_object([None] * dist.get_world_size(), "plan")
+
+
+_backend("only one rank gathers at deg2rad", _has("deg2rad"), _gather_on_one_rank, torch.deg2rad, 2)
+_at_run(
+    "the second rank adds to hardswish",
+    "hardswish",
+    lambda found: tuple(r + 1.0 for r in found) if _is_second_rank() else found,
+    functional.hardswish,
+    4,
+    2,
+)
+
+
+def _guard(name: str, left_out: str, instead: str, again: Callable[[Tensor], Tensor]) -> None:
+    """A condition on tensors is laxer than what the graph takes for granted."""
+
+    def plant(put: Callable[[Any, str, Any], None] = setattr) -> None:
+        add = GuardSet.add
+
+        def add_lax(
+            guards: GuardSet,
+            sources: Any,
+            condition: str,
+            constants: Any,
+            text: str,
+            kind: Any = "expression",
+        ) -> None:
+            if kind == "tensor":
+                condition, kind = re.sub(left_out, instead, condition), "expression"
+            add(guards, sources, condition, constants, text, kind)
+
+        put(GuardSet, "add", add_lax)
+
+    FAULTS[name] = Fault(plant, torch.sin, 4, again=again)
+
+
+_guard("strides are not guarded", r" and \{0\}.stride\(\) == \(.*?\)", "", lambda x: x.t())
+_guard("more rows pass a guard", r"\{0\}.shape == .*? and \{0\}.stride\(\)", "{0}.stride()",
+       lambda x: torch.cat([x, x]))  # fmt: skip
 
 if VARIABLE in os.environ:
     FAULTS[os.environ[VARIABLE]].plant()

@@ -83,8 +83,9 @@ def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Fo
         "from tests.minimizer.planted_programs import Program as Planted, inputs\n"
         "from gradsplit.minimize import Settings\n"
         "IMPORTS = ('tests.minimizer.planted_faults',)\n"
-        f"SETTINGS = Settings({fault.backend!r}, IMPORTS, after={after!r}, level={fault.level})\n"
+        f"SETTINGS = Settings({fault.backend!r}, IMPORTS, after={after!r}, level={fault.level}, ranks={fault.ranks})\n"
         f"Program = lambda: Planted({name!r}, {calls})\n"
+        + ("" if fault.again is None else f"again = lambda: planted_faults.again({name!r}, inputs())\n")
     )
     environment = {
         **os.environ,

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import gradsplit
+from gradsplit.compile_core.minimizer.minimize import minimize
 from gradsplit.compile_core.minimizer.outcome import Outcome, outcome_of
+from gradsplit.compile_core.minimizer.rank_trials import on_ranks
 from gradsplit.compile_core.minimizer.reduce import fewer, fewer_calls, needed_passes, smaller_sizes
 from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
 from gradsplit.compile_core.minimizer.trials import in_a_fork
+from gradsplit.compile_core.minimizer.write_repro import Settings
 from gradsplit.compile_core.options import requested_repro
-from gradsplit.minimize import captured
+from gradsplit.minimize import attempt, captured, reproduce
 from tests.minimizer.planted_faults import FAULTS
 from tests.minimizer.planted_programs import ROOT, minimized
 
@@ -63,6 +71,48 @@ def test_trials_survive_what_they_try():
     assert in_a_fork(lambda: time.sleep(60), 60.0, 1.0).is_like(Outcome("hangs"))
     assert time.monotonic() - began < 20
     assert in_a_fork(lambda: Outcome("equal"), 20.0) == Outcome("equal")
+
+
+def test_ranks_that_differ_crash_or_wait_for_one_that_does_not_come():
+    def tried(acts: Callable[[int], Outcome | None]) -> Outcome:
+        return in_a_fork(
+            lambda: on_ranks(lambda: acts(dist.get_rank()) or Outcome("equal"), 2), 60.0, idle_limit_s=3.0
+        )
+
+    assert tried(lambda rank: dist.barrier()) == Outcome("equal")
+    # The other rank fails, too, since this one leaves.
+    assert str(tried(lambda rank: Outcome("differs", "a", "b") if rank == 1 else dist.barrier())) == (
+        "differs: on rank 1 b"
+    )
+    assert tried(lambda rank: os.abort() if rank == 1 else dist.barrier()).what == "rank 1 "
+    assert tried(lambda rank: dist.barrier() if rank == 0 else None).is_like(Outcome("hangs"))
+
+
+def first_rows(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend whose code is for the sizes that it was compiled for, as generated code is."""
+    rows = inputs[0].shape[0]
+    return lambda *given: tuple(result[:rows] for result in module(*given))
+
+
+class _Rows(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(9):
+            x = x.sin()
+        return x
+
+
+def test_a_guard_that_is_too_lax_is_made_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    candidate = captured(_Rows(), [torch.randn(4, 6)], [torch.randn(8, 6)])
+    settings = Settings(f"{__name__}:first_rows", level=4)
+    assert attempt(candidate, settings) == Outcome("equal")
+    gradsplit.reset()
+    FAULTS["more rows pass a guard"].plant(monkeypatch.setattr)
+    found = minimize(candidate, settings, attempt, tmp_path)
+    assert found.outcome.what == "result has another shape" and len(found.candidate.calls) == 1
+    assert found.path is not None and "def again():" in found.path.read_text()
+    written = runpy.run_path(str(found.path))
+    with pytest.raises(AssertionError, match="the result 0 has another shape"):
+        reproduce(written["Program"](), written["inputs"](), written["SETTINGS"], written["again"]())
 
 
 def test_a_failure_is_told_from_another():
