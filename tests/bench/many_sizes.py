@@ -5,8 +5,8 @@
 Every length is trained on (forward and backward) in three passes. *Wait* is how much longer the first step of a length
 took than its last, and *again* the same of the step between, which is what compiling cost; *stages* are those of ours
 within it, where they exceed 5 ms (a stage may run within another). The step times are of the last pass. Both sides
-start with empty caches. The first two lengths teach a compiler that the size is open, so totals are also given for those
-after the third.
+start with empty caches. The first two lengths teach a compiler that the size is open, so totals are also given for the
+lengths after the third.
 """
 
 from __future__ import annotations
