@@ -50,14 +50,10 @@ def reproduce(
         Exception: what compiling or running it raises; ``AssertionError`` where results are not plain PyTorch's.
     """
     candidate = captured(program, inputs, again)
-    if (
-        settings.level < 4 and settings.ranks == 1 and again is None
-    ):  # so that what is raised has its own stack
-        results_of(
-            _compiler(settings)(candidate.module, candidate.inputs),
-            candidate.inputs,
-            settings.after == "capture",
-        )
+    if settings.level < 4 and settings.ranks == 1 and again is None:
+        # So that what is raised has its own stack.
+        compiled = _compiler(settings)(candidate.module, candidate.inputs)
+        results_of(compiled, candidate.inputs, settings.after == "capture")
     outcome = attempt(candidate, settings)
     if outcome.is_failure:
         raise AssertionError(str(outcome))

@@ -112,3 +112,17 @@ def test_results_and_gradients_are_those_of_the_plain_call(function: Callable[..
     for result in (expected, found):
         (result * torch.arange(result.numel()).view(result.shape)).sum().backward()
     torch.testing.assert_close([tensor.grad for tensor in ours], [tensor.grad for tensor in plain])
+
+
+def test_keys_of_inference_mode_that_change_after_they_are_repeated() -> None:
+    def function(query: Tensor, key: Tensor) -> Tensor:
+        repeated = interleaved(key)
+        key.mul_(2)
+        return scaled_dot_product_attention(query, repeated, repeated) + key.sum()
+
+    both = []
+    for run in (function, gradsplit.compile(function)):
+        with torch.inference_mode():
+            query, key = (x.detach().clone() for x in some_inputs()[:2])
+            both.append(run(query, key.transpose(1, 2)))
+    torch.testing.assert_close(both[1], both[0])

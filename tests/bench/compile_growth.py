@@ -97,9 +97,8 @@ def first_step(kind: str, size: int, backend: str) -> dict[str, Any]:
     """What the first forward and backward cost, and how far the gradients are from eager's."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    torch.set_default_dtype(
-        torch.float64
-    )  # what thousands of layers add to float32's rounding hides what is wrong
+    # In float32 the rounding of thousands of layers hides what is wrong.
+    torch.set_default_dtype(torch.float64)
     program = PROGRAMS[kind](size)
     expected = program.step(program.function)
     stage_times.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
