@@ -260,6 +260,13 @@ class CompileOptions:
             "50257, so that their rows are aligned"
         ),
     )
+    compile_elsewhere: bool = field(
+        default=True,
+        metadata=_flag(
+            "compile for further sizes of a graph in another process, and run torch's kernels until that is done; "
+            "else the step waits, as it does under torch.use_deterministic_algorithms"
+        ),
+    )
     trace_folder: Path | None = field(
         default=None,
         metadata=_option(

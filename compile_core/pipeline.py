@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,20 +24,24 @@ from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_a
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
 from gradsplit.compile_core.autograd.partitioning.partition import partition
-from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import numbers_to_tensors
+from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import (
+    as_tensors,
+    float_inputs,
+    numbers_to_tensors,
+)
 from gradsplit.compile_core.autograd.trace_joint import trace_joint
 from gradsplit.compile_core.autograd.tracing import random_decompositions
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, RegionBackend
-from gradsplit.compile_core.bind_sizes import GraphOfManySizes, has_numbers
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.communicator import Communicator
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
-from gradsplit.compile_core.ir.regions import graph_inputs, whole_schedule
+from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
+from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes, has_numbers
+from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.measure_steps import watch
 from gradsplit.compile_core.observe.stage_times import timed
@@ -61,17 +66,29 @@ class SchedulePlanner(Protocol):
         gradients in. Gradients that it returns are autograd's to deliver."""
         ...
 
+    def compiling(self, what: str, /) -> AbstractContextManager[Any]:
+        """While this process compiles in the middle of a step, and others may wait for it."""
+        ...
+
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A captured graph that went through all stages, called with its inputs: tensors, and numbers if it takes some."""
+    """A captured graph that went through all stages, called with its inputs: tensors, and numbers if it takes some.
+
+    Attributes:
+        floats: positions of inputs that the programs get as tensors of one element.
+    """
 
     run: BoundGraph
     forward: Executable
     backward: Executable | None
     partitioned: PartitionedGraph
+    floats: frozenset[int] = frozenset()
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        if self.floats:
+            # They take ever new values, as a learning rate does.
+            inputs = as_tensors(inputs, self.floats)
         return self.run(*inputs)
 
     @property
@@ -194,6 +211,18 @@ def compile_stages(
         verify_partition(joint, graph)
 
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
+    floats: frozenset[int] = frozenset()
+    # What a CUDA graph recorded has its sizes for good.
+    graph_by_graph = options.cuda_graphs and has_numbers(graph)
+    if graph_by_graph or not backend.takes_floats:
+        floats = float_inputs(graph)
+        if again is not None and floats:
+            raise Unsupported(
+                "double-backward", "gradients of a graph that takes numbers are to be differentiated"
+            )
+        graph = numbers_to_tensors(graph)
+    if not graph_by_graph:
+        backend = taking_open_sizes(backend, nullcontext if planner is None else planner.compiling)
 
     def compile_programs(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
         """Stages 4 to 8."""
@@ -217,18 +246,9 @@ def compile_stages(
         bound = bind_autograd(graph, run_forward, run_backward, again, updated, stored)
         return CompiledGraph(bound, forward, backward, graph)
 
-    # What a CUDA graph recorded has its sizes for good.
-    if (backend.takes_open_sizes and not options.cuda_graphs) or not has_numbers(graph):
-        return compile_programs(graph, inputs)
-    if again is not None and any(is_number(node) for node in graph_inputs(graph.forward)):
-        raise Unsupported(
-            "double-backward", "gradients of a graph that takes numbers are to be differentiated"
-        )
-
-    def compile_static(graph: PartitionedGraph, inputs: Sequence[Any]) -> CompiledGraph:
-        return compile_programs(numbers_to_tensors(graph), inputs)
-
-    programs = GraphOfManySizes(graph, compile_static, module, must_compile=planner is not None)
+    if not graph_by_graph:
+        return replace(compile_programs(graph, inputs), floats=floats)
+    programs = GraphOfManySizes(graph, compile_programs, floats, module, must_compile=planner is not None)
     programs.compiled_for(inputs)
     return programs
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.bind_sizes import GraphOfManySizes
 from gradsplit.compile_core.capture import normal_tensors
 from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.pick import picker
+from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_graph
 from gradsplit.distributed.agreement.agreement import Agreement
 from gradsplit.distributed.planning.ddp_planner import DDPPlanner

@@ -92,7 +92,7 @@ class InGraphWay:
         self.communicator = DDPCommunicator(self.buckets, park)
         self.settler = PlanSettler(self.communicator)
         self._broadcast_buffers = BufferBroadcast(ddp, group, self.buckets.wait, watch.begins)
-        self._planner = DDPPlanner(ddp, self.communicator)
+        self._planner = DDPPlanner(ddp, self.communicator, self._agreement.compiling)
         self._forms: list[GraphForms] = []
         self._make_functions()
 

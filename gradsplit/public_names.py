@@ -3,6 +3,7 @@
 import gradsplit.bucketing as bucketing
 import gradsplit.distributed as distributed
 from gradsplit.compile_core import config
+from gradsplit.compile_core.backends.compile_elsewhere import wait_for_compilations
 from gradsplit.compile_core.backends.registry import list_backends, register_backend
 from gradsplit.compile_core.capture.directives import (
     allow_in_graph,
@@ -62,5 +63,6 @@ __all__ = [
     "reset",
     "run",
     "testing",
+    "wait_for_compilations",
     "wrap_numpy",
 ]

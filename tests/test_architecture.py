@@ -28,7 +28,7 @@ PACKAGE_EDGES: dict[str, tuple[str, ...]] = {
 }
 
 # What each member of compile_core may import of its siblings. `compile_core` is the package's own __init__.
-BASE = ("errors", "config", "options", "artifact_logs", "run_record", "ir", "torch_facts")
+BASE = ("errors", "config", "options", "artifact_logs", "run_record", "rare_collections", "ir", "torch_facts")
 STAGES = ("capture", "autograd", "lowering", "runtime", "backends", "observe")
 COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -36,6 +36,7 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "options": ("errors",),
     "artifact_logs": ("options", "run_record"),
     "run_record": ("options",),
+    "rare_collections": (),
     "torch_facts": ("errors",),
     "ir": ("errors", "options", "torch_facts"),
     "toolchain": BASE,
@@ -45,13 +46,13 @@ COMPILE_CORE_EDGES: dict[str, tuple[str, ...]] = {
     "runtime": (*BASE, "toolchain"),
     "observe": BASE,
     "passes": (*BASE, "autograd", "lowering", "observe"),
-    "backends": (*BASE, "autograd", "lowering", "runtime", "observe", "passes"),
-    "bind_sizes": (*BASE, "capture"),
-    "pipeline": (*BASE, *STAGES, "bind_sizes", "passes"),
+    "backends": (*BASE, "toolchain", "autograd", "lowering", "runtime", "observe", "passes"),
+    "many_sizes": (*BASE, "autograd", "backends", "capture", "observe", "runtime"),
+    "pipeline": (*BASE, *STAGES, "many_sizes", "passes"),
     "compiled_calls": (*BASE, "capture", "observe"),
     "export": (*BASE, "capture", "compiled_calls"),
     "minimizer": (*BASE, "backends"),
-    "interface": (*BASE, *STAGES, "bind_sizes", "pipeline", "compiled_calls", "minimizer"),
+    "interface": (*BASE, *STAGES, "many_sizes", "pipeline", "compiled_calls", "minimizer"),
     "compile_core": (),
 }
 

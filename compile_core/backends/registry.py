@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.backends import aot_eager, eager, generated_kernels, inductor
+from gradsplit.compile_core.backends.compile_elsewhere import compile_elsewhere
 from gradsplit.compile_core.options import OPTIONS, unknown_name
 from gradsplit.compile_core.runtime.executable import Region
 
@@ -51,7 +52,10 @@ class RegionBackend:
         decompositions: device type and options -> the decompositions that the joint trace applies.
         makes_random_numbers: regions may have the operators of ``ir.counter_random``; else random numbers are torch's.
         aligns_products: matrix products are to be padded (``autograd.rewrites.pad_products``) before it sees them.
-        takes_open_sizes: regions may have symbolic sizes, and take and return numbers beside tensors.
+        takes_open_sizes: regions may have symbolic sizes, and take and return integers beside tensors.
+        takes_floats: they may take and return floats, too.
+        compile_elsewhere: for a backend that does not take them, what compiles a region for some of its sizes in
+            another process; see ``backends.compile_elsewhere``.
         prepare: called with the device type when a graph comes, before its regions are known.
         ignored_options: those that mean nothing to it.
         takes: whether it has an option of this name, beside this compiler's; ``compile_region`` and ``decompositions``
@@ -65,6 +69,8 @@ class RegionBackend:
     makes_random_numbers: bool = False
     aligns_products: bool = False
     takes_open_sizes: bool = False
+    takes_floats: bool = False
+    compile_elsewhere: Callable[..., Callable[..., Any] | None] = lambda *region: None
     prepare: Callable[[str], None] = lambda device_type: None
     ignored_options: frozenset[str] = frozenset()
     takes: Callable[[str], bool] = lambda name: False
@@ -110,6 +116,7 @@ _backends: dict[str, Backend] = {
             decompositions,
             _DEBUG,
             takes_open_sizes=True,
+            takes_floats=True,
             ignored_options=_OF_KERNELS,
         )
         for name, decompositions in (
@@ -124,6 +131,7 @@ _backends: dict[str, Backend] = {
         generated_kernels.decompositions,
         makes_random_numbers=True,
         aligns_products=True,
+        compile_elsewhere=compile_elsewhere,
         prepare=generated_kernels.prepare,
     ),
 }

@@ -53,13 +53,13 @@ from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
-from gradsplit.compile_core.compiled_calls.rare_collections import rare_collections
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.observe.describe import describe_code
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import debugged_function
+from gradsplit.compile_core.rare_collections import rare_collections
 from gradsplit.compile_core.run_record import record
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 

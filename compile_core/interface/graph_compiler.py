@@ -16,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND, Backend, GraphBackend, resolve_backend
-from gradsplit.compile_core.bind_sizes import GraphOfManySizes
 from gradsplit.compile_core.ir.captured import is_symbolic_number
+from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.options import CompileOptions, parse_options
 from gradsplit.compile_core.pipeline import CompiledGraph, compile_module
 from gradsplit.compile_core.torch_facts.fake_tensors import fakes_like

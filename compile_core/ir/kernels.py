@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +75,23 @@ class BuiltKernel:
 
     def __call__(self, *buffers: Any) -> None:
         self.call(*buffers)
+
+
+@dataclass(frozen=True)
+class StartedBuild:
+    """Kernels that are being compiled; called, it waits for them, loads them and returns them by name.
+
+    Attributes:
+        compiling: done when they have been compiled.
+        load: what a call does.
+    """
+
+    compiling: Sequence[Future[Any]]
+    load: Callable[[], Mapping[str, BuiltKernel]]
+
+    def __call__(self) -> Mapping[str, BuiltKernel]:
+        return self.load()
+
+    def settle(self) -> None:
+        """Waits until there is nothing left to wait for, in whatever thread; errors are for who loads."""
+        wait(self.compiling)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gradsplit.compile_core.errors import Unsupported
-from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource
+from gradsplit.compile_core.ir.kernels import BuiltKernel, KernelSource, StartedBuild
 from gradsplit.compile_core.ir.loops import BandNest, GeneratedStep, NestBatch, ProductNest
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.lowering.cpp_kernels.build_cpp import start_cpp
@@ -22,26 +22,23 @@ from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import genera
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton_batch import generate_triton_batch
 
 
-def start_build(
-    sources: Sequence[KernelSource], cache_folder: Path
-) -> Callable[[], Mapping[str, BuiltKernel]]:
+def start_build(sources: Sequence[KernelSource], cache_folder: Path) -> StartedBuild:
     """Starts to compile the kernels of a program, in the background.
 
     Args:
         sources: kernels with distinct names.
         cache_folder: where results are kept; processes may share it.
 
-    Returns:
-        A function that waits for the kernels, and returns them by name.
-
     Raises:
         CompileError: a compiler is missing or failed; from here or when the kernels are waited for.
     """
     cpp = [source for source in sources if source.language == "cpp"]
     on_gpu = [source for source in sources if source.language == "triton"]
-    wait_for_cpp = start_cpp(cpp, cache_folder)
-    wait_for_triton = start_triton(on_gpu, cache_folder)
-    return lambda: {**wait_for_cpp(), **wait_for_triton()}
+    started = (start_cpp(cpp, cache_folder), start_triton(on_gpu, cache_folder))
+    return StartedBuild(
+        [future for part in started for future in part.compiling],
+        lambda: {name: kernel for part in started for name, kernel in part().items()},
+    )
 
 
 def build(sources: Sequence[KernelSource], cache_folder: Path) -> Mapping[str, BuiltKernel]:

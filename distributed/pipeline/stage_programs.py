@@ -9,6 +9,7 @@ what the second one takes is kept until the schedule has it run. Which of the tw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from gradsplit.compile_core.interface.module_compilers import CompileRequest
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import build_region, graph_results, whole_schedule
 from gradsplit.compile_core.ir.schedule import Compute, Schedule
+from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.pipeline import compile_module
@@ -70,20 +72,26 @@ class StageBackward:
         self._graph = graph
         return whole_schedule(_WHOLE, graph.backward), None
 
+    def compiling(self, what: str) -> AbstractContextManager[None]:
+        """See ``SchedulePlanner``; nobody waits for a stage but in collectives."""
+        del what
+        return nullcontext()
+
     def compiled_by(self, backend: RegionBackend) -> RegionBackend:
         """The backend, whose backward is this."""
+        opened = taking_open_sizes(backend, self.compiling)
 
         def compile_region(
             compute: Compute, options: CompileOptions, dump: StageDump
         ) -> Callable[[], Region]:
-            finish = backend.compile_region(compute, options, dump)
+            finish = opened.compile_region(compute, options, dump)
             if compute.name != _WHOLE:
                 return finish
             self.can_split, self._compute = True, compute
-            self._compile = lambda part: backend.compile_region(part, options, dump)
+            self._compile = lambda part: opened.compile_region(part, options, dump)
             return lambda: self._choosing(finish())
 
-        return replace(backend, compile_region=compile_region)
+        return replace(opened, compile_region=compile_region)
 
     def split(self) -> None:
         """Compiles the backward in two, too."""

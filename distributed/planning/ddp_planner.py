@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,13 +45,22 @@ class DDPPlanner:
     Graphs are cut into segments when they are compiled; which segments' gradients share a bucket is decided apart from
     that, once for all graphs of the module.
 
+    Args:
+        compiling: tells the other ranks that this one compiles, while it does.
+
     Attributes:
         communicator: has the gradients reduced.
         hooked: parameters whose gradients the graph that is planned next must leave to the engine.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, communicator: DDPCommunicator) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        communicator: DDPCommunicator,
+        compiling: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
         self._ddp = ddp
+        self.compiling = compiling
         self.communicator = communicator
         self._buckets = communicator.buckets
         self.hooked: frozenset[str] = frozenset()

@@ -39,6 +39,17 @@ def test_strides_of_dims_of_one_element_cost_no_copy():
     assert gradient.data_ptr() == arriving.data_ptr()
 
 
+def test_result_by_strides_that_leave_the_view_they_are_of():
+    """Plain PyTorch gives the part of the memory that the view does not have no gradient."""
+
+    def by_strides(x):
+        return (torch.as_strided(x[1:].t(), (8,), (1,), 2),)
+
+    x = leaf(4, 6)
+    gradients = [torch.autograd.grad(y, x, torch.arange(8.0)) for (y,) in (by_strides(x), run(by_strides, x))]
+    torch.testing.assert_close(*gradients)
+
+
 def test_result_that_gets_no_gradient():
     x, w = leaf(3), leaf(3)
     y, _ = run(lambda x, w: (x * w, x.exp()), x, w)

@@ -1,12 +1,12 @@
 """What batches of ever new lengths cost: ours beside TorchInductor's with open sizes, each in a fresh process.
 
-    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2]
+    python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--autocast]
 
-Every length is trained on (forward and backward) in three passes. *Wait* is how much longer the first step of a length
-took than its last, and *again* the same of the step between, which is what compiling cost; *stages* are those of ours
-within it, where they exceed 5 ms (a stage may run within another). The step times are of the last pass. Both sides
-start with empty caches. The first two lengths teach a compiler that the size is open, so totals are also given for the
-lengths after the third.
+Every length is trained on (forward and backward) once, in the order in which they come: the *first* step of each. Then
+comes pass after pass until nothing is compiled any more, and one in which each length takes a few steps, of which the
+median is its *step*. *Wait* is how much longer than that the longest step of a length was until then. The side ``each``
+is ours without open sizes, with kernels made for each length as it comes. All sides start with empty caches. The first
+two lengths teach a compiler that the size is open, so figures are also given for the lengths after the third.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import gradsplit
-from gradsplit.compile_core.observe.stage_times import Stopwatch
 from tests.bench.rows import synchronise
 
 ROOT = Path(__file__).parents[2]
-SIDES = ("gradsplit", "inductor")
-_VOCABULARY = 1000
+SIDES = ("gradsplit", "each", "inductor")
 _TAUGHT = 3
+# How often lengths come until all is compiled, and how often each for its time.
+_PASSES, _STEPS = 4, 5
 
 
 def main() -> None:
@@ -48,6 +48,10 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, default=8, help="how many, of 64 to 512 tokens")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--autocast", action="store_true", help="to bfloat16")
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -75,19 +79,24 @@ def run_child(side: str) -> list[dict[str, Any]]:
 
 
 def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each length, in the order they come: ``length``, ``first_s``, ``again_s``, ``last_s``, our ``stages``."""
+    """Of each length, in the order they come: ``length``, ``first_s``, ``later_s`` (several), ``step_s``."""
     torch.manual_seed(0)
     device = torch.device(arguments.device)
-    model = language_model(arguments.model, arguments.layers, arguments.width).to(device)
+    model = language_model(arguments).to(device)
     lengths = random.Random(0).sample(range(64, 513), arguments.lengths)
     gradsplit.config.cache_size_limit = torch._dynamo.config.recompile_limit = arguments.lengths + 8
-    compiled: Callable[..., Any] = gradsplit.compile(model) if side == "gradsplit" else torch.compile(model)
+    compiled: Callable[..., Any] = {
+        "gradsplit": lambda: gradsplit.compile(model),
+        "each": lambda: gradsplit.compile(model, dynamic=False),
+        "inductor": lambda: torch.compile(model),
+    }[side]()
 
     def step(length: int) -> float:
-        tokens = torch.randint(_VOCABULARY, (2, length), device=device)
+        tokens = torch.randint(arguments.vocabulary, (arguments.batch, length), device=device)
         synchronise(device)
         start_s = time.perf_counter()
-        loss: Tensor = compiled(input_ids=tokens, labels=tokens).loss
+        with torch.autocast(device.type, torch.bfloat16, enabled=arguments.autocast):
+            loss: Tensor = compiled(input_ids=tokens, labels=tokens).loss
         loss.backward()
         synchronise(device)
         model.zero_grad()
@@ -95,55 +104,49 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for length in lengths:
-        stopwatch = Stopwatch()
-        first_s = step(length)
-        stages = {stage: sum(times) for stage, times in stopwatch.seconds().items()}
-        rows.append({"length": length, "first_s": first_s, "stages": stages})
-        print(f"{side}: length {length} first took {first_s:.2f} s", file=sys.stderr, flush=True)
-    # A length seen before the size was open is compiled once more when it comes back.
+        rows.append({"length": length, "first_s": step(length), "later_s": []})
+        print(f"{side}: length {length} first took {rows[-1]['first_s']:.2f} s", file=sys.stderr, flush=True)
+    # A length seen before the size was open is compiled once more when it comes back, and programs are taken up when
+    # they are asked for.
+    start_s = time.perf_counter()
+    for _ in range(_PASSES):
+        gradsplit.wait_for_compilations()
+        for row in rows:
+            row["later_s"].append(step(row["length"]))
+    print(f"{side}: settled after {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
     for row in rows:
-        row["again_s"] = step(row["length"])
-    for row in rows:
-        row["last_s"] = step(row["length"])
+        row["step_s"] = statistics.median(step(row["length"]) for _ in range(_STEPS))
     return rows
 
 
-def language_model(name: str, layers: int, width: int) -> nn.Module:
+def language_model(arguments: argparse.Namespace) -> nn.Module:
     """A small language model in training; Llama's takes the loss of the next token, BERT's that of masked ones."""
     import transformers
 
     sizes = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
+        "vocab_size": arguments.vocabulary,
+        "hidden_size": arguments.width,
+        "intermediate_size": 4 * arguments.width,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
         "max_position_embeddings": 512,
     }
-    if name == "llama":
+    if arguments.model == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False)).train()
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).train()
 
 
 def print_side(side: str, rows: list[dict[str, Any]]) -> None:
-    table = Table("length", "wait ms", "again ms", "step ms", "stages ms", title=side)
-    waits = [row["first_s"] - row["last_s"] for row in rows]
+    table = Table("length", "first ms", "wait ms", "step ms", title=side)
+    waits = [max(row["first_s"], *row["later_s"]) - row["step_s"] for row in rows]
     for row, wait in zip(rows, waits, strict=True):
-        stages = sorted(row["stages"].items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{stage} {1e3 * seconds:.0f}" for stage, seconds in stages if seconds > 0.005)
-        table.add_row(
-            str(row["length"]),
-            f"{1e3 * wait:.0f}",
-            f"{1e3 * (row['again_s'] - row['last_s']):.0f}",
-            f"{1e3 * row['last_s']:.1f}",
-            shown,
-        )
-    Console(width=200).print(table)
-    later = waits[_TAUGHT:]
+        times_ms = (1e3 * row["first_s"], 1e3 * wait, 1e3 * row["step_s"])
+        table.add_row(str(row["length"]), *(f"{time_ms:.1f}" for time_ms in times_ms))
+    Console(width=100).print(table)
     print(
-        f"{side}: waits {sum(waits):.2f} s in all; after the third length {sum(later):.2f} s,"
-        f" the longest {1e3 * max(later, default=0.0):.0f} ms;"
-        f" step (last pass, median) {1e3 * statistics.median(row['last_s'] for row in rows):.1f} ms\n",
+        f"{side}: first steps {sum(row['first_s'] for row in rows):.2f} s in all;"
+        f" longest wait after the third length {1e3 * max(waits[_TAUGHT:], default=0.0):.0f} ms;"
+        f" all lengths once, in the end, {1e3 * sum(row['step_s'] for row in rows):.1f} ms\n",
         flush=True,
     )
 

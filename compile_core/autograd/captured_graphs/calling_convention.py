@@ -254,7 +254,9 @@ def _alias(
         return ResultAlias(kind == "input", position, None, detached)
     offset: Any = output.storage_offset() - source.storage_offset()
     view = (tuple(output.shape), tuple(output.stride()), offset)
-    is_ambiguous = output.requires_grad and TensorSpec.of(source).may_overlap
+    is_ambiguous = output.requires_grad and (
+        TensorSpec.of(source).may_overlap or (_root(output) is source and _goes_by_strides(output))
+    )
     if is_ambiguous and (output._has_symbolic_sizes_strides or source._has_symbolic_sizes_strides):
         raise Unsupported("view-of-expanded", "a result is a view of an expanded input of open sizes")
     return ResultAlias(kind == "input", position, view, detached, output if is_ambiguous else None)
@@ -316,6 +318,17 @@ def _leads_by_views(tensor: torch.Tensor, origin: torch.Tensor) -> bool:
             return False
         ((node, position),) = sources
     return True
+
+
+def _goes_by_strides(view: torch.Tensor) -> bool:
+    """Whether a view was made by ``as_strided``, which has no gradient where it leaves what it is a view of."""
+    node: Any = view.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        if node.name() == "AsStridedBackward0":
+            return True
+        sources = [source for source, _ in node.next_functions if source is not None]
+        node = sources[0] if len(sources) == 1 else None
+    return False
 
 
 def as_leaf(example: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Stage between partition and code generation: numbers become tensors of one element, which kernels can read.
 
-A float that the graph takes, such as a learning rate, and a float read out of a tensor, such as a step count, are known
-when the graph runs. Here each is a ``float64`` tensor without dims, what Python computes with them is computed by
-operators in the same order and precision, and an operator that takes such a number takes the tensor, rounded to the
-dtype in which it computes. No value is waited for: a step count on an accelerator stays there. Numbers of the CPU that
-an accelerator's kernels read are copied there together.
+Sizes stay, and what follows from them: programs have these built in. A float that the graph takes, such as a learning
+rate, and a float read out of a tensor, such as a step count, are known when the graph runs. Here each is a ``float64``
+tensor without dims, what Python computes with them is computed by operators in the same order and precision, and an
+operator that takes such a number takes the tensor, rounded to the dtype in which it computes. No value is waited for: a
+step count on an accelerator stays there. Numbers of the CPU that an accelerator's kernels read are copied there
+together.
 
 Limits, each an ``Unsupported``: integers out of tensors where an operator takes them; operators that take no tensor for
 a number. A division by zero gives an infinity instead of Python's exception.
@@ -26,7 +27,7 @@ from torch.fx.node import map_arg
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call, ancestors
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
-from gradsplit.compile_core.ir.numbers import is_number
+from gradsplit.compile_core.ir.numbers import is_number, numbers_from_sizes
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
@@ -54,23 +55,42 @@ _FILLING = frozenset({aten.full.default, aten.full_like.default, aten.scalar_ten
 
 
 def numbers_to_tensors(graph: PartitionedGraph) -> PartitionedGraph:
-    """The graph with tensors for its numbers: inputs, saved values and what lies between.
+    """The graph with tensors for its numbers, but for sizes: inputs, saved values and what lies between.
 
     Raises:
         Unsupported: one of the limits above.
     """
-    if not any(is_number(node) for node in graph.forward.graph.nodes):
+    sizes = numbers_from_sizes(graph.forward)
+    if all(node in sizes for node in graph.forward.graph.nodes if is_number(node)):
         return graph
-    forward, devices = _Rewriting(graph.forward, {}).run()
-    backward = None if graph.backward is None else _Rewriting(graph.backward, devices).run()[0]
+    forward, devices = _Rewriting(graph.forward, sizes, {}).run()
+    backward = None
+    if graph.backward is not None:
+        saved_sizes = numbers_from_sizes(graph.backward, {node.name for node in sizes})
+        backward = _Rewriting(graph.backward, saved_sizes, devices).run()[0]
     return replace(graph, forward=forward, backward=backward)
+
+
+def float_inputs(graph: PartitionedGraph) -> frozenset[int]:
+    """Positions of the inputs that ``numbers_to_tensors`` makes tensors of."""
+    examples = (node.meta["val"] for node in graph.forward.graph.find_nodes(op="placeholder"))
+    return frozenset(k for k, example in enumerate(examples) if isinstance(example, torch.SymFloat))
+
+
+def as_tensors(inputs: Sequence[Any], floats: frozenset[int]) -> tuple[Any, ...]:
+    """Inputs with tensors for the floats at these positions, which take ever new values, as a learning rate does."""
+    return tuple(
+        torch.scalar_tensor(given, dtype=torch.float64) if k in floats else given
+        for k, given in enumerate(inputs)
+    )
 
 
 class _Rewriting:
     """One module; ``devices`` has the devices of the numbers that it takes, by the names of their placeholders."""
 
-    def __init__(self, module: GraphModule, devices: Mapping[str, torch.device]) -> None:
+    def __init__(self, module: GraphModule, sizes: set[Node], devices: Mapping[str, torch.device]) -> None:
         self._module = module
+        self._sizes = sizes
         self._given = devices
         self._graph = Graph()
         self._made: dict[Node, Node] = {}
@@ -82,10 +102,13 @@ class _Rewriting:
         modes = (getattr(value, "fake_mode", None) for value in tensors)
         self._mode = next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
 
+    def _is_rewritten(self, node: Node) -> bool:
+        return is_number(node) and node not in self._sizes
+
     def run(self) -> tuple[GraphModule, dict[str, torch.device]]:
         nodes = list(self._module.graph.nodes)
         for node in nodes:
-            if is_number(node):
+            if self._is_rewritten(node):
                 self._devices[node] = self._place(node)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         first, together = self._copied_together(nodes)
@@ -106,14 +129,16 @@ class _Rewriting:
         if number.target is aten._local_scalar_dense.default:
             (tensor,) = number.all_input_nodes
             return tensor.meta["val"].device
-        places = (self._devices[operand] for operand in number.all_input_nodes)
+        places = map(self._device_of, number.all_input_nodes)
         return next((place for place in places if place != _CPU), _CPU)
 
     def _copied_together(self, nodes: Sequence[Node]) -> tuple[set[Node], dict[torch.device, list[Node]]]:
         """For each device the numbers of the CPU that it reads and that can be had first of all; and what they need."""
         wanted: dict[torch.device, dict[Node, None]] = {}
         for node in nodes:
-            for number in filter(is_number, node.all_input_nodes) if node.op == "call_function" else ():
+            for number in (
+                filter(self._is_rewritten, node.all_input_nodes) if node.op == "call_function" else ()
+            ):
                 device = self._device_of(node)
                 if device != self._devices[number] == _CPU:
                     wanted.setdefault(device, {})[number] = None
@@ -129,7 +154,7 @@ class _Rewriting:
 
     def _device_of(self, node: Node) -> torch.device:
         if is_number(node):
-            return self._devices[node]
+            return self._devices.get(node, _CPU)  # a size is wherever it is needed
         value = node.meta["val"]
         return value.device if isinstance(value, torch.Tensor) else value[0].device
 
@@ -142,7 +167,7 @@ class _Rewriting:
     def _emit(self, node: Node) -> None:
         if node.op == "output":
             self._graph.output(map_arg(node.args[0], self._made.__getitem__))
-        elif not is_number(node):
+        elif not self._is_rewritten(node):
             self._made[node] = self._tensor_operator(node)
         elif node.op == "placeholder":
             made = self._made[node] = self._graph.node_copy(node)
@@ -174,6 +199,8 @@ class _Rewriting:
         return self._call(function, *operands)
 
     def _operand(self, value: Any, device: torch.device) -> Node:
+        if isinstance(value, Node) and value in self._sizes:
+            return self._call(aten.full.default, [], self._made[value], dtype=torch.float64, device=device)
         if isinstance(value, Node):
             return self._on(value, device)
         return self._call(aten.full.default, [], float(value), dtype=torch.float64, device=device)
@@ -190,7 +217,7 @@ class _Rewriting:
     # -- operators on tensors
 
     def _tensor_operator(self, node: Node) -> Node:
-        numbers = [source for source in node.all_input_nodes if is_number(source)]
+        numbers = [source for source in node.all_input_nodes if self._is_rewritten(source)]
         if not numbers:
             return self._graph.node_copy(node, self._made.__getitem__)
         for number in numbers:
@@ -201,7 +228,7 @@ class _Rewriting:
             raise _unsupported(node, f"{node.target} takes a number known only at run time")
         rounded = functools.partial(self._rounded_to, device=result.device, dtype=_dtype_for(node))
         if node.target in _FILLING and TensorSpec.of(result).is_contiguous:
-            made = self._call(aten.expand.default, rounded(numbers[0]), list(result.shape))
+            made = self._call(aten.expand.default, rounded(numbers[0]), self._shape_of(node))
             made = self._call(aten.clone.default, made, memory_format=torch.contiguous_format)
         elif "alpha" in node.kwargs and isinstance(node.kwargs["alpha"], Node):
             made = self._with_alpha(node, rounded)
@@ -209,6 +236,16 @@ class _Rewriting:
             made = self._with_tensors(node, rounded)
         made.meta = dict(node.meta)
         return made
+
+    def _shape_of(self, filling: Node) -> list[Any]:
+        """The sizes that a result is filled to, as arguments."""
+        given = filling.args[0]
+        if filling.target is aten.full.default:
+            return list(map_arg(given, self._made.__getitem__))  # type: ignore[arg-type]
+        return [
+            self._call(aten.sym_size.int, self._made[given], dim) if isinstance(size, torch.SymInt) else size
+            for dim, size in enumerate(filling.meta["val"].shape)
+        ]
 
     def _with_alpha(self, node: Node, rounded: Callable[[Node], Node]) -> Node:
         left, right = node.args[:2]
@@ -220,13 +257,17 @@ class _Rewriting:
     def _with_tensors(self, node: Node, rounded: Callable[[Node], Node]) -> Node:
         """The call of the overload that takes tensors where this one takes numbers."""
         target: Any = node.target
-        places = [k for k, value in enumerate(node.args) if isinstance(value, Node) and is_number(value)]
-        if len(places) != sum(is_number(source) for source in _occurrences(node)):
+        places = [
+            k for k, value in enumerate(node.args) if isinstance(value, Node) and self._is_rewritten(value)
+        ]
+        if len(places) != sum(self._is_rewritten(source) for source in _occurrences(node)):
             raise _unsupported(node, f"{target} takes a number known only at run time")
         overload = _overload_for_tensors(target, tuple(places))
         if overload is None:
             raise _unsupported(node, f"{target} takes a number known only at run time")
-        args = list(map_arg(node.args, lambda read: rounded(read) if is_number(read) else self._made[read]))
+        args = list(
+            map_arg(node.args, lambda read: rounded(read) if self._is_rewritten(read) else self._made[read])
+        )
         for k in _tensor_arguments(overload):
             if k < len(args) and isinstance(args[k], (int, float)) and overload is not target:
                 dtype, device = _dtype_for(node), node.meta["val"].device

@@ -20,14 +20,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource
+from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, KernelSource, StartedBuild
 from gradsplit.compile_core.lowering.cpp_kernels.cpp_machine import (
     compiler_version,
     kernel_flags,
@@ -55,7 +55,7 @@ _compiling: dict[str, Future[Kernels]] = {}
 os.register_at_fork(after_in_child=_compiling.clear)  # the threads that would finish them are the parent's
 
 
-def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[], Kernels]:
+def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> StartedBuild:
     """Finds kernels in the cache and starts to compile the others.
 
     Args:
@@ -63,9 +63,8 @@ def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[
         cache_folder: where results are kept for the next time.
 
     Returns:
-        A function that waits for the kernels. It returns for each name a function of the kernel's buffers, in order:
-        CPU tensors, or addresses as integers. That returns ``None`` and raises ``IndexError`` if a gathered index was
-        out of range.
+        What waits for the kernels: for each name a function of the kernel's buffers, in order: CPU tensors, or
+        addresses as integers. That returns ``None`` and raises ``IndexError`` if a gathered index was out of range.
 
     Raises:
         CompileError: no working compiler; from here or when the kernels are waited for.
@@ -83,7 +82,10 @@ def start_cpp(sources: Sequence[KernelSource], cache_folder: Path) -> Callable[[
             future = pool.submit(_build_or_await, unit, labels, disk)
             _compiling.update(dict.fromkeys(unit, future))
         pool.shutdown(wait=False)
-    return lambda: {source.name: _wait(source.text) for source in sources}
+    return StartedBuild(
+        [_compiling[text] for text in labels if text in _compiling],
+        lambda: {source.name: _wait(source.text) for source in sources},
+    )
 
 
 def _wait(text: str) -> BuiltKernel:

@@ -13,7 +13,7 @@ that is not so aligned (a slice of the caller's) goes to a second kernel, compil
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.ir.kernels import KERNEL_SYMBOL, BuiltKernel, CudaLaunch, KernelSource
+from gradsplit.compile_core.ir.kernels import (
+    KERNEL_SYMBOL,
+    BuiltKernel,
+    CudaLaunch,
+    KernelSource,
+    StartedBuild,
+)
 from gradsplit.compile_core.lowering.triton_kernels import triton_compiler
 from gradsplit.compile_core.toolchain.compile_workers import CompileWorkers, usable_processors
 from gradsplit.compile_core.toolchain.disk_cache import MANIFEST, DiskCache, content_key
@@ -43,9 +49,7 @@ _loaded: dict[KernelSource, BuiltKernel] = {}
 _workers = CompileWorkers(Path(triton_compiler.__file__))
 
 
-def start_triton(
-    sources: Sequence[KernelSource], cache_folder: Path
-) -> Callable[[], Mapping[str, BuiltKernel]]:
+def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> StartedBuild:
     """Finds kernels in the cache and starts to compile the others.
 
     Args:
@@ -53,8 +57,8 @@ def start_triton(
         cache_folder: where results are kept.
 
     Returns:
-        A function that waits for the kernels and loads them onto their devices. It returns the kernels by name; called
-        from Python, one is launched on the current stream of its device, whichever device is current.
+        What waits for the kernels and loads them onto their devices. Called from Python, one is launched on the current
+        stream of its device, whichever device is current.
 
     Raises:
         CompileError: Triton is not installed, or fails; from here or when the kernels are waited for.
@@ -78,7 +82,7 @@ def start_triton(
                 _loaded[key] = _launcher(missing[key], compiled, cache_folder)
         return {source.name: _loaded[_without_names(source)] for source in sources}
 
-    return wait
+    return StartedBuild(list(compiling.values()), wait)
 
 
 def start_workers() -> None:

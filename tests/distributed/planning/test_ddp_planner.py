@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ def planned(batch: int) -> tuple[list[str], str]:
     ddp: Any = SimpleNamespace(bucket_bytes_cap=25 * 2**20, bucket_bytes_cap_default=True)
     buckets = SimpleNamespace(parameters=parameters, averaging=SimpleNamespace(factor=1.0), strides={})
     communicator: Any = SimpleNamespace(buckets=buckets)
-    planner = DDPPlanner(ddp, communicator)
+    planner = DDPPlanner(ddp, communicator, nullcontext)
     graph = recorded_graph(layers, **SHAPES, places=(batch,))
     schedule, _ = planner.plan_backward(graph, [*parameters.values(), torch.empty(batch)])
     return list(schedule.destinations), str(planner.first_plan(planner.first_order()))

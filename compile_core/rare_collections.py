@@ -1,7 +1,7 @@
 """While something is compiled, Python looks for cyclic garbage rarely.
 
 A compilation makes many objects that stay until it ends, which each search would visit anew, beside all those of the
-program: a sixth of the time, and nearly nothing is found.
+program: a sixth of the time, and nearly nothing is found. The same goes for what makes many objects in a step.
 """
 
 from __future__ import annotations
