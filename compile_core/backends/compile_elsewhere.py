@@ -1,7 +1,6 @@
 """Regions compiled by other processes, while this one goes on.
 
-Another process makes loops and sources, which is Python's work and would hold up whoever computes here; the kernels are
-compiled as always. What is left to do here is to load them.
+What Python does there would hold up whoever computes here. What is left to do here is to load kernels from the cache.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ def compile_elsewhere(
             raise error
         program, sources = (base64.b64decode(answer[part]) for part in ("program", "sources"))
         kernel_sources = unpacked(sources)
-        kernels = start_build(kernel_sources, options.cache_folder)
+        # They are in the cache. Every further thread would keep the one that computes from going on.
+        kernels = start_build(kernel_sources, options.cache_folder, most_threads=1)
         kernels.settle()
         return lambda: _linked(program, kernel_sources, kernels, module)
 

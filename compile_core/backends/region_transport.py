@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from gradsplit.compile_core.ir.loops import LoopProgram
 from gradsplit.compile_core.ir.open_graphs import OpenGraph, OpenTensor
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import GpuTarget, gpu_target
 from gradsplit.compile_core.options import CompileOptions
 
 # What every process knows that has imported torch and this package.
@@ -37,6 +40,7 @@ class RegionRequest:
         signature: the region without its graph and without numbers.
         attributes: the tensors that the graph holds, by name.
         threads: of torch's operators in the process that asks.
+        targets: what kernels are compiled for, by device.
     """
 
     graph: OpenGraph
@@ -44,6 +48,7 @@ class RegionRequest:
     attributes: dict[str, torch.Tensor]
     options: CompileOptions
     threads: int
+    targets: Mapping[torch.device, GpuTarget]
 
 
 def reason_against(graph: OpenGraph) -> str:
@@ -71,7 +76,10 @@ def region_request(
         is_small = tensor.device.type == "cpu" and tensor.numel() <= _MOST_ELEMENTS
         attributes[name] = tensor if is_small else _mode.from_tensor(tensor)
     bare = replace(signature, module=None)  # type: ignore[arg-type]
-    return RegionRequest(graph, bare, attributes, options, torch.get_num_threads())
+    values = [value for node in graph.nodes for value in tree_leaves(node.value)]
+    devices = {value.device for value in values if isinstance(value, (OpenTensor, torch.Tensor))}
+    targets = {device: gpu_target(device) for device in devices if device.type == "cuda"}
+    return RegionRequest(graph, bare, attributes, options, torch.get_num_threads(), targets)
 
 
 def attribute(module: Any, name: str) -> Any:

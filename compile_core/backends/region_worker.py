@@ -1,4 +1,4 @@
-"""A process that makes loops and kernels' sources of regions. Run as a script, it is the other end of
+"""A process that makes loops and kernels of regions. Run as a script, it is the other end of
 ``compile_elsewhere``.
 
 It reads a request a line from its input and answers each with a line, both JSON. It never touches a GPU.
@@ -31,11 +31,13 @@ from gradsplit.compile_core.backends.region_transport import (  # noqa: E402
     unpacked,
 )
 from gradsplit.compile_core.ir.open_graphs import SizeValues  # noqa: E402
+from gradsplit.compile_core.lowering.build import build  # noqa: E402
+from gradsplit.compile_core.lowering.triton_kernels.build_triton import compile_into_cache  # noqa: E402
 from gradsplit.compile_core.observe.dump import StageDump  # noqa: E402
 
 
 def compile_region(request: RegionRequest, values: SizeValues) -> dict[str, Any]:
-    """The loop program, and the sources of its kernels."""
+    """The loop program, and the sources of its kernels, which lie compiled in the cache."""
     torch.set_num_threads(request.threads)
     root = torch.nn.Module()
     for name, tensor in request.attributes.items():
@@ -49,6 +51,12 @@ def compile_region(request: RegionRequest, values: SizeValues) -> dict[str, Any]
     module, _ = request.graph.bind(root, values)
     compute = replace(request.signature, module=module)
     program, sources = generate_region(compute, request.options, StageDump(None))
+    compile_into_cache(
+        [source for source in sources if source.language == "triton"],
+        request.options.cache_folder,
+        request.targets,
+    )
+    build([source for source in sources if source.language == "cpp"], request.options.cache_folder)
     return {"program": named_constants(program, module), "sources": sources}
 
 
@@ -57,8 +65,8 @@ def _serve() -> None:
     os.dup2(2, 1)
     while select.select([0], [], [], _IDLE_S)[0]:
         line = sys.stdin.readline()
-        if not line:
-            return
+        if not line.endswith("\n"):
+            return  # who asked has ended
         answer = json.dumps(_answer(json.loads(line))).encode() + b"\n"
         while answer:
             answer = answer[os.write(answers, answer) :]

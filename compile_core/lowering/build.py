@@ -22,19 +22,22 @@ from gradsplit.compile_core.lowering.triton_kernels.codegen_triton import genera
 from gradsplit.compile_core.lowering.triton_kernels.codegen_triton_batch import generate_triton_batch
 
 
-def start_build(sources: Sequence[KernelSource], cache_folder: Path) -> StartedBuild:
+def start_build(
+    sources: Sequence[KernelSource], cache_folder: Path, most_threads: int | None = None
+) -> StartedBuild:
     """Starts to compile the kernels of a program, in the background.
 
     Args:
         sources: kernels with distinct names.
         cache_folder: where results are kept; processes may share it.
+        most_threads: that find kernels in the cache or wait for what compiles them.
 
     Raises:
         CompileError: a compiler is missing or failed; from here or when the kernels are waited for.
     """
     cpp = [source for source in sources if source.language == "cpp"]
     on_gpu = [source for source in sources if source.language == "triton"]
-    started = (start_cpp(cpp, cache_folder), start_triton(on_gpu, cache_folder))
+    started = (start_cpp(cpp, cache_folder), start_triton(on_gpu, cache_folder, most_threads))
     return StartedBuild(
         [future for part in started for future in part.compiling],
         lambda: {name: kernel for part in started for name, kernel in part().items()},

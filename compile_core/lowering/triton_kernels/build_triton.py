@@ -43,18 +43,26 @@ _OPTIONS = {"enable_fp_fusion": False}
 # What a block may have on any GPU without asking.
 _SHARED_BYTES_ANYWHERE = 48 << 10
 _WORKERS_AHEAD = 8
+# Of a process that compiles while others compute.
+_THREADS_BESIDE_OTHERS = 4
+
+# Kind of GPU, architecture and threads of a warp, such as ``("cuda", 90, 32)``.
+GpuTarget = tuple[str, int, int]
 
 # Everything of a source but its name -> launcher. The text alone is not the kernel: Triton's types are in ``pointers``.
 _loaded: dict[KernelSource, BuiltKernel] = {}
 _workers = CompileWorkers(Path(triton_compiler.__file__))
 
 
-def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> StartedBuild:
+def start_triton(
+    sources: Sequence[KernelSource], cache_folder: Path, most_threads: int | None = None
+) -> StartedBuild:
     """Finds kernels in the cache and starts to compile the others.
 
     Args:
         sources: Triton kernels with distinct names.
         cache_folder: where results are kept.
+        most_threads: as many as there are processors by default.
 
     Returns:
         What waits for the kernels and loads them onto their devices. Called from Python, one is launched on the current
@@ -68,7 +76,7 @@ def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Started
     if missing:
         _require_triton()
         pool = ThreadPoolExecutor(
-            min(len(missing), usable_processors()), thread_name_prefix="gradsplit-build"
+            min(len(missing), most_threads or usable_processors()), thread_name_prefix="gradsplit-build"
         )
         compiling = {
             key: pool.submit(_compile_if_launched, one, cache_folder) for key, one in missing.items()
@@ -85,6 +93,22 @@ def start_triton(sources: Sequence[KernelSource], cache_folder: Path) -> Started
     return StartedBuild(list(compiling.values()), wait)
 
 
+def compile_into_cache(
+    sources: Sequence[KernelSource], cache_folder: Path, targets: Mapping[torch.device, GpuTarget]
+) -> None:
+    """Compiles kernels for whoever will load them; this process need not have their devices.
+
+    Args:
+        targets: of the devices, by ``gpu_target``.
+
+    Raises:
+        CompileError: Triton is not installed, or fails.
+    """
+    distinct = dict.fromkeys(_without_names(source) for source in sources if 0 not in source.grid)
+    with ThreadPoolExecutor(_THREADS_BESIDE_OTHERS) as pool:
+        list(pool.map(lambda one: compile_triton_for(one, targets[one.device], cache_folder), distinct))
+
+
 def start_workers() -> None:
     """Starts the processes that compile, while there is nothing to compile yet: they import Triton first."""
     if triton_compiler.triton is not None:
@@ -93,13 +117,13 @@ def start_workers() -> None:
 
 
 def compile_triton_for(
-    source: KernelSource, target: tuple[str, int, int], cache_folder: Path, is_aligned: bool = True
+    source: KernelSource, target: GpuTarget, cache_folder: Path, is_aligned: bool = True
 ) -> Any:
     """Compiles a kernel for a GPU that need not be there, or finds it in the cache.
 
     Args:
         source: a Triton kernel.
-        target: kind of GPU, architecture and threads of a warp, such as ``("cuda", 90, 32)``.
+        target: the GPU.
         cache_folder: where the result is kept.
         is_aligned: whether all addresses are multiples of 16.
 
@@ -176,14 +200,15 @@ def _compile_if_launched(source: KernelSource, cache_folder: Path) -> Any:
     """The kernel for the device that it will run on; ``None`` for one over no elements."""
     if 0 in source.grid:
         return None
-    return compile_triton_for(source, _target(_device_of(source)), cache_folder)
+    return compile_triton_for(source, gpu_target(_device_of(source)), cache_folder)
 
 
 def _device_of(source: KernelSource) -> torch.device:
     return source.device if source.device.index is not None else torch.device("cuda", 0)
 
 
-def _target(device: torch.device) -> tuple[str, int, int]:
+def gpu_target(device: torch.device) -> GpuTarget:
+    """What kernels for a device of this process are compiled for."""
     major, minor = torch.cuda.get_device_capability(device)
     return "cuda", 10 * major + minor, 32
 
@@ -217,7 +242,7 @@ def _launcher(source: KernelSource, aligned: Any, cache_folder: Path) -> BuiltKe
 
     def launch_with_care(is_aligned: bool, addresses: Sequence[int]) -> None:
         if is_aligned not in kernels:
-            kernels[is_aligned] = compile_triton_for(source, _target(device), cache_folder, is_aligned)
+            kernels[is_aligned] = compile_triton_for(source, gpu_target(device), cache_folder, is_aligned)
         with torch.cuda.device(device):
             kernel = kernels[is_aligned]
             kernel._init_handles()
