@@ -2,7 +2,8 @@
 
     python -m tests.bench.many_sizes [--model llama|bert] [--device cpu|cuda] [--lengths 8] [--layers 2] [--autocast]
 
-Every length is trained on (forward and backward) once, in the order in which they come: the *first* step of each. Then
+Every length is trained on (forward and backward) once, in the order in which they come: the *first* step of each, and
+how long Python looked for garbage within it. Then
 comes pass after pass until nothing is compiled any more, and one in which each length takes a few steps, of which the
 median is its *step*. *Wait* is how much longer than that the longest step of a length was until then. The side ``each``
 is ours without open sizes, with kernels made for each length as it comes. All sides start with empty caches. The first
@@ -12,6 +13,7 @@ two lengths teach a compiler that the size is open, so figures are also given fo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -91,6 +93,11 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "inductor": lambda: torch.compile(model),
     }[side]()
 
+    collected_s: list[float] = []
+    gc.callbacks.append(
+        lambda phase, _: collected_s.append(time.perf_counter() * (-1 if phase == "start" else 1))
+    )
+
     def step(length: int) -> float:
         tokens = torch.randint(arguments.vocabulary, (arguments.batch, length), device=device)
         synchronise(device)
@@ -104,7 +111,8 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for length in lengths:
-        rows.append({"length": length, "first_s": step(length), "later_s": []})
+        collected_s.clear()
+        rows.append({"length": length, "first_s": step(length), "later_s": [], "garbage_s": sum(collected_s)})
         print(f"{side}: length {length} first took {rows[-1]['first_s']:.2f} s", file=sys.stderr, flush=True)
     # A length seen before the size was open is compiled once more when it comes back, and programs are taken up when
     # they are asked for.
@@ -137,10 +145,10 @@ def language_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def print_side(side: str, rows: list[dict[str, Any]]) -> None:
-    table = Table("length", "first ms", "wait ms", "step ms", title=side)
+    table = Table("length", "first ms", "garbage ms", "wait ms", "step ms", title=side)
     waits = [max(row["first_s"], *row["later_s"]) - row["step_s"] for row in rows]
     for row, wait in zip(rows, waits, strict=True):
-        times_ms = (1e3 * row["first_s"], 1e3 * wait, 1e3 * row["step_s"])
+        times_ms = (1e3 * s for s in (row["first_s"], row["garbage_s"], wait, row["step_s"]))
         table.add_row(str(row["length"]), *(f"{time_ms:.1f}" for time_ms in times_ms))
     Console(width=100).print(table)
     print(
