@@ -2,6 +2,7 @@
 
 A program is a file with ``state()``, which makes equal arguments each time, ``program(log, *arguments)``, and what is
 to be done with it: ``OPTIONS`` of the compilation, how often it is called, which results get gradients, in which way.
+Where it has ``SIZES``, its state depends on which of them ``K`` is, and it is compiled once for all.
 ``python -m tests.differential.compare FILE...`` checks files.
 """
 
@@ -11,14 +12,17 @@ import linecache
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsplit
+from gradsplit.compile_core.backends import compile_elsewhere
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _RELATIVE |= {torch.complex128: 1e-9, torch.complex64: 2e-5}
@@ -109,6 +113,9 @@ _COARSE = frozenset({"hardsigmoid_backward"})
 # not called where none comes.
 _CALLS_WITH_NOTHING = "calls of hooks without a gradient"
 
+
+# A run of plain PyTorch.
+Run = Callable[[], dict[str, Any]]
 
 # More than there are calls.
 _AFTER_ALL = 1000
@@ -214,11 +221,13 @@ class _Counting(TorchDispatchMode):
 # ---- running -------------------------------------------------------------------------------------------
 
 
-def load(source: str, name: str = "<program>") -> dict[str, Any]:
-    """The names that a program's text defines."""
+def load(source: str, name: str = "<program>", size: int = 1) -> dict[str, Any]:
+    """The names that a program's text defines; ``size`` is which of its sizes its state will have."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     namespace: dict[str, Any] = {"__name__": "program_of_the_test"}
     exec(compile(source, name, "exec"), namespace)
+    if "SIZES" in namespace:
+        namespace["K"] = size
     return namespace
 
 
@@ -406,22 +415,63 @@ def run_plainly(source: str) -> None:
     """Runs a program as often as ``check`` does with plain PyTorch, which may crash."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(3):
-            observe(load(source))
+        for size in load(source).get("SIZES", (1,)):
+            for _ in range(3):
+                observe(load(source, size=size))
 
 
 def _check(source: str, name: str) -> Verdict:
-    counting = _Counting()
-    with counting:
-        observe(load(source, name))
-    relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
-    if counting.operators & _COARSE:
-        relative = max(relative, 1e-7)
-    eager = observe(load(source, name))
     namespace = load(source, name)
     gradsplit.reset()
     options = dict(namespace["OPTIONS"])
-    compiled = observe(namespace, lambda function: gradsplit.compile(function, options=options))
+    if "SIZES" not in namespace:
+        compiled = gradsplit.compile(namespace["program"], options=options)
+        return _check_size(source, name, 1, namespace, compiled)
+    # Sizes differ; in the end all is as in the beginning.
+    options["compile_elsewhere"] = namespace["MEANWHILE"]
+    compiled = gradsplit.compile(namespace["program"], options=options, dynamic=True)
+    kinds: list[Verdict] = []
+    with _nothing_is_compiled_elsewhere():
+        for size in namespace["SIZES"]:
+            namespace["K"] = size
+            try:
+                namespace["state"]()
+            except Exception:  # there is no such state of this size
+                continue
+            kinds.append(_check_size(source, name, size, namespace, compiled))
+            if kinds[-1].is_finding:
+                return replace(kinds[-1], detail=f"size {size}: {kinds[-1].detail}")
+    same = next((verdict for verdict in kinds if verdict.kind == "same"), kinds[0])
+    return replace(same, operators=frozenset().union(*(verdict.operators for verdict in kinds)))
+
+
+@contextmanager
+def _nothing_is_compiled_elsewhere() -> Iterator[None]:
+    """Programs of further sizes never arrive."""
+    submit = compile_elsewhere._jobs.submit
+    compile_elsewhere._jobs.submit = lambda job: Future()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        compile_elsewhere._jobs.submit = submit  # type: ignore[method-assign]
+
+
+def _check_size(
+    source: str, name: str, size: int, namespace: Mapping[str, Any], function: Callable[..., Any]
+) -> Verdict:
+    """Runs a program both ways; ``function`` is the compiled one of ``namespace``."""
+
+    def run() -> dict[str, Any]:
+        return observe(load(source, name, size))
+
+    counting = _Counting()
+    with counting:
+        run()
+    relative = max([_RELATIVE.get(dtype, 0.1) for dtype in counting.dtypes], default=1e-9)
+    if counting.operators & _COARSE:
+        relative = max(relative, 1e-7)
+    eager = run()
+    compiled = observe(namespace, lambda _: function)
     verdict = _difference(eager, compiled, relative)
     if verdict.is_finding:
         raised = _raised(compiled)
@@ -429,12 +479,12 @@ def _check(source: str, name: str) -> Verdict:
             words = "".join(traceback.format_exception(raised[1]))
             verdict = Verdict(verdict.kind, f"{verdict.detail}\n{words[-1500:]}")
         where = verdict.detail.partition(":")[0]
-        if _difference(eager, observe(load(source, name)), relative).is_finding:
+        if _difference(eager, run(), relative).is_finding:
             verdict = Verdict("skipped", "plain PyTorch differs from itself")
-        elif _reads_unwritten_memory(source, name, eager, relative):
+        elif _reads_unwritten_memory(run, eager, relative):
             verdict = Verdict("skipped", "plain PyTorch reads memory that nobody wrote")
-        elif _is_of_last_elements(source, name, compiled, relative) or (
-            verdict.kind.endswith("value") and _is_sensitive(source, name, eager, compiled, relative, where)
+        elif _is_of_last_elements(run, compiled, relative) or (
+            verdict.kind.endswith("value") and _is_sensitive(run, eager, compiled, relative, where)
         ):
             verdict = Verdict("sensitive", verdict.detail)
     return Verdict(verdict.kind, verdict.detail, frozenset(counting.operators))
@@ -501,29 +551,29 @@ def _size(value: torch.Tensor) -> float:
     return max(1.0, float(finite.max())) if finite.numel() else 1.0
 
 
-def _reads_unwritten_memory(source: str, name: str, eager: Mapping[str, Any], relative: float) -> bool:
+def _reads_unwritten_memory(run: Run, eager: Mapping[str, Any], relative: float) -> bool:
     """Whether plain PyTorch gives something else where torch writes no numbers into all memory that it makes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        return _difference(eager, observe(load(source, name)), relative).is_finding
+        return _difference(eager, run(), relative).is_finding
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def _is_of_last_elements(source: str, name: str, compiled: Mapping[str, Any], relative: float) -> bool:
+def _is_of_last_elements(run: Run, compiled: Mapping[str, Any], relative: float) -> bool:
     """Whether plain PyTorch gives the same where no element is left over behind the last whole vector."""
     with _Counting(whole_vectors=True):
-        eager = observe(load(source, name))
+        eager = run()
     return not _difference(eager, compiled, relative).is_finding
 
 
 def _is_sensitive(
-    source: str, name: str, eager: Mapping[str, Any], compiled: Mapping[str, Any], relative: float, where: str
+    run: Run, eager: Mapping[str, Any], compiled: Mapping[str, Any], relative: float, where: str
 ) -> bool:
     """Whether the value differs as much in plain PyTorch when its operators are off by a few last bits."""
     for shake in (*range(6), None):
         with _Counting(shake, without_remainders=shake is None):
-            shaken = observe(load(source, name)).get(where)
+            shaken = run().get(where)
         if not isinstance(shaken, torch.Tensor) or shaken.shape != eager[where].shape:
             return True
         # Values that are rounded or compared jump; others move by as much as they are sensitive.

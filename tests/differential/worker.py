@@ -15,12 +15,12 @@ import torch
 import gradsplit
 from tests.differential.compare import check, run_plainly
 from tests.differential.operator_samples import count_samples, write_sample
-from tests.differential.write_program import write_program
+from tests.differential.write_program import with_open_sizes, write_program
 
 
 def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
-    """Checks ``{"seed": n}``, ``{"operator": n, "sample": n}`` or ``{"source": text}``; ``{"plain": text}`` is only run
-    with plain PyTorch; ``{"count": name}`` counts."""
+    """Checks ``{"seed": n}`` (with ``"open_sizes": true`` at several sizes), ``{"operator": n, "sample": n}`` or
+    ``{"source": text}``; ``{"plain": text}`` is only run with plain PyTorch; ``{"count": name}`` counts."""
     begin = time.monotonic()
     if "plain" in request:
         run_plainly(request["plain"])
@@ -35,6 +35,8 @@ def answer(request: dict[str, Any], current: Path) -> dict[str, Any]:
             source = request["source"]
         elif "seed" in request:
             source = write_program(request["seed"])
+            if request.get("open_sizes"):
+                source = with_open_sizes(source, meanwhile=request["seed"] % 2 == 1)
         else:
             source = write_sample(request["operator"], request["sample"])
     except Exception as error:

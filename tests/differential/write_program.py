@@ -47,6 +47,22 @@ _RESIZE = r"(\w+)\.resize_\((\(.*?\))\)"
 _AS_STRIDED = r"(\w+)\.as_strided\((\(.*?\)),(\(.*?\))(?:,(\d+))?\)"
 
 
+def with_open_sizes(source: str, meanwhile: bool) -> str:
+    """A program whose state has other sizes for each of ``SIZES``, and which is compiled once for all of them.
+
+    Args:
+        meanwhile: further sizes run with torch's kernels, as they do until they are compiled.
+    """
+    state, program = source.index("def state"), source.index("def program")
+
+    def scaled(shape: re.Match[str]) -> str:
+        return re.sub(r"\b(?!1\b)\d+", r"\g<0> * K", shape[0])
+
+    texts = re.sub(r"(?<=[(, ])\((\d+, ?)*\d*\)", scaled, source[state:program])
+    settings = f"SIZES, K, MEANWHILE = (1, 3, 0), 1, {meanwhile}\n"
+    return source[:state] + settings + "\n\n" + texts + source[program:]
+
+
 class ProgramWriter:
     """Writes one program; ``text`` is it."""
 
