@@ -41,7 +41,6 @@ from gradsplit.compile_core.lowering.graph_to_loops.lower_plan import (
     MEMORY,
     GraphPlan,
     plan_graph,
-    use_kind,
 )
 from gradsplit.compile_core.lowering.graph_to_loops.lower_pooling import POOLING, lower_pooling
 from gradsplit.compile_core.lowering.graph_to_loops.lower_values import Argument, Cost, Emitter, LazyTensor
@@ -219,7 +218,7 @@ class _Lowering:
             return self._view(node, args, kwargs)
         if node.target in SPLITTING_VIEWS:
             return self._split(node, args, kwargs)
-        if use_kind(node) != MEMORY:
+        if self.plan.use_kind(node) != MEMORY:
             if isinstance(node.target, torch._ops.OpOverload) and node.target in INDEX_RULES:
                 result = INDEX_RULES[node.target](args, kwargs, fake, node.name)
                 if result is not None:
@@ -363,7 +362,7 @@ class _Lowering:
         if cost.transcendental and self.plan.widest_user.get(node, 0) >= 4 * tensor.numel:
             return True  # a root or logarithm per row, say, which every element of the row would repeat
         user = self.plan.only_user(node)
-        if user is not None and use_kind(user) == INLINE:
+        if user is not None and self.plan.use_kind(user) == INLINE:
             return False  # left to the user, whose cost includes this one's
         if len(self.plan.readers.get(node, ())) < 2 or tensor.numel == 1:
             return False

@@ -7,6 +7,7 @@ be computed. Destinations of results are carried back through views to the node 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ class GraphPlan:
     Attributes:
         alive: nodes that outputs or side effects depend on.
         in_memory: nodes whose data must lie in memory.
-        readers: the nodes (nests, torch kernels, outputs) that would each read or recompute the node.
+        readers: the nodes (nests, torch kernels, outputs) that would each read or recompute the node. Two at most,
+            whatever their number: along a chain of inlined nodes sets of all of them would grow with its length.
         widest_user: the largest number of elements for which the node would be recomputed.
         places: where the caller wants the node's data.
         factors: matrix products that are computed with a factor.
@@ -56,6 +58,19 @@ class GraphPlan:
     absorbed: set[torch.fx.Node] = field(default_factory=set)
     viewed: dict[torch.fx.Node, int] = field(default_factory=dict)
     bare: set[torch.fx.Node] = field(default_factory=set)
+    _kinds: dict[torch.fx.Node, str] = field(default_factory=dict)
+
+    def use_kind(self, node: torch.fx.Node) -> str:
+        """How a node uses its tensor arguments."""
+        # Each of its arguments asks this again, and a concatenation of thousands has to look at all of them.
+        if node not in self._kinds:
+            self._kinds[node] = _use_kind(node)
+        return self._kinds[node]
+
+    def add_readers(self, node: torch.fx.Node, readers: set[torch.fx.Node]) -> None:
+        known = self.readers.setdefault(node, set())
+        if len(known) < 2:
+            known.update(itertools.islice(readers - known, 2 - len(known)))
 
     def only_user(self, node: torch.fx.Node) -> torch.fx.Node | None:
         """The single node (through views) that uses a node's elements, if it is only one."""
@@ -64,12 +79,11 @@ class GraphPlan:
             if len(users) != 1:
                 return None
             node = users[0]
-            if use_kind(node) != RE_INDEX:
+            if self.use_kind(node) != RE_INDEX:
                 return node
 
 
-def use_kind(node: torch.fx.Node) -> str:
-    """How a node uses its tensor arguments."""
+def _use_kind(node: torch.fx.Node) -> str:
     target = node.target
     if node.op != "call_function":
         return MEMORY
@@ -121,7 +135,7 @@ def plan_graph(graph: torch.fx.Graph, places: Mapping[torch.fx.Node, View]) -> G
         if node.op in ("output", "placeholder") or node in plan.alive or _has_effect(node):
             plan.alive.add(node)
             # Torch's kernel, which makes what is complex, is given the tensor.
-            if node.target not in SHAPE_READERS or use_kind(node) == MEMORY:
+            if node.target not in SHAPE_READERS or plan.use_kind(node) == MEMORY:
                 plan.alive.update(node.all_input_nodes)
                 _note_uses(node, plan)
     for node in list(plan.places):
@@ -164,23 +178,23 @@ def _leaves_bias(node: torch.fx.Node, plan: GraphPlan) -> bool:
     ):
         return False
     user = plan.only_user(node)
-    return len(plan.readers.get(node, ())) == 1 or (user is not None and use_kind(user) != MEMORY)
+    return len(plan.readers.get(node, ())) == 1 or (user is not None and plan.use_kind(user) != MEMORY)
 
 
 def _note_uses(user: torch.fx.Node, plan: GraphPlan) -> None:
     """Tells a user's arguments how they are used; the user's own uses are known already."""
-    kind = RE_INDEX if user in plan.absorbed else use_kind(user)
+    kind = RE_INDEX if user in plan.absorbed else plan.use_kind(user)
     if _leaves_bias(user, plan):
         plan.bare.add(user)
         bias = user.all_input_nodes[0]
-        plan.readers.setdefault(bias, set()).update(plan.readers.get(user, set()))
+        plan.add_readers(bias, plan.readers.get(user, set()))
         plan.widest_user[bias] = numel_of(user)
         plan.in_memory.update(user.all_input_nodes[1:])
         return
     inlined = kind in (INLINE, RE_INDEX) and user not in plan.in_memory
     readers = plan.readers.get(user, set()) if inlined else {user}
     for argument in user.all_input_nodes:
-        plan.readers.setdefault(argument, set()).update(readers)
+        plan.add_readers(argument, readers)
         reaches = plan.widest_user.get(user, 0) if kind == RE_INDEX else numel_of(user)
         if kind == NEST:
             reaches = numel_of(argument)
