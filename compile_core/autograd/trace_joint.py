@@ -213,12 +213,12 @@ def _reached_nodes(roots: Sequence[torch.Tensor]) -> set[Any]:
 
 def _find_dependencies(
     module: torch.fx.GraphModule, tangents: Sequence[str], num_outputs: int
-) -> tuple[tuple[int, ...], ...]:
-    """For each gradient, which tangents it depends on."""
+) -> tuple[int, ...]:
+    """For each gradient, which tangents it depends on, as a bit set."""
     sources = gradient_sources(module.graph, tangents)
     (output,) = module.graph.find_nodes(op="output")
     gradients = output.args[0][num_outputs:]
-    return tuple(() if node is None else tuple(sorted(sources[node])) for node in gradients)
+    return tuple(0 if node is None else sources[node] for node in gradients)
 
 
 def _with_symbols(module: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

@@ -96,13 +96,13 @@ class GraphSignature:
         gradient_inputs: positions of the primals that require gradients.
         tangents: positions among the graph's outputs of those for which the backward takes a gradient.
         tangent_specs: the layout in which the backward expects each of them; sizes and strides may be ``OpenSize``.
-        gradient_tangents: for each gradient, the positions among the tangents of those that it depends on. Where none
-            of these arrives, the gradient is ``None`` as in eager, not zeros.
+        gradient_tangents: for each gradient, a bit set of the positions among the tangents of those that it depends on.
+            Where none of these arrives, the gradient is ``None`` as in eager, not zeros.
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
         presence: the backward takes a flag after the tangents for each of these: whether a gradient arrives for any of
-            these tangents, which are given by their positions.
+            these tangents, a bit set of their positions.
     """
 
     results: tuple[int | ResultAlias, ...]
@@ -110,10 +110,10 @@ class GraphSignature:
     gradient_inputs: tuple[int, ...]
     tangents: tuple[int, ...]
     tangent_specs: tuple[TensorSpec, ...]
-    gradient_tangents: tuple[tuple[int, ...], ...]
+    gradient_tangents: tuple[int, ...]
     open_sizes: int = 0
     left_undefined: tuple[int, ...] = ()
-    presence: tuple[tuple[int, ...], ...] = ()
+    presence: tuple[int, ...] = ()
 
 
 def replaced_inputs(signature: GraphSignature) -> dict[int, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from gradsplit.compile_core.ir.bit_sets import is_within
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order, same_strides
@@ -18,12 +19,12 @@ class ArrivalFlags:
     """What a backward is told of the gradients that did not arrive; see ``GraphSignature.presence``.
 
     Attributes:
-        sources: for each flag, the tangents of which any has arrived.
+        sources: for each flag, the tangents of which any has arrived, as a bit set.
         some: the flags if so.
         none: the flags if not.
     """
 
-    sources: tuple[frozenset[int], ...]
+    sources: tuple[int, ...]
     some: tuple[torch.Tensor, ...]
     none: tuple[torch.Tensor, ...]
 
@@ -36,14 +37,14 @@ class ArrivalFlags:
         some, none = (
             tuple(torch.tensor(value, device=device) for device in devices) for value in (True, False)
         )
-        return ArrivalFlags(tuple(map(frozenset, presence)), some, none)
+        return ArrivalFlags(presence, some, none)
 
-    def without(self, absent: Collection[int]) -> Sequence[torch.Tensor]:
-        """The flags where these tangents are missing."""
+    def without(self, absent: int) -> Sequence[torch.Tensor]:
+        """The flags where these tangents, a bit set, are missing."""
         if not absent:
             return self.some
         flags = zip(self.sources, self.some, self.none, strict=True)
-        return [none if sources.issubset(absent) else some for sources, some, none in flags]
+        return [none if is_within(sources, absent) else some for sources, some, none in flags]
 
 
 def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:

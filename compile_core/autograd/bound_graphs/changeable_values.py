@@ -49,7 +49,7 @@ class ChangeableValues:
         return [_version(saved[k]) for k in self.watched]
 
     def unpack(
-        self, saved: Sequence[Any], versions: Sequence[int], absent: set[int]
+        self, saved: Sequence[Any], versions: Sequence[int], absent: int
     ) -> list[torch.Tensor | None] | None:
         """Torch's ``SavedTensor``s as tensors, and zeros for what was changed and matters to no gradient: it may
         have another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
@@ -57,7 +57,7 @@ class ChangeableValues:
         Limit: what is of open sizes is as it is by now.
 
         Args:
-            absent: the tangents that do not arrive.
+            absent: the tangents that do not arrive, as a bit set.
         """
         backward = self.graph.backward
         assert backward is not None

@@ -31,6 +31,7 @@ from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedI
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
+from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
 from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from gradsplit.compile_core.ir.numbers import is_number
@@ -202,7 +203,7 @@ class DifferentiableProgram:
         # An unread leaf has an edge, too, to which no result leads.
         results: dict[int, frozenset[int]] = dict.fromkeys(self.unread, frozenset())
         results |= {
-            position: frozenset(signature.tangents[k] for k in sources)
+            position: frozenset(signature.tangents[k] for k in members(sources))
             for position, sources in zip(signature.gradient_inputs, signature.gradient_tangents, strict=True)
             if sources
         }
@@ -227,7 +228,7 @@ class DifferentiableProgram:
         specs = self.signature.tangent_specs
         if sizes:
             specs = [resolve_spec(spec, sizes) for spec in specs]
-        flags = self.flags.without({k for k, gradient in enumerate(arriving) if gradient is None})
+        flags = self.flags.without(_absent(arriving))
         is_batched = are_batched(arriving)
         if is_batched or wanted:
             # Only torch's own kernels can take what is batched, and the program would store.
@@ -288,8 +289,8 @@ class CompiledCall(torch.autograd.Function):
         program: DifferentiableProgram = ctx.program
         signature = program.signature
         arriving = [gradients[k] for k in signature.tangents]
-        absent = {k for k, gradient in enumerate(arriving) if gradient is None}
-        without = {signature.tangents[k] for k in absent} if absent else absent
+        absent = _absent(arriving)
+        without = {signature.tangents[k] for k in members(absent)}
         stored, destinations = program.stored, None
         wanted: WantedValues = {}
         if stored is not None:
@@ -297,7 +298,7 @@ class CompiledCall(torch.autograd.Function):
             destinations = None if wanted else stored.begin(ctx, without)
         if (absent or program.unread) and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
             spare_leaves(ctx, program.edges_without(without))
-        if len(absent) == len(arriving):
+        if len(without) == len(arriving):
             if stored is not None and destinations is not None:
                 destinations.arrived(stored.names, None)
             return (None,) * len(ctx.needs_input_grad)
@@ -315,7 +316,7 @@ class CompiledCall(torch.autograd.Function):
         if absent:
             # What only depends on gradients that did not arrive is undefined, not zero.
             found = [
-                None if sources and absent.issuperset(sources) else gradient
+                None if sources and is_within(sources, absent) else gradient
                 for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
             ]
         if stored is not None and wanted:
@@ -323,7 +324,12 @@ class CompiledCall(torch.autograd.Function):
         return program.pick_gradients((*found, None))
 
 
-def _saved_tensors(ctx: Any, absent: set[int]) -> Sequence[Any]:
+def _absent(arriving: Sequence[torch.Tensor | None]) -> int:
+    """The positions of those that did not arrive, as a bit set."""
+    return bit_set(k for k, gradient in enumerate(arriving) if gradient is None)
+
+
+def _saved_tensors(ctx: Any, absent: int) -> Sequence[Any]:
     """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
     program: DifferentiableProgram = ctx.program
     later = program.later
@@ -373,7 +379,7 @@ def _gradients_with_history(
     wanted: WantedValues,
     destinations: Destinations | None,
 ) -> Sequence[torch.Tensor | None]:
-    kept = _saved_tensors(ctx, {k for k, gradient in enumerate(arriving) if gradient is None})
+    kept = _saved_tensors(ctx, _absent(arriving))
     if program.differentiable_backward is not None:
         tensors = iter(kept[program.saved_tensors :])
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]

@@ -6,7 +6,9 @@ it. In plain PyTorch it frees what the operations have saved that it came throug
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from gradsplit.compile_core.autograd.operators.gradient_sources import (
     gradient_sources,
     inputs_that_matter,
 )
+from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.regions import graph_inputs
@@ -36,7 +39,7 @@ class IndependentResults:
         count = len(graph.signature.tangents)
         inputs = [node.name for node in graph_inputs(backward)]
         tangents = inputs[len(graph.saved) :][:count]
-        group_of = {k: frozenset([k]) for k in range(count)}
+        group_of = [1 << k for k in range(count)]
         sources = gradient_sources(backward.graph, tangents)
         # What is saved, and what is computed from that alone.
         saved = {node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)}
@@ -45,14 +48,20 @@ class IndependentResults:
             reads_saved = not saved.isdisjoint(node.all_input_nodes)
             if reads_saved and not of:
                 saved.add(node)
-            if reads_saved and len(of) > 1 and node.op != "output":
-                merged = frozenset().union(*(group_of[k] for k in of))
-                group_of |= dict.fromkeys(merged, merged)
-        if len(group_of[0]) == count:
+            if (
+                reads_saved
+                and of
+                and node.op != "output"
+                and not is_within(of, group_of[of.bit_length() - 1])
+            ):
+                merged = functools.reduce(operator.or_, (group_of[k] for k in members(of)))
+                for k in members(merged):
+                    group_of[k] = merged
+        every = bit_set(range(count))
+        if group_of[0] == every:
             return None
-        every = frozenset(range(count))
         matter = {
-            group: inputs_that_matter(backward.graph, tangents, every - group) for group in group_of.values()
+            group: inputs_that_matter(backward.graph, tangents, every & ~group) for group in set(group_of)
         }
         return IndependentResults(
             {
@@ -61,9 +70,9 @@ class IndependentResults:
             }
         )
 
-    def keep(self, saved: Sequence[torch.Tensor | None], absent: Set[int]) -> KeptValues | None:
+    def keep(self, saved: Sequence[torch.Tensor | None], absent: Sources) -> KeptValues | None:
         """The saved values that a later backward needs, after one without the ``absent`` tangents frees the rest."""
-        waiting = {group for group, read in self.groups.items() if group <= absent or not read}
+        waiting = {group for group, read in self.groups.items() if is_within(group, absent) or not read}
         if not waiting:
             return None
         read = frozenset().union(*(self.groups[group] for group in waiting))
@@ -88,10 +97,10 @@ class KeptValues:
     values: list[torch.Tensor | TensorSpec]
     versions: list[int]
 
-    def take(self, absent: Set[int], keep_graph: bool) -> list[torch.Tensor] | None:
+    def take(self, absent: Sources, keep_graph: bool) -> list[torch.Tensor] | None:
         """The saved tensors, with zeros for those that no waiting group reads; ``None`` if any other is asked for."""
         groups = self.independent.groups
-        arrived = {group for group in groups if not group <= absent}
+        arrived = {group for group in groups if not is_within(group, absent)}
         if not arrived <= self.waiting:
             return None
         for k in frozenset().union(*(groups[group] for group in arrived)):

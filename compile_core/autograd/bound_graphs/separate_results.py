@@ -101,7 +101,7 @@ class _Everything:
     def __init__(self, saved: Sequence[torch.Tensor]) -> None:
         self.saved = saved
 
-    def take(self, absent: set[int], keep_graph: bool) -> list[torch.Tensor]:
+    def take(self, absent: int, keep_graph: bool) -> list[torch.Tensor]:
         return [*self.saved]
 
 

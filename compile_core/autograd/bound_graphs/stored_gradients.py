@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.bit_sets import members
 from gradsplit.compile_core.ir.communicator import Communicator, Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.pick import Pick, picker
@@ -85,7 +86,8 @@ class StoredGradients:
         others = tuple(graph.signature.gradient_inputs[k] for k in computed)
         tangents, sources = graph.signature.tangents, graph.signature.gradient_tangents
         results_of = {
-            name: tuple(tangents[k] for k in sources[position]) for name, position in backward.stored.items()
+            name: tuple(tangents[k] for k in members(sources[position]))
+            for name, position in backward.stored.items()
         }
         return StoredGradients(
             communicator,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
+from gradsplit.compile_core.ir.bit_sets import is_within
 
-# Positions among the gradients that arrive.
-Sources = frozenset[int]
+# Positions among the gradients that arrive, as a bit set.
+Sources = int
 
 
 def gradient_sources(graph: Graph, tangents: Sequence[str]) -> dict[Node, Sources]:
@@ -23,9 +26,9 @@ def gradient_sources(graph: Graph, tangents: Sequence[str]) -> dict[Node, Source
     found: dict[Node, Sources] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            found[node] = frozenset([positions[node.name]] if node.name in positions else [])
+            found[node] = 1 << positions[node.name] if node.name in positions else 0
         else:
-            found[node] = frozenset().union(*(found[read] for read in node.all_input_nodes))
+            found[node] = _any_of(found, node.all_input_nodes)
     return found
 
 
@@ -37,14 +40,18 @@ def element_sources(sources: Mapping[Node, Sources]) -> dict[Node, Sources]:
             is_nothing = True in node.args
             found[node] = found[node.all_input_nodes[0]] if is_nothing else defined_by
         else:
-            found[node] = frozenset().union(*(found[read] for read in node.all_input_nodes))
+            found[node] = _any_of(found, node.all_input_nodes)
     return found
 
 
-def inputs_that_matter(graph: Graph, tangents: Sequence[str], absent: Collection[int]) -> set[str]:
+def _any_of(found: Mapping[Node, Sources], values: Iterable[Node]) -> Sources:
+    return functools.reduce(operator.or_, (found[value] for value in values), 0)
+
+
+def inputs_that_matter(graph: Graph, tangents: Sequence[str], absent: Sources) -> set[str]:
     """The placeholders that any gradient is computed from which depends on more than the absent tangents."""
     sources = gradient_sources(graph, tangents)
-    nothing = {node for node, of in sources.items() if of and of.issubset(absent)}
+    nothing = {node for node, of in sources.items() if of and is_within(of, absent)}
     (output,) = graph.find_nodes(op="output")
     results: Any = [node for node in output.args[0] if node is not None and node not in nothing]
     return {node.name for node in ancestors(results, nothing) if node.op == "placeholder"}

@@ -51,9 +51,7 @@ def _with_flags(joint: JointGraph) -> JointGraph:
     return replace(
         joint,
         tangents=(*joint.tangents, *(flag.name for flag in separation.flags.values())),
-        signature=replace(
-            joint.signature, presence=tuple(tuple(sorted(sources)) for sources, _ in separation.flags)
-        ),
+        signature=replace(joint.signature, presence=tuple(sources for sources, _ in separation.flags)),
     )
 
 
@@ -85,7 +83,7 @@ class _Separation:
         for value in node.all_input_nodes:
             # A number is a size, which does not depend on what arrives.
             is_tensor = isinstance(value.meta["val"], torch.Tensor)
-            if is_tensor and self.sources[value] not in (frozenset(), sources) and value not in self.zeros:
+            if is_tensor and self.sources[value] not in (0, sources) and value not in self.zeros:
                 node.replace_input_with(value, self._zeros_if_absent(value))
         is_sum = packet(node) in (aten.add, aten.sub) and all(isinstance(term, Node) for term in node.args)
         is_linear = is_sum or is_view(node) or packet(node) in _LINEAR
@@ -103,7 +101,7 @@ class _Separation:
         for position, value in enumerate(outputs):
             if position < num_outputs or value is None or value in self.zeros:
                 continue
-            if frozenset() != self.sources[value] != self.defined_by[value]:
+            if 0 != self.sources[value] != self.defined_by[value]:
                 outputs[position] = self._zeros_if_absent(value)
         output.args = (tuple(outputs),)
 
