@@ -159,16 +159,6 @@ class OpenGraph:
         """The graph's numbers by the names of their nodes."""
         return self._numbers(_Binding(values.sizes, None), values)
 
-    def layouts(
-        self, tensors: Mapping[int, OpenTensor], values: SizeValues
-    ) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes and strides of tensors for these sizes."""
-        binding = _Binding(values.sizes, None)
-        return {
-            key: (binding.sizes(tensor.shape), binding.sizes(tensor.stride))
-            for key, tensor in tensors.items()
-        }
-
     def _numbers(self, binding: _Binding, values: SizeValues) -> dict[str, Any]:
         known = dict(values.numbers)
         made: dict[int, Any] = {}
@@ -202,6 +192,20 @@ class OpenGraph:
         values = (value for node in self.nodes for value in tree_leaves(node.value))
         modes = (getattr(value, "fake_mode", None) for value in values)
         return next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
+
+
+def bound_layouts(
+    tensors: Mapping[int, OpenTensor], sizes: Mapping[sympy.Symbol, int]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes and strides of tensors for these sizes.
+
+    Raises:
+        Unsupported: one depends on another size.
+    """
+    binding = _Binding(sizes, None)
+    return {
+        key: (binding.sizes(tensor.shape), binding.sizes(tensor.stride)) for key, tensor in tensors.items()
+    }
 
 
 class _Binding:

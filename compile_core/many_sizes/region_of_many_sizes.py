@@ -22,7 +22,7 @@ from gradsplit.compile_core import config
 from gradsplit.compile_core.capture import normal_tensors
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, SizeReader
-from gradsplit.compile_core.ir.open_graphs import OpenGraph, OpenTensor, SizeValues
+from gradsplit.compile_core.ir.open_graphs import OpenGraph, OpenTensor, SizeValues, bound_layouts
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.runtime.executable import Region
@@ -195,7 +195,7 @@ class RegionOfManySizes:
         if found is None:
             if len(self._meanwhile) >= config.cache_size_limit:
                 self._meanwhile.clear()
-            layouts = self.open_graph.layouts(self._layouts, self._values(key))
+            layouts = bound_layouts(self._layouts, self._values(key).sizes)
             found = self._meanwhile[key] = _in_layouts(self._torchs_region, layouts)
         return found
 

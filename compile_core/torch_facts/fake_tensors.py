@@ -8,8 +8,9 @@ kernels, and corrected there alone.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,9 +45,51 @@ def quiet_fakes() -> Iterator[None]:
         _fake_logger.disabled = before
 
 
-def kernels_of_sizes(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
+@contextmanager
+def kernels_of_sizes(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Some composite operators ask for numbers where they run in C++; their forms in Python keep sizes symbolic."""
-    return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+    if fake_mode.shape_env is None:
+        yield
+        return
+    with enable_python_dispatcher(), _without_inexact_forms():
+        yield
+
+
+# Of these the forms in Python, above autograd, have other values and gradients at NaN and infinity than the kernels,
+# which do not mind symbols.
+_INEXACT_FORMS: Sequence[Any] = (
+    aten.hardshrink.default,
+    aten.softshrink.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+)
+_forms_lock = threading.Lock()
+_forms_users = 0
+_forms_left_out: dict[Any, Any] = {}
+
+
+@contextmanager
+def _without_inexact_forms() -> Iterator[None]:
+    """Inside, in all threads, kernels of C++ differentiate these operators."""
+    global _forms_users
+    key = torch._C.DispatchKey.Autograd
+    with _forms_lock:
+        _forms_users += 1
+        if _forms_users == 1:
+            for operator in _INEXACT_FORMS:
+                if key in operator.py_kernels:
+                    _forms_left_out[operator] = operator.py_kernels.pop(key)
+                    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        with _forms_lock:
+            _forms_users -= 1
+            if not _forms_users:
+                for operator, form in _forms_left_out.items():
+                    operator.py_kernels[key] = form
+                    operator._dispatch_cache.clear()
+                _forms_left_out.clear()
 
 
 def with_kernels_results(function: Any) -> Any:
@@ -60,7 +103,13 @@ class _CorrectedFakes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return corrected(func, args, func(*args, **(kwargs or {})))
+        return run_operator(func, args, kwargs or {})
+
+
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives for fake tensors, as its kernel would."""
+    like = _LIKE.get(func)
+    return corrected(func, args, func(*args, **kwargs) if like is None else like(args))
 
 
 def corrected(func: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -162,6 +211,18 @@ def _in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
         return tensor
     return tensor.clone(memory_format=memory_format)
 
+
+def _like_second(args: tuple[Any, ...]) -> Tensor:
+    return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+
+
+# Of these torch does not know what they give for sizes that are symbols.
+_LIKE: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
+    aten.hardshrink_backward.default: lambda args: torch.mul(args[0], args[1]),
+    aten.softshrink_backward.default: lambda args: torch.mul(args[0], args[1]),
+    aten.multi_margin_loss_backward.default: _like_second,
+    aten.multilabel_margin_loss_backward.default: _like_second,
+}
 
 _INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}
 

@@ -10,7 +10,7 @@ import gradsplit
 from tests.differential.compare import check
 from tests.differential.reduce_program import reduce_program
 from tests.differential.search import Search
-from tests.differential.write_program import ProgramWriter, write_program
+from tests.differential.write_program import ProgramWriter, with_open_sizes, write_program
 
 _FIRST, _GROUPS, _IN_GROUP = 130, 4, 10
 
@@ -24,6 +24,16 @@ def test_a_random_program_is_the_same_compiled(group: int) -> None:
             kind = verdict.kind
             smaller = reduce_program(source, lambda text: check(text).kind == kind, 20.0)  # noqa: B023
             pytest.fail(f"seed {seed}: {verdict.kind}: {verdict.detail}\n{smaller}")
+
+
+# At three sizes each, the last of them none.
+_OF_OPEN_SIZES = (0, 1, 18, 121, 277, 399, 408, 656, 756)
+
+
+@pytest.mark.parametrize("seed", _OF_OPEN_SIZES)
+def test_a_random_program_is_the_same_compiled_once_for_all_sizes(seed: int) -> None:
+    verdict = check(with_open_sizes(write_program(seed), meanwhile=seed % 2 == 1))
+    assert not verdict.is_finding, verdict
 
 
 def test_what_crashes_or_is_luck_in_plain_pytorch_is_no_finding(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ from gradsplit.compile_core.torch_facts.autograd_engine import SavedTensor
 _UNPACKS_ONE = hasattr(SavedTensor, "unpack")  # type: ignore[attr-defined]
 
 
+# Versions of what is watched, and shapes and strides by position.
+Noted = tuple[list[int], dict[int, tuple[Sequence[int], Sequence[int]]]]
+
+
 @dataclass(frozen=True)
 class ChangeableValues:
     """What is saved of a graph with several results.
@@ -30,10 +34,12 @@ class ChangeableValues:
     Attributes:
         watched: positions among what is saved of the graph's own outputs, whose change autograd notices only when a
             node unpacks everything at once; of all where it unpacks nothing else.
+        open: positions of what has open sizes.
     """
 
     graph: PartitionedGraph
     watched: tuple[int, ...]
+    open: tuple[int, ...]
 
     @staticmethod
     def of(graph: PartitionedGraph) -> ChangeableValues:
@@ -41,20 +47,23 @@ class ChangeableValues:
         names = {node.name for node in results if node is not None and not is_number(node)}
         numbers = {node.name for node in graph.forward.graph.nodes if is_number(node)}
         tensors = [name for name in graph.saved if name not in numbers]
+        assert graph.backward is not None
+        inputs = graph_inputs(graph.backward)[: len(tensors)]
         return ChangeableValues(
-            graph, tuple(k for k, name in enumerate(tensors) if name in names or not _UNPACKS_ONE)
+            graph,
+            tuple(k for k, name in enumerate(tensors) if name in names or not _UNPACKS_ONE),
+            tuple(k for k, node in enumerate(inputs) if TensorSpec.of(node.meta["val"]).is_open),
         )
 
-    def versions(self, saved: Sequence[Any]) -> list[int]:
-        return [_version(saved[k]) for k in self.watched]
+    def note(self, saved: Sequence[Any]) -> Noted:
+        """What is to be remembered of values that are saved."""
+        versions = [_version(saved[k]) for k in self.watched]
+        tensors = ((k, saved[k]) for k in self.open)
+        return versions, {k: (tensor.shape, tensor.stride()) for k, tensor in tensors if tensor is not None}
 
-    def unpack(
-        self, saved: Sequence[Any], versions: Sequence[int], absent: int
-    ) -> list[torch.Tensor | None] | None:
+    def unpack(self, saved: Sequence[Any], noted: Noted, absent: int) -> list[torch.Tensor | None] | None:
         """Torch's ``SavedTensor``s as tensors, and zeros for what was changed and matters to no gradient: it may
         have another size by now, and an index may lead anywhere. ``None`` if one that matters has been changed.
-
-        Limit: what is of open sizes is as it is by now.
 
         Args:
             absent: the tangents that do not arrive, as a bit set.
@@ -64,6 +73,7 @@ class ChangeableValues:
         inputs = graph_inputs(backward)
         tangents = [node.name for node in inputs[len(self.graph.saved) :]]
         matter = inputs_that_matter(backward.graph, tangents[: len(self.graph.signature.tangents)], absent)
+        versions, layouts = noted
         version_of = dict(zip(self.watched, versions, strict=True))
         found: list[torch.Tensor | None] = []
         for k, (node, each) in enumerate(zip(inputs, saved, strict=False)):
@@ -77,7 +87,7 @@ class ChangeableValues:
             elif node.name in matter:
                 return None
             else:
-                found.append(each.data if TensorSpec.of(fake).is_open else _zeros_like(fake))
+                found.append(_zeros(*layouts.get(k, (fake.shape, fake.stride())), fake))
         return found
 
 
@@ -99,11 +109,10 @@ def _is_changed(saved: Any, version: int | None) -> bool:
     return False
 
 
-def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
-    """One of the very strides, also where elements share memory."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
-    zeros = torch.zeros(max(reach, 0), dtype=fake.dtype, device=fake.device)
-    return zeros.as_strided(fake.shape, fake.stride())
+def _zeros(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the very strides, also where elements share memory."""
+    reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.zeros(max(reach, 0), dtype=like.dtype, device=like.device).as_strided(shape, stride)
 
 
 def _version(tensor: torch.Tensor | None) -> int:

@@ -275,7 +275,7 @@ class CompiledCall(torch.autograd.Function):
                 if isinstance(primal, torch.Tensor)
             )
         if program.changeable is not None:
-            ctx.versions = program.changeable.versions(saved)
+            ctx.noted = program.changeable.note(saved)
         ctx.save_for_backward(*saved)
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -350,7 +350,7 @@ def _saved_tensors(ctx: Any, absent: int) -> Sequence[Any]:
             later.expect()
         if not absent or changeable is None or not is_of_change:
             raise
-        found = changeable.unpack(ctx._raw_saved_tensors, ctx.versions, absent)
+        found = changeable.unpack(ctx._raw_saved_tensors, ctx.noted, absent)
         if found is None:
             raise
         return found

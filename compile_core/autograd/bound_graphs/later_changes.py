@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.autograd.operators.costs import result_bytes
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
-from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 # Calls without any backward, as in an evaluation, that make copies.
 _MOST_CALLS = 100
@@ -48,10 +48,10 @@ class LaterChanges:
         positions, left = [], graph.saved_bytes + _FEW_BYTES
         for k, node in enumerate(graph_inputs(graph.backward)[: len(graph.saved)]):
             if graph.saved[k] in graph.unnoticed:
-                spec = TensorSpec.of(node.meta["val"])
-                if not spec.is_open and spec.bytes <= left:
+                needed = result_bytes(node)
+                if needed <= left:
                     positions.append(k)
-                    left -= spec.bytes
+                    left -= needed
         return LaterChanges(tuple(positions)) if positions else None
 
     def copy(self, saved: Sequence[Any]) -> tuple[tuple[Any, ...], Watched]:

@@ -28,6 +28,7 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL, drop_joint_arrivals
 from gradsplit.compile_core.autograd.operators.kinds import is_view, packet
 from gradsplit.compile_core.ir.graphs import JointGraph
+from gradsplit.compile_core.ir.numbers import is_number
 
 aten = torch.ops.aten
 
@@ -90,7 +91,10 @@ class _Separation:
         if node.target is JOINT_ARRIVAL:
             is_zeros = node.args[0] in self.zeros or _is_filled_with_zeros(node.args[0])
         else:
-            is_zeros = is_linear and self.zeros.issuperset(node.all_input_nodes)
+            # A view also reads the sizes that it has.
+            is_zeros = is_linear and self.zeros.issuperset(
+                read for read in node.all_input_nodes if not is_number(read)
+            )
         if is_zeros:
             self.zeros.add(node)
 

@@ -40,7 +40,7 @@ from gradsplit.compile_core.torch_facts.dispatcher import (
     sync,
     to_functional,
 )
-from gradsplit.compile_core.torch_facts.fake_tensors import corrected
+from gradsplit.compile_core.torch_facts.fake_tensors import corrected, run_operator
 from gradsplit.compile_core.torch_facts.lazy_modules import lazy_module
 from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
@@ -223,7 +223,7 @@ class OperatorRecorder(TorchDispatchMode):
             func = aten.lift_fresh_copy.default
         arguments = tuple([self._argument(value) for value in args])
         keywords = {key: self._argument(value) for key, value in kwargs.items()}
-        result = corrected(func, args, func(*args, **kwargs))
+        result = run_operator(func, args, kwargs)
         node = self._graph.create_node("call_function", func, arguments, keywords, _name_of(func))
         self._mark(node)
         self._take(result, node)

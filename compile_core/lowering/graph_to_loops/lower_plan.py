@@ -93,9 +93,23 @@ def _use_kind(node: torch.fx.Node) -> str:
         return MEMORY
     if is_pointwise(target) or target in INDEX_RULES:
         return INLINE
-    if is_reduction(target) or target is aten.cat.default or target in POOLING:
+    if is_reduction(target):
+        return MEMORY if _is_extremum_of_nothing(node) else NEST
+    if target is aten.cat.default or target in POOLING:
         return NEST
     return MEMORY
+
+
+def _is_extremum_of_nothing(node: torch.fx.Node) -> bool:
+    """Which there is none, as torch's kernel will say."""
+    (tensor,) = node.all_input_nodes
+    result = node.meta["val"]
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    return (
+        getattr(node.target, "overloadpacket", None) in _EXTREMA
+        and not tensor.meta["val"].numel()
+        and first.numel() > 0
+    )
 
 
 def _may_divide_by_zero(node: torch.fx.Node) -> bool:
@@ -108,6 +122,7 @@ def _may_divide_by_zero(node: torch.fx.Node) -> bool:
     return result.device.type == "cpu" and not result.dtype.is_floating_point and not is_safe
 
 
+_EXTREMA = frozenset({aten.max, aten.min, aten.amax, aten.amin, aten.argmax, aten.argmin})
 _DIVISIONS = frozenset(
     {torch.ops.aten.div, torch.ops.aten.floor_divide, torch.ops.aten.remainder, torch.ops.aten.fmod}
 )
