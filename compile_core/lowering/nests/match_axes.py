@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from gradsplit.compile_core.ir.loops import Access, Load, LoopNest, Store
 from gradsplit.compile_core.lowering.nests.change_axes import BufferDtype, can_split, split_axis
@@ -47,6 +48,8 @@ def match(first: LoopNest, second: LoopNest, buffer_dtype: BufferDtype) -> Match
         cut = _wanted_cut(first, second)
         if cut is None:
             break
+        # To cut a nest is to copy its body.
+        _require(_have_as_many_points(first, second), "their iteration spaces differ")
         which, axis, inner = cut
         if which == 0:
             first = split_axis(first, axis, inner, buffer_dtype)
@@ -66,6 +69,21 @@ def match(first: LoopNest, second: LoopNest, buffer_dtype: BufferDtype) -> Match
     pairing = _pair(first, second, same_kind=False)
     _require_cover(first, second, pairing)
     return _onto(first, second, pairing)
+
+
+def _have_as_many_points(first: LoopNest, second: LoopNest) -> bool:
+    """Whether two nests could have one iteration space, however they are cut."""
+    if first.reduced_axes and second.reduced_axes:
+        return _points(first) == _points(second)
+    wide, narrow = (second, first) if second.reduced_axes else (first, second)
+    parallel, reduced = _points(wide)
+    return prod(narrow.extents) in (parallel, parallel * reduced)
+
+
+def _points(nest: LoopNest) -> tuple[int, int]:
+    """How many the parallel axes have, and how many the reduced ones."""
+    parallel = len(nest.extents) - nest.reduced_axes
+    return prod(nest.extents[:parallel]), prod(nest.extents[parallel:])
 
 
 def _require(condition: bool, reason: str) -> None:
