@@ -15,6 +15,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from gradsplit.compile_core.torch_facts.higher_order_operators import tag_activation_checkpoint
 
+# In the metadata of autograd's node of a tensor that got a hook.
+HOOKED = "gradsplit.hooked"
+
 BodyFunction = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -26,6 +29,8 @@ def autograd_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
 def hook_gradient(tensor: torch.Tensor, body: BodyFunction, *lifted: torch.Tensor) -> None:
     """``tensor.register_hook`` of a function of the gradient that reads the lifted tensors."""
     tensor.register_hook(lambda gradient: body(gradient, *lifted)[0])
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[HOOKED] = True
 
 
 @dataclass(frozen=True)

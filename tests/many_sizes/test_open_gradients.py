@@ -95,3 +95,34 @@ def test_an_extremum_of_nothing_is_the_error_that_it_is(name: str) -> None:
     for function in (lambda x: getattr(x, name)(0), gradsplit.compile(lambda x: getattr(x, name)(0))):
         with pytest.raises(IndexError, match="non-zero size"):
             function(torch.ones(0, 3))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_hook_of_a_view_of_an_input(dynamic: bool) -> None:
+    """A view that is made when the graph has run has no hook."""
+
+    def run(b: Tensor) -> Any:
+        first = b[..., 0]
+        first.register_hook(lambda gradient: gradient * 2)
+        return first, first[1:]
+
+    for chosen in range(2):
+        gradients = []
+        b = torch.randn(4, 3, requires_grad=True)
+        for function in (run, gradsplit.compile(run, dynamic=dynamic)):
+            gradients.append(torch.autograd.grad(function(b)[chosen].sum(), b)[0])
+        torch.testing.assert_close(*gradients)
+
+
+def test_results_that_get_their_gradients_in_two_backwards() -> None:
+    """What is kept for the second are tensors; sizes are saved beside them."""
+
+    def run(b: Tensor, d: Tensor) -> Any:
+        return torch.select_scatter(b, b.select(0, 0) * 2, 0, -1), d.sin().sum()
+
+    b, d = (torch.randn(4, size, requires_grad=True) for size in (3, 5))
+    scattered, total = gradsplit.compile(run, dynamic=True)(b, d)
+    (of_total,) = torch.autograd.grad(total, d)
+    (of_scattered,) = torch.autograd.grad(scattered.sum(), b)
+    torch.testing.assert_close(of_total, d.cos())
+    torch.testing.assert_close(of_scattered, torch.autograd.grad(run(b, d)[0].sum(), b)[0])

@@ -60,12 +60,13 @@ class IndependentResults:
         every = bit_set(range(count))
         if group_of[0] == every:
             return None
+        tensors = [node.name for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)]
         matter = {
             group: inputs_that_matter(backward.graph, tangents, every & ~group) for group in set(group_of)
         }
         return IndependentResults(
             {
-                group: frozenset(k for k, name in enumerate(graph.saved) if name in names)
+                group: frozenset(k for k, name in enumerate(tensors) if name in names)
                 for group, names in matter.items()
             }
         )

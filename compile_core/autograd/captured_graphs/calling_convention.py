@@ -22,6 +22,7 @@ from gradsplit.compile_core.autograd.captured_graphs.preserved_modes import pres
 from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import unnoticed
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.graphs import Detachment, ResultAlias
+from gradsplit.compile_core.ir.higher_order import HOOKED
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.torch_facts.autograd_engine import is_view_as_leaf, tell_of_changes
 from gradsplit.compile_core.torch_facts.fake_tensors import run_on_fakes
@@ -246,6 +247,8 @@ def _alias(
         raise Unsupported(
             "results-share-storage", f"a result in memory of an {kind} has a history of its own in autograd"
         )
+    if output.requires_grad and _is_hooked(output, source):
+        raise Unsupported("hooked-view", f"a result is a view of an {kind}, with a hook for its gradient")
     detached = None
     if not output.requires_grad and (source.requires_grad or _root(output) is not _root(source)):
         detached = detachments.setdefault(id(_root(output)), Detachment(len(detachments), True))
@@ -325,6 +328,17 @@ def _goes_by_strides(view: torch.Tensor) -> bool:
     node: Any = view.grad_fn
     while node is not None and not isinstance(node, BackwardCFunction):
         if node.name() == "AsStridedBackward0":
+            return True
+        sources = [source for source, _ in node.next_functions if source is not None]
+        node = sources[0] if len(sources) == 1 else None
+    return False
+
+
+def _is_hooked(view: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the gradient of a view goes through a hook before it is that of the source: a view made later has none."""
+    node: Any = view.grad_fn
+    while node is not None and node is not source.grad_fn:
+        if node.metadata.get(HOOKED):
             return True
         sources = [source for source, _ in node.next_functions if source is not None]
         node = sources[0] if len(sources) == 1 else None
