@@ -335,7 +335,7 @@ def _goes_by_strides(view: torch.Tensor) -> bool:
 
 
 def _is_hooked(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the gradient of a view goes through a hook before it is that of the source: a view made later has none."""
+    """Whether the gradient of a view goes through a hook on its way to the source: a view made later has none."""
     node: Any = view.grad_fn
     while node is not None and node is not source.grad_fn:
         if node.metadata.get(HOOKED):
