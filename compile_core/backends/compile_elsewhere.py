@@ -57,10 +57,14 @@ def compile_elsewhere(
     if options.max_autotune:
         return None  # products are timed on the GPU that they run on
     reason = reason_against(graph)
+    if not reason:
+        try:
+            region = _text(region_request(graph, signature, module, options))
+        except Exception as error:  # whatever there is that cannot be sent
+            reason = str(error)
     if reason:
         logger.info("%s is compiled in this process: %s", signature.name, reason)
         return None
-    region = _text(region_request(graph, signature, module, options))
 
     def compile_for(values: SizeValues) -> Finish:
         answer = _workers.ask({"region": region, "values": _text(values)})

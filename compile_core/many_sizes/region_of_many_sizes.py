@@ -77,7 +77,9 @@ class RegionOfManySizes:
         self._layouts = {
             k: OpenTensor.of(value)
             for k, name in enumerate(compute.outputs)
-            if name not in compute.destinations and isinstance(value := _value(results[k]), torch.Tensor)
+            if name not in compute.destinations
+            and isinstance(value := _value(results[k]), torch.Tensor)
+            and value.layout is torch.strided
         }
         self._signature = replace(
             compute,
@@ -146,9 +148,12 @@ class RegionOfManySizes:
             try:
                 self._programs[key] = self._taking_numbers(job.result()(), self._values(key))
             except Exception as error:
-                self._coming[key] = None
+                self._coming[key] = self._compile_elsewhere = None
                 logger.warning(
-                    "%s of sizes %s runs with torch's own kernels: %s", self.compute.name, list(key), error
+                    "%s of sizes %s runs with torch's own kernels, and others are compiled in this process: %s",
+                    self.compute.name,
+                    list(key),
+                    error,
                 )
                 return self._with_torchs_kernels(key)
             del self._coming[key]

@@ -118,12 +118,13 @@ def pair(
     backend: Any = "triton",
     mode: str | None = None,
     fullgraph: bool = False,
+    options: dict[str, Any] | None = None,
     **ddp_options: Any,
 ) -> tuple[Any, Any]:
     """Stock DDP and compiled DDP of equal modules."""
     compiled = stock_ddp(make, **ddp_options)
     return stock_ddp(make, **ddp_options), gradsplit.compile(
-        compiled, backend=backend, mode=mode, fullgraph=fullgraph
+        compiled, backend=backend, mode=mode, fullgraph=fullgraph, options=options
     )
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gradsplit
 from gradsplit.distributed import inspect_ddp
 from tests.multi_process.ddp_harness import (
     Net,
@@ -60,3 +61,19 @@ def one_program_of_open_sizes_fills_several_buckets() -> None:
     runner = inspect_ddp(compiled)
     assert is_in_graph(compiled) and len(runner.plan.buckets) > 1
     assert len(runner.graphs) == 2
+
+
+@case()
+def sizes_that_are_compiled_in_the_midst_of_a_step() -> None:
+    """By another process while torch's kernels run the segments, or by a rank for which the others wait."""
+    for elsewhere in (True, False):
+        stock, compiled = pair(options={"compile_elsewhere": elsewhere}, bucket_cap_mb=0.007)
+        for step, rows in enumerate((6, 4, 5, 3 + dist.get_rank(), 5, 3 + dist.get_rank())):
+            if step == 4:
+                gradsplit.wait_for_compilations()
+                dist.barrier()
+            for model in (stock, compiled):
+                model.zero_grad()
+                model(data(step, rows)).square().mean().backward()
+            check_gradients(stock, compiled)
+        check_in_graph(compiled)
