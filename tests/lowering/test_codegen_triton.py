@@ -196,7 +196,7 @@ def test_kernels_of_one_text_and_other_dtypes_are_other_kernels(
         return lambda *buffers: None
 
     monkeypatch.setattr(build_triton, "_launcher", launcher)
-    monkeypatch.setattr(build_triton, "_target", lambda device: SM_90)
+    monkeypatch.setattr(build_triton, "gpu_target", lambda device: SM_90)
     functions = build_triton.start_triton(sources, folder)()
     assert len(made) == 2 and functions["trunc_int32"] is not functions["trunc_int64"]
 
