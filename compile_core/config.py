@@ -63,6 +63,13 @@ SETTINGS: Mapping[str, Setting] = {
         "a positive number",
         "compiled entries that a function may have; calls that fit none of them then run as plain Python",
     ),
+    "sizes_limit": Setting(
+        512,
+        _is_number,
+        "a positive number",
+        "combinations of sizes that a graph with open sizes has programs for, about a megabyte each; further ones run "
+        "with torch's own kernels",
+    ),
     "disk_cache_bytes": Setting(
         2 << 30,
         _is_number,

@@ -134,7 +134,7 @@ class RegionOfManySizes:
             if key in self._programs:
                 return self._programs[key]
             if key not in self._coming:
-                if len(self._programs) + len(self._coming) >= config.cache_size_limit:
+                if len(self._programs) + len(self._coming) >= config.sizes_limit:
                     self._report_limit()
                     return self._with_torchs_kernels(key)
                 values = self._values(key)
@@ -198,7 +198,7 @@ class RegionOfManySizes:
         """The region's graph, with results that lie as those of its program do."""
         found = self._meanwhile.get(key)
         if found is None:
-            if len(self._meanwhile) >= config.cache_size_limit:
+            if len(self._meanwhile) >= config.sizes_limit:
                 self._meanwhile.clear()
             layouts = bound_layouts(self._layouts, self._values(key).sizes)
             found = self._meanwhile[key] = _in_layouts(self._torchs_region, layouts)
@@ -209,7 +209,7 @@ class RegionOfManySizes:
             self._limit_reported = True
             logger.warning(
                 "a graph was compiled for %d different sizes (the limit); further ones run with torch's own kernels",
-                config.cache_size_limit,
+                config.sizes_limit,
             )
 
 

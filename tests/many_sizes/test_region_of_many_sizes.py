@@ -177,7 +177,7 @@ def test_floats_and_sizes_of_one_graph() -> None:
 def test_too_many_sizes_run_with_torchs_own_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gradsplit.config, "cache_size_limit", 2)
+    monkeypatch.setattr(gradsplit.config, "sizes_limit", 2)
     made = gradsplit.compile(lambda x: (x * x.shape[0],), dynamic=True, options=HERE)
     with caplog.at_level(logging.WARNING, "gradsplit"):
         for rows in (2, 3, 4, 5, 2, 4):
