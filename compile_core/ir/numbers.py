@@ -152,7 +152,10 @@ def symbol_places(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, NumberSource]:
     for position, tensor in tensors:
         for dim, size in enumerate(tensor.size()):
             add(size, NumberSource(position, "size", dim))
-    for position, tensor in tensors:
-        for dim, stride in enumerate(tensor.stride()):
-            add(stride, NumberSource(position, "stride", dim))
+    # The stride of a dim of one element says nothing: whoever makes such a tensor may give it any.
+    for of_one_element in (False, True):
+        for position, tensor in tensors:
+            for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+                if (isinstance(size, int) and size == 1) == of_one_element:
+                    add(stride, NumberSource(position, "stride", dim))
     return found

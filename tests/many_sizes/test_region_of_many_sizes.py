@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import gradsplit
 from gradsplit.compile_core.backends import compile_elsewhere
+from gradsplit.compile_core.ir.numbers import SizeReader, expression_of
 from gradsplit.compile_core.ir.schedule import Compute
 from gradsplit.compile_core.many_sizes.region_of_many_sizes import RegionOfManySizes
 from gradsplit.compile_core.observe.stage_times import Stopwatch
@@ -297,3 +300,19 @@ for rows in range(3, 6):
 def test_a_process_that_ends_waits_for_no_compilation() -> None:
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_what_a_size_is_read_from() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dims: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    s, t, w = (mode.from_tensor(torch.empty(size), symbolic_context=dims).shape[0] for size in (6, 7, 9))
+    with mode:
+        single = torch.empty_strided((1, 5), (w, 1))
+        strided = torch.empty_strided((s,), (w,))
+        flat = torch.empty(3 * t + 2)
+    reader = SizeReader([single, strided, flat])
+    assert reader.at_compilation == (6, 9, 7)
+    # The stride of a dim of one element says nothing, and a size may say another one.
+    given = [torch.empty_strided((1, 5), (5, 1)), torch.empty_strided((4,), (8,)), torch.empty(17)]
+    named = dict(zip(map(str, reader.symbols), reader.values(given), strict=True))
+    assert named == {str(expression_of(symbol)): value for symbol, value in ((s, 4), (w, 8), (t, 5))}
