@@ -170,6 +170,7 @@ def _unknown(name: str) -> str:
 
 # Declared for type checkers: the loop below gives the settings their values, the class has ``patch``.
 cache_size_limit: int
+sizes_limit: int
 disk_cache_bytes: int
 error_on_recompile: bool
 suppress_errors: bool
