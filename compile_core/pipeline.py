@@ -36,11 +36,12 @@ from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.ir.communicator import Communicator
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
+from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.print_graph import print_graph, print_schedule
 from gradsplit.compile_core.ir.regions import whole_schedule
 from gradsplit.compile_core.ir.schedule import Schedule
 from gradsplit.compile_core.ir.verify_graphs import verify_joint, verify_partition, verify_schedule
-from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes, has_numbers
+from gradsplit.compile_core.many_sizes.graph_of_many_sizes import GraphOfManySizes
 from gradsplit.compile_core.many_sizes.open_backend import taking_open_sizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.observe.measure_steps import watch
@@ -213,7 +214,7 @@ def compile_stages(
     again = differentiable_backward(module, joint) if options.double_backward and joint.tangents else None
     floats: frozenset[int] = frozenset()
     # What a CUDA graph recorded has its sizes for good.
-    graph_by_graph = options.cuda_graphs and has_numbers(graph)
+    graph_by_graph = options.cuda_graphs and has_open_sizes(graph.forward)
     if graph_by_graph or not backend.takes_floats:
         floats = float_inputs(graph)
         if again is not None and floats:

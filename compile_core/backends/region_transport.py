@@ -8,6 +8,7 @@ the attribute that holds it.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -72,7 +73,7 @@ def region_request(
     names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     attributes = {}
     for name in names:
-        tensor = attribute(module, name).detach()
+        tensor = operator.attrgetter(name)(module).detach()
         is_small = tensor.device.type == "cpu" and tensor.numel() <= _MOST_ELEMENTS
         attributes[name] = tensor if is_small else _mode.from_tensor(tensor)
     bare = replace(signature, module=None)  # type: ignore[arg-type]
@@ -80,13 +81,6 @@ def region_request(
     devices = {value.device for value in values if isinstance(value, (OpenTensor, torch.Tensor))}
     targets = {device: gpu_target(device) for device in devices if device.type == "cuda"}
     return RegionRequest(graph, bare, attributes, options, torch.get_num_threads(), targets)
-
-
-def attribute(module: Any, name: str) -> Any:
-    """An attribute of a module or of its children, by its path."""
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def named_constants(program: LoopProgram, module: GraphModule) -> LoopProgram:
@@ -97,7 +91,9 @@ def named_constants(program: LoopProgram, module: GraphModule) -> LoopProgram:
 
 def with_constants(program: LoopProgram, module: GraphModule) -> LoopProgram:
     """The reverse, where the tensors are."""
-    constants = {name: attribute(module, str(target)).detach() for name, target in program.constants.items()}
+    constants = {
+        name: operator.attrgetter(str(target))(module).detach() for name, target in program.constants.items()
+    }
     return replace(program, constants=constants)
 
 

@@ -39,16 +39,7 @@ from gradsplit.compile_core.observe.dump import StageDump  # noqa: E402
 def compile_region(request: RegionRequest, values: SizeValues) -> dict[str, Any]:
     """The loop program, and the sources of its kernels, which lie compiled in the cache."""
     torch.set_num_threads(request.threads)
-    root = torch.nn.Module()
-    for name, tensor in request.attributes.items():
-        *path, last = name.split(".")
-        holder = root
-        for part in path:
-            if not hasattr(holder, part):
-                holder.add_module(part, torch.nn.Module())
-            holder = getattr(holder, part)
-        setattr(holder, last, tensor)
-    module, _ = request.graph.bind(root, values)
+    module, _ = request.graph.bind(request.attributes, values)
     compute = replace(request.signature, module=module)
     program, sources = generate_region(compute, request.options, StageDump(None))
     compile_into_cache(

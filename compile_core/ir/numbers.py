@@ -25,6 +25,14 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), SYMBOLIC_NUMBERS)
 
 
+def has_open_sizes(module: GraphModule) -> bool:
+    """Whether a size of a value is open, or a number is in the graph."""
+    return any(
+        is_number(node) or getattr(node.meta.get("val"), "_has_symbolic_sizes_strides", False)
+        for node in module.graph.nodes
+    )
+
+
 def expression_of(number: torch.SymInt) -> sympy.Expr:
     """The number over the symbols of its ShapeEnv, with what is known of them by now."""
     return number.node.expr

@@ -25,7 +25,7 @@ from gradsplit.compile_core.ir.graphs import (
     resolve_sizes,
     resolve_spec,
 )
-from gradsplit.compile_core.ir.numbers import SizeReader, is_number
+from gradsplit.compile_core.ir.numbers import SizeReader
 from gradsplit.compile_core.ir.open_graphs import OpenGraph, SizeValues
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 
@@ -121,14 +121,6 @@ class GraphOfManySizes:
                 "a graph was compiled for %d different sizes (the limit); further ones run with torch's own kernels",
                 len(self._compiled),
             )
-
-
-def has_numbers(graph: PartitionedGraph) -> bool:
-    """Whether a size of an input is open, or a number is in the graph."""
-    return any(
-        is_number(node) or getattr(node.meta.get("val"), "_has_symbolic_sizes_strides", False)
-        for node in graph.forward.graph.nodes
-    )
 
 
 def bind_sizes(graph: PartitionedGraph, inputs: Sequence[Any]) -> PartitionedGraph:

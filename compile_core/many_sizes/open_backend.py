@@ -9,8 +9,9 @@ from typing import Any
 
 from gradsplit.compile_core.backends import aot_eager
 from gradsplit.compile_core.backends.registry import RegionBackend
+from gradsplit.compile_core.ir.numbers import has_open_sizes
 from gradsplit.compile_core.ir.schedule import Compute
-from gradsplit.compile_core.many_sizes.region_of_many_sizes import RegionOfManySizes, has_open_sizes
+from gradsplit.compile_core.many_sizes.region_of_many_sizes import RegionOfManySizes
 from gradsplit.compile_core.observe.dump import StageDump
 from gradsplit.compile_core.options import CompileOptions
 from gradsplit.compile_core.rare_collections import rare_collections
@@ -29,7 +30,7 @@ def taking_open_sizes(
         return backend
 
     def compile_region(compute: Compute, options: CompileOptions, dump: StageDump) -> Callable[[], Region]:
-        if not has_open_sizes(compute):
+        if not has_open_sizes(compute.module):
             return backend.compile_region(compute, options, dump)
         region = RegionOfManySizes(
             compute,

@@ -25,6 +25,7 @@ from gradsplit.compile_core.ir.numbers import SYMBOLIC_NUMBERS, SizeReader
 from gradsplit.compile_core.ir.open_graphs import OpenGraph, OpenTensor, SizeValues, bound_layouts
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.ir.schedule import Compute
+from gradsplit.compile_core.ir.tensor_spec import same_strides
 from gradsplit.compile_core.runtime.executable import Region
 
 logger = logging.getLogger(__name__)
@@ -213,20 +214,12 @@ class RegionOfManySizes:
             )
 
 
-def has_open_sizes(compute: Compute) -> bool:
-    """Whether anything in the region is to be bound."""
-    values = (node.meta.get("val") for node in compute.module.graph.nodes)
-    return any(_is_number(value) or getattr(value, "_has_symbolic_sizes_strides", False) for value in values)
-
-
 def _in_layouts(region: Region, layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> Region:
     def run(arguments: list[Any]) -> Sequence[Any]:
         results = [*region(arguments)]
         for position, (shape, stride) in layouts.items():
             found = results[position]
-            if found.stride() != stride and any(
-                n > 1 and a != b for n, a, b in zip(shape, found.stride(), stride, strict=True)
-            ):
+            if not same_strides(shape, found.stride(), stride):
                 results[position] = torch.empty_strided(
                     shape, stride, dtype=found.dtype, device=found.device
                 ).copy_(found)

@@ -12,11 +12,11 @@ import linecache
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -431,7 +431,8 @@ def _check(source: str, name: str) -> Verdict:
     options["compile_elsewhere"] = namespace["MEANWHILE"]
     compiled = gradsplit.compile(namespace["program"], options=options, dynamic=True)
     kinds: list[Verdict] = []
-    with _nothing_is_compiled_elsewhere():
+    # Programs of further sizes never arrive.
+    with mock.patch.object(compile_elsewhere._jobs, "submit", lambda job: Future()):
         for size in namespace["SIZES"]:
             namespace["K"] = size
             try:
@@ -443,17 +444,6 @@ def _check(source: str, name: str) -> Verdict:
                 return replace(kinds[-1], detail=f"size {size}: {kinds[-1].detail}")
     same = next((verdict for verdict in kinds if verdict.kind == "same"), kinds[0])
     return replace(same, operators=frozenset().union(*(verdict.operators for verdict in kinds)))
-
-
-@contextmanager
-def _nothing_is_compiled_elsewhere() -> Iterator[None]:
-    """Programs of further sizes never arrive."""
-    submit = compile_elsewhere._jobs.submit
-    compile_elsewhere._jobs.submit = lambda job: Future()  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        compile_elsewhere._jobs.submit = submit  # type: ignore[method-assign]
 
 
 def _check_size(

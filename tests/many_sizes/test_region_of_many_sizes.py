@@ -36,9 +36,10 @@ def regions(made: Any) -> list[RegionOfManySizes]:
     compiled = made.entries[0].compiled
     assert isinstance(compiled, CompiledGraph)
     programs = [program for program in (compiled.forward, compiled.backward) if program is not None]
-    found = [region for program in programs for region in program.regions.values()]
-    assert all(isinstance(region, RegionOfManySizes) for region in found)
-    return found  # type: ignore[return-value]
+    every = [region for program in programs for region in program.regions.values()]
+    found = [region for region in every if isinstance(region, RegionOfManySizes)]
+    assert found == every
+    return found
 
 
 def wait_for(made: Any) -> None:

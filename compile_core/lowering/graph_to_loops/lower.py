@@ -238,9 +238,7 @@ class _Lowering:
         return lower_call(self.builder, self.plan, node, args, kwargs)
 
     def _constant(self, node: torch.fx.Node) -> LazyTensor:
-        tensor: Any = self.compute.module
-        for part in str(node.target).split("."):
-            tensor = getattr(tensor, part)
+        tensor: Any = operator.attrgetter(str(node.target))(self.compute.module)
         if not isinstance(tensor, torch.Tensor):
             raise Unsupported("non-tensor-constant", f"{node.target} is no tensor: {tensor!r}")
         tensor = tensor.detach()
