@@ -29,8 +29,9 @@ def autograd_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
 def hook_gradient(tensor: torch.Tensor, body: BodyFunction, *lifted: torch.Tensor) -> None:
     """``tensor.register_hook`` of a function of the gradient that reads the lifted tensors."""
     tensor.register_hook(lambda gradient: body(gradient, *lifted)[0])
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[HOOKED] = True
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[HOOKED] = True
 
 
 @dataclass(frozen=True)

@@ -239,9 +239,9 @@ class _Rewriting:
 
     def _shape_of(self, filling: Node) -> list[Any]:
         """The sizes that a result is filled to, as arguments."""
-        given = filling.args[0]
+        given: Any = filling.args[0]
         if filling.target is aten.full.default:
-            return list(map_arg(given, self._made.__getitem__))  # type: ignore[arg-type]
+            return list(map_arg(given, self._made.__getitem__))
         return [
             self._call(aten.sym_size.int, self._made[given], dim) if isinstance(size, torch.SymInt) else size
             for dim, size in enumerate(filling.meta["val"].shape)
