@@ -67,6 +67,7 @@ from gradsplit.compile_core.ir.sources import (
     Source,
     container_item,
 )
+from gradsplit.compile_core.torch_facts.dispatcher import is_zero_tensor
 
 # Literals of which Python may hold several equal ones.
 _OBJECTS_OF_THEIR_OWN = (float, complex, *FOLDED_TYPES)
@@ -274,8 +275,9 @@ def _wrap_tensor(state: CaptureState, real: torch.Tensor, source: Source | None)
     check_class(state, real)
     if source is None:
         raise state.unsupported("library-tensor", "a tensor that belongs to a library or a class")
-    if real.layout != torch.strided or real.is_quantized:
-        raise state.unsupported("tensor-layout", f"{source} has the layout {real.layout}")
+    if real.layout != torch.strided or real.is_quantized or is_zero_tensor(real):
+        kind = "zeros without memory" if is_zero_tensor(real) else f"the layout {real.layout}"
+        raise state.unsupported("tensor-layout", f"{source} has {kind}")
     sizes = state.sizes.of_tensor(real, source)
     state.guards.tensor(source, real, None if sizes is None else sizes.static_shape)
     node = state.graph.add_input(real, source, _input_kind(source), sizes)

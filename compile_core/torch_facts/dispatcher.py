@@ -19,6 +19,9 @@ included_keys = private("torch._C:_dispatch_tls_local_include_set", "tracing wit
 excluded_keys = private("torch._C:_dispatch_tls_local_exclude_set", "tracing with the caller's dispatch keys")
 enable_python_dispatcher = private("torch._dispatch.python:enable_python_dispatcher", "shapes of results")
 suggest_memory_format = private("torch._prims_common:suggest_memory_format", "strides of results")
+# Of zeros that have no memory: some gradients (``sgn``'s) and some tangents are such.
+is_zero_tensor = private("torch:Tensor._is_zerotensor", "tensors without memory, which kernels cannot read")
+efficient_zeros = private("torch:_efficientzerotensor", "a guard: which tensors have no memory")
 is_alias_of = private("torch._C:_is_alias_of", "whether two tensors share memory")
 
 

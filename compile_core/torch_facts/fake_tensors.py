@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
+from gradsplit.compile_core.torch_facts.thread_state import disable_current_modes
 
 aten = torch.ops.aten
 
@@ -132,6 +133,11 @@ def _dtype_of_input(args: tuple[Any, ...], loss: Tensor) -> Tensor:
     return loss.to(args[0].dtype)
 
 
+def _dtype_of_target(args: tuple[Any, ...], loss: Tensor) -> Tensor:
+    """The kernel changes a tensor made of the targets in place."""
+    return loss.to(args[1].dtype) if args[1].is_floating_point() else loss
+
+
 def _row_major(_: tuple[Any, ...], result: Tensor) -> Tensor:
     return _in_format(result, torch.contiguous_format)
 
@@ -165,6 +171,17 @@ def _elementwise(args: tuple[Any, ...], result: Tensor) -> Tensor:
 def _as(other: Tensor, result: Tensor) -> Tensor:
     order, back = memory_order(other.stride())
     return result.permute(order).contiguous().permute(back)
+
+
+def _viewed(args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """Kernels give dims of one element strides of their own, by which convolutions choose how their result lies."""
+    given = args[0]
+    if given._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or 1 not in result.shape:
+        return result
+    with disable_current_modes():
+        plain = torch.empty_strided(given.shape, given.stride(), device="meta").view(result.shape)
+    same = plain.stride() == result.stride()
+    return result if same else result.as_strided(result.shape, plain.stride())
 
 
 def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
@@ -229,6 +246,7 @@ _INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, t
 _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.huber_loss.default: _as_input,
     aten.binary_cross_entropy.default: _as_input,
+    aten.binary_cross_entropy_with_logits.default: _dtype_of_target,
     aten.soft_margin_loss.default: _dtype_of_input,
     aten.pow.Scalar: _row_major,
     aten.angle.default: _row_major_if_complex,
@@ -252,6 +270,8 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.complex.default: _elementwise,
     aten.ldexp.Tensor: _ldexp,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from gradsplit.compile_core.torch_facts.dispatcher import dispatch_keys
+from gradsplit.compile_core.torch_facts.dispatcher import dispatch_keys, efficient_zeros
 from gradsplit.compile_core.torch_facts.private_parts import probed
 
 
@@ -36,8 +36,8 @@ def tensor_offset() -> int:
     "guards are checked by generated Python",
 )
 @cache
-def dispatch_keys_offset() -> tuple[int, int, int]:
-    """Where a tensor keeps its dispatch keys; the key of lazily conjugated tensors, and that of negated ones.
+def dispatch_keys_offset() -> tuple[int, int, int, int]:
+    """Where a tensor keeps its dispatch keys; the keys of conjugated and negated tensors, and of those without memory.
 
     Raises:
         LookupError: it is not found.
@@ -45,10 +45,13 @@ def dispatch_keys_offset() -> tuple[int, int, int]:
     with torch.inference_mode(False):
         plain = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
         conjugated, negated = plain.conj(), plain.conj().imag
-        tensors = (plain, conjugated, negated, torch.empty(2, device="meta"), torch.nn.Parameter(plain))
+        zeros = efficient_zeros((2, 3), dtype=torch.complex64, device="cpu")
+        others = (torch.empty(2, device="meta"), torch.nn.Parameter(plain))
+        tensors = (plain, conjugated, negated, zeros, *others)
     keys = [dispatch_keys(tensor).raw_repr() for tensor in tensors]
     offset = _find_offset(range(16, 184, 8), [tensor._cdata for tensor in tensors], keys)
-    return offset, keys[1] & ~keys[0], keys[2] & ~keys[0]
+    conj, neg, zero = (own & ~keys[0] for own in keys[1:4])
+    return offset, conj, neg, zero
 
 
 def _find_offset(offsets: range, addresses: Sequence[int], values: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
+import gradsplit
 from gradsplit.compile_core.autograd.bound_graphs import changeable_values
 from tests.autograd.scenarios import BACKENDS, check_scenario, for_each, leaf, outcome
 
@@ -303,3 +304,18 @@ def test_what_is_seen_of_absent_gradients(scenario, backend):
 def test_changes_where_torch_unpacks_everything_at_once(scenario, monkeypatch):
     monkeypatch.setattr(changeable_values, "_UNPACKS_ONE", False)
     check_scenario(scenario, BACKENDS[-1])
+
+
+def test_gradients_without_memory(backend):
+    """The gradient of ``sgn`` stands for zeros without having any memory."""
+
+    def program(a):
+        return a * 2
+
+    a = leaf(3, 3)
+    torch.sgn(gradsplit.compile(program, backend=backend)(a)).sum().backward()
+    torch.testing.assert_close(a.grad, torch.zeros_like(a), rtol=0, atol=0)
+    zeros = torch.autograd.grad(torch.sgn(a).sum(), a)[0]
+    compiled = gradsplit.compile(program, backend=backend)
+    for given in (torch.ones(3, 3, dtype=zeros.dtype), zeros):
+        torch.testing.assert_close(compiled(given), given * 2, rtol=0, atol=0)

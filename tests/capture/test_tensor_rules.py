@@ -281,3 +281,35 @@ def test_a_class_with_operators_of_its_own_is_no_plain_tensor():
 
     compiled = gradsplit.compile(lambda x, w: (x * 2, w + 1), backend="eager")
     assert torch.equal(compiled(torch.ones(2), Adds(torch.ones(2)))[1], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("function", [torch.sum, torch.prod, torch.any, torch.cumsum, torch.mean])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.float64])
+def test_out_of_another_dtype(function, dtype):
+    """Some operators then compute in that dtype, and some refuse it."""
+
+    def program(x, out):
+        return function(x, 0, out=out)
+
+    x = torch.tensor([[1.6, -2.7, 3.5], [0.7, 0.8, -1.9]])
+
+    def outcome(run):
+        out = torch.zeros(function(x, 0).shape, dtype=dtype)
+        try:
+            return run(x, out), out
+        except RuntimeError as error:
+            return str(error)
+
+    expected, given = outcome(program), outcome(gradsplit.compile(program))
+    if isinstance(expected, str):
+        assert given == expected
+    else:
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+
+
+def test_a_loss_has_the_dtype_of_its_targets():
+    def program(x, target):
+        return torch.nn.functional.binary_cross_entropy_with_logits(x, target) * 2
+
+    x, target = torch.randn(5, dtype=torch.float64), torch.rand(5)
+    assert gradsplit.compile(program)(x, target).dtype == program(x, target).dtype

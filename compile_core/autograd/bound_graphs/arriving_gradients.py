@@ -12,6 +12,7 @@ from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.regions import graph_inputs
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec, in_memory_order, same_strides
 from gradsplit.compile_core.torch_facts.autograd_engine import is_batched_by_autograd, top_transform
+from gradsplit.compile_core.torch_facts.dispatcher import is_zero_tensor
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def as_specified(gradient: torch.Tensor | None, spec: TensorSpec) -> torch.Tenso
         and same_strides(spec.shape, gradient.stride(), spec.stride)
         and not gradient.is_conj()
         and not gradient.is_neg()
+        and not is_zero_tensor(gradient)
     ):
         return gradient
     expected = spec.empty()

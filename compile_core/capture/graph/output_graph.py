@@ -228,7 +228,7 @@ class OutputGraph:
         out = [] if fake_kwargs.get("out") is None else _nodes_of(kwargs["out"])
         if out:
             with run_on_fakes(self.fake_mode):
-                _refuse_resizing(run, out, fake_args, fake_kwargs)
+                _refuse_unlike_out(run, out, fake_args, fake_kwargs)
         counted = [tensor for tensor in map(_fake_of, out) if not tensor.is_inference()]
         versions = [tensor._version for tensor in counted]
         if isinstance(run, types.FunctionType):
@@ -319,8 +319,10 @@ def _as_given(arguments: Any) -> Any:
     return arguments
 
 
-def _refuse_resizing(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
-    """An ``out=`` of another size is resized, which no graph does to what shares its memory with something.
+def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywords: Any) -> None:
+    """An ``out=`` of another dtype changes what is computed (a sum is of elements cast to it), or is refused by some
+    operators; fake tensors take no notice of either. One of another size is resized, which no graph does to what shares
+    its memory with something.
 
     A new one without elements may be: the result takes its place. Fake tensors then lie in row-major order, kernels as
     the result does, as a rule.
@@ -334,6 +336,12 @@ def _refuse_resizing(function: Any, out: list[fx.Node], arguments: Any, keywords
         results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
     except Exception:  # whatever it is, the call itself tells
         return
+    if any(result.dtype != tensor.dtype for result, tensor in zip(results, given, strict=False)):
+        raise Unsupported(
+            "out-of-other-dtype",
+            "a result given as out= has another dtype than what is computed",
+            "give one of the result's dtype, and cast it afterwards",
+        )
     resized = [
         tensor
         for result, tensor in zip(results, given, strict=False)

@@ -28,7 +28,7 @@ int (*gs_get_storage_offset)(Handle, int64_t*);
 size_t (*gs_dtype_size)(int32_t);
 bool (*gs_requires_grad)(const void*);
 int64_t gs_keys_offset;  // of the dispatch keys in the implementation
-uint64_t gs_lazy_keys;   // the keys of lazily conjugated and negated tensors
+uint64_t gs_lazy_keys;   // the keys of lazily conjugated and negated tensors, and of zeros without memory
 }
 
 namespace {

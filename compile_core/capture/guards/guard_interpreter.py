@@ -73,7 +73,7 @@ class GuardInterpreter:
         return builtin_function(self._library, "gs_check", (program, constants))
 
     def lazy_keys(self, is_conj: bool, is_neg: bool) -> int:
-        """The dispatch keys of a tensor that is lazily conjugated, or negated, or neither."""
+        """The dispatch keys of a tensor that is lazily conjugated, or negated, or neither; it has memory."""
         return self._lazy_keys[is_conj, is_neg]
 
 
@@ -89,8 +89,8 @@ def guard_interpreter() -> GuardInterpreter | None:
 
 def _load() -> GuardInterpreter:
     library = load_library(_SOURCE, _TORCH_SYMBOLS, cpp_enum(Opcode))
-    offset, conj, neg = dispatch_keys_offset()
+    offset, conj, neg, zero = dispatch_keys_offset()
     ctypes.c_int64.in_dll(library, "gs_keys_offset").value = offset
-    ctypes.c_uint64.in_dll(library, "gs_lazy_keys").value = conj | neg
+    ctypes.c_uint64.in_dll(library, "gs_lazy_keys").value = conj | neg | zero
     keys = {(False, False): 0, (True, False): conj, (False, True): neg, (True, True): conj | neg}
     return GuardInterpreter(library, keys)

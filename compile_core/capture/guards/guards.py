@@ -172,7 +172,7 @@ class GuardSet:
             shown = f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
         requires = "" if tensor.requires_grad else "not "
         device = "{0}.is_cpu" if tensor.device.type == "cpu" else "{0}.device == {c2}"
-        views = f"{{0}}.is_conj() is {is_conj} and {{0}}.is_neg() is {is_neg}"
+        views = f"{{0}}.is_conj() is {is_conj} and {{0}}.is_neg() is {is_neg} and not {{0}}._is_zerotensor()"
         self.add(
             [source],
             "type({0}) is {c0} and {0}.dtype is {c1} and "
