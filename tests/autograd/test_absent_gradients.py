@@ -306,6 +306,7 @@ def test_changes_where_torch_unpacks_everything_at_once(scenario, monkeypatch):
     check_scenario(scenario, BACKENDS[-1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_gradients_without_memory(backend):
     """The gradient of ``sgn`` stands for zeros without having any memory."""
 

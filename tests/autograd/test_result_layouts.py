@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import gradsplit
 from tests.autograd.compare_with_eager import check
 
 
@@ -32,17 +31,14 @@ def test_a_saved_view_of_an_input_that_changes_afterwards_is_a_copy(backend):
     check(program, torch.randn(3, 3), torch.randn(3, 3), leaf(3, 3), backend=backend, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 def test_dims_of_one_element_decide_how_a_convolution_lies(backend):
     """A kernel's view gives such a dim a stride of its own, by which the convolution takes its input as row-major."""
-    weight = torch.randn(2, 1, 3, dtype=torch.float64).requires_grad_()
 
     def program(x, weight):
-        y = torch.nn.functional.conv1d(x.reshape(-1, 1, x.shape[-1]), weight, padding=1)
-        return y, y.relu() * 2, torch.nn.functional.max_pool1d(y, 2, ceil_mode=True)
+        y = torch.nn.functional.conv1d(x.reshape(-1, 1, 3), weight, padding=1)
+        return y * 1, y.relu() * 2, torch.nn.functional.max_pool1d(y, 2, ceil_mode=True)
 
     x = torch.randn(2, 3, 1, dtype=torch.float64).mT
-    for given, expected in zip(
-        gradsplit.compile(program, backend=backend)(x, weight), program(x, weight), strict=True
-    ):
-        assert given.stride() == expected.stride()
-        torch.testing.assert_close(given, expected)
+    weight = torch.randn(2, 1, 3, dtype=torch.float64).requires_grad_()
+    check(program, x, weight, backend=backend, rtol=1e-12, atol=1e-12)
