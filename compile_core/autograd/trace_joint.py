@@ -36,7 +36,11 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import marked_as_back
 from gradsplit.compile_core.autograd.rewrites.result_layouts import keep_layouts
 from gradsplit.compile_core.autograd.rewrites.separate_results import separate_results
 from gradsplit.compile_core.autograd.rewrites.simplify import simplify
-from gradsplit.compile_core.autograd.tracing.arrivals import join_arrivals, noted_functions_with_none
+from gradsplit.compile_core.autograd.tracing.arrivals import (
+    join_arrivals,
+    noted_functions_with_none,
+    reaching_roots,
+)
 from gradsplit.compile_core.autograd.tracing.captured_nodes import CapturedNodes
 from gradsplit.compile_core.autograd.tracing.custom_operators import functional_custom_operators
 from gradsplit.compile_core.autograd.tracing.kept_calls import KeptCalls, kept_calls
@@ -137,8 +141,8 @@ def _trace(
             roots = [outputs[position] for position in tangents]
             roots += [passed[position] for position in rebound]
             wanted = [primals[position] for position in convention.gradient_inputs]
-            reached = _reached_nodes(roots)
-            join_arrivals(reached, with_none, recorder)
+            reached = reaching_roots(roots)
+            join_arrivals(reached, seeds, with_none, recorder)
             with without_autocast(), marked_as_backward():
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             if any(gradient is None for gradient in gradients):
@@ -198,17 +202,6 @@ def _trace(
         unnoticed_inputs=convention.unnoticed_inputs,
         unnoticed_outputs=convention.unnoticed_picks,
     )
-
-
-def _reached_nodes(roots: Sequence[torch.Tensor]) -> set[Any]:
-    """The nodes to which autograd's graph leads, whatever arrives there."""
-    found: set[Any] = {root.grad_fn for root in roots if root.grad_fn is not None}
-    waiting = [*found]
-    while waiting:
-        reached = {node for node, _ in waiting.pop().next_functions if node is not None} - found
-        found |= reached
-        waiting += reached
-    return found
 
 
 def _find_dependencies(

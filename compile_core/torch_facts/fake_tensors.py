@@ -196,7 +196,8 @@ def _ldexp(args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 
 def _margin_loss(args: tuple[Any, ...], loss: Tensor) -> Tensor:
-    """The loss of a sample alone has no dims."""
+    """The loss of a sample alone has no dims, and weights of another type are none of no samples only."""
+    loss = loss.to(args[0].dtype)
     return loss.reshape(()) if args[1].dim() == 0 else loss
 
 

@@ -83,6 +83,37 @@ def custom_function_with_none(a, b):
     return x.sqrt() * b, y.sqrt(), b.exp()
 
 
+class Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g / (a - a)
+
+
+def functions_before_one_with_none(a, b):
+    """They are called, and get zeros, whichever of its results gets a gradient."""
+    return NoneForAbsent.apply(Divided.apply(a), Divided.apply(b))
+
+
+class NoneForFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return a * 2, b * 3
+
+    @staticmethod
+    def backward(ctx, g, h):
+        return None, h * 3
+
+
+def functions_before_one_that_gives_nothing(a, b):
+    return NoneForFirst.apply(Divided.apply(a), b)
+
+
 @torch.library.custom_op("tests_absent::two_results", mutates_args=())
 def two_results(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a * 2, b.sin()
@@ -107,7 +138,8 @@ def constant_derivatives(a, b):
 
 PROGRAMS = (
     roots_and_logarithms, one_from_another, joined, repeated, of_other_types, changed_in_place, custom_function,
-    custom_function_with_none, custom_operator, constant_derivatives,
+    custom_function_with_none, functions_before_one_with_none, functions_before_one_that_gives_nothing, custom_operator,
+    constant_derivatives,
 )  # fmt: skip
 
 

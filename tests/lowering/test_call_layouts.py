@@ -174,6 +174,21 @@ def test_losses_of_one_sample() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "triton"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_losses_of_no_sample_keep_the_type_of_the_input(backend: str, reduction: str) -> None:
+    """Nothing reads the weights, whose type may be another."""
+    x, target, weight = torch.randn(0, 4, requires_grad=True), torch.arange(0), torch.ones(4).double()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return F.multi_margin_loss(x, target, weight=weight, reduction=reduction) * 2
+
+    loss = gradsplit.compile(program, backend=backend, fullgraph=True)(x)
+    assert (loss.dtype, loss.shape) == (torch.float32, program(x).shape)
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    assert gradient.dtype == torch.float32
+
+
 def test_states_that_only_torch_reads_are_left_as_they_are() -> None:
     """A kernel of attention may tell of its random numbers in another size than on fake tensors, or not at all."""
     state, transposed = torch.ones(2), torch.ones(3, 4).t()

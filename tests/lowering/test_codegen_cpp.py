@@ -244,8 +244,6 @@ def test_float32_functions_within_their_bounds(folder: Path) -> None:
         functions[function](x, y)
         exact = getattr(torch, function)(x.double())
         known = torch.ones_like(x, dtype=torch.bool)
-        if function in ("sin", "cos"):
-            known = (x.abs() < 2.0**40) | ~x.isfinite()
         if function == "sigmoid":  # eager's formula, too, gives 0 below the least normal number
             known = ~(exact < 2.0**-126) | (y == 0)
             exact = torch.where(exact < 2.0**-126, 0.0, exact)

@@ -6,9 +6,11 @@ for what does not arrive gets zeros here, of which nothing is computed that reac
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from typing import Any
 from weakref import WeakSet
 
@@ -42,37 +44,59 @@ def noted_functions_with_none() -> Iterator[WeakSet[Any]]:
             FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
 
 
-def join_arrivals(nodes: Iterable[Any], with_none: WeakSet[Any], recorder: OperatorRecorder) -> None:
+def reaching_roots(roots: Sequence[torch.Tensor]) -> dict[Any, int]:
+    """For each node of autograd's graph that the roots lead to, the roots that do, as a bit set of positions."""
+    following: dict[Any, list[Any]] = {}
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in following:
+            following[node] = [after for after, _ in node.next_functions if after is not None]
+            waiting += following[node]
+    found = dict.fromkeys(reversed([*TopologicalSorter(following).static_order()]), 0)
+    for position, root in enumerate(roots):
+        if root.grad_fn is not None:
+            found[root.grad_fn] |= 1 << position
+    for node, positions in found.items():
+        for after in following[node]:
+            found[after] |= positions
+    return found
+
+
+def join_arrivals(
+    reached: Mapping[Any, int], seeds: Gradients, with_none: WeakSet[Any], recorder: OperatorRecorder
+) -> None:
     """Makes what nodes compute depend on what comes to them, as it does for torch's engine.
 
-    The gradients that come to a custom function depend on one another if it gets zeros for absent ones, and a gradient
-    that is a constant, such as a sign's, depends on those that it is computed for.
+    The engine runs a node as soon as a gradient has arrived at any root that leads to it. Nodes of torch compute
+    nothing of what is undefined. A custom function is called all the same, and gets zeros if it did not ask for
+    ``None``. A gradient that is a constant, such as a sign's, depends on those that it is computed for.
+
+    Args:
+        reached: the nodes, with the positions of the roots that lead to them; see ``reaching_roots``.
+        seeds: the gradients of the roots.
     """
-
-    def of_constants(computed: Gradients, gradients: Gradients) -> Gradients | None:
-        if all(gradient is None or recorder.comes_from_seeds(gradient) for gradient in computed):
-            return None
-        arrived = [gradient for gradient in gradients if gradient is not None]
-        return tuple(
-            gradient
-            if gradient is None or recorder.comes_from_seeds(gradient)
-            else JOINT_ARRIVAL(gradient, arrived, recorder.is_without_memory(gradient))
-            for gradient in computed
-        )
-
-    for node in nodes:
-        node.register_hook(of_constants)
-        if isinstance(node, BackwardCFunction) and node not in with_none:
-            node.register_prehook(_joined)
+    for node, positions in reached.items():
+        is_custom = isinstance(node, BackwardCFunction)
+        leading = [seed for k, seed in enumerate(seeds) if positions >> k & 1] if is_custom else None
+        node.register_hook(functools.partial(_constants_joined, recorder, leading))
+        if leading is not None and len(leading) > 1 and node not in with_none:
+            node.register_prehook(functools.partial(_all_joined, leading))
 
 
-def _joined(gradients: Gradients) -> Gradients | None:
-    arrived = [gradient for gradient in gradients if gradient is not None]
-    if len(arrived) < 2:
+def _constants_joined(
+    recorder: OperatorRecorder, leading: Gradients | None, computed: Gradients, arrived: Gradients
+) -> Gradients | None:
+    if all(gradient is None or recorder.comes_from_seeds(gradient) for gradient in computed):
         return None
+    others = [other for other in (arrived if leading is None else leading) if other is not None]
     return tuple(
-        None
-        if gradient is None
-        else JOINT_ARRIVAL(gradient, [other for other in arrived if other is not gradient])
-        for gradient in gradients
+        gradient
+        if gradient is None or recorder.comes_from_seeds(gradient)
+        else JOINT_ARRIVAL(gradient, others, recorder.is_without_memory(gradient))
+        for gradient in computed
     )
+
+
+def _all_joined(leading: Gradients, gradients: Gradients) -> Gradients:
+    return tuple(None if gradient is None else JOINT_ARRIVAL(gradient, leading) for gradient in gradients)

@@ -290,14 +290,29 @@ INLINE float fast_erf(float x) {
   float far = __builtin_copysignf(1.0f - short_exp(-fused(q, t, t)), x);
   return a < 0.925f ? near : far;
 }
-// sin(x + quadrant * pi/2). The reduction is in float64 and good for |x| < 2^40; beyond that the result is a
-// number in [-1, 1] without meaning.
+// The number of quarter turns in x, modulo 4, in units of 2^-62, for 2^40 <= |x|: the product of its fraction with those
+// bits of 2/pi of which something is left (Payne and Hanek, 1983).
+INLINE uint64_t quarter_turns(float x) {
+  int32_t start = ((bits_of(x) >> 23) & 255) - 152;
+  uint64_t shift = uint64_t(start & 63);
+  bool later = start > 63;
+  uint64_t a = later ? 0xfc2757d1f534ddc0 : 0xa2f9836e4e441529, b = later ? 0xdb6295993c439041 : 0xfc2757d1f534ddc0;
+  uint64_t c = later ? 0xfe5163abdebbc561 : 0xdb6295993c439041;
+  uint64_t head = (a << shift) | ((b >> 1) >> (63 - shift)), rest = (b << shift) | ((c >> 1) >> (63 - shift));
+  uint64_t fraction = uint64_t((bits_of(x) & 0x007fffff) | 0x00800000);
+  uint64_t turns = fraction * head + ((fraction * (rest >> 32)) >> 32);
+  return bits_of(x) < 0 ? -turns : turns;
+}
+// sin(x + quadrant * pi/2), with the reduction in float64 below 2^40.
 INLINE float sine_from_quadrant(float x, int64_t quadrant) {
   double wide = double(x), n = __builtin_rint(wide * 0.63661977236758134308);
   double r = fused(n, -1.57079632679489655800, wide);
   r = fused(n, -6.12323399573676603587e-17, r);
-  int64_t q = (absolute(wide) < 0x1p62 ? int64_t(n) : 0) + quadrant;
-  float f = float(r), s = f * f;
+  uint64_t turns = quarter_turns(x), nearest = (turns + (uint64_t(1) << 61)) >> 62;
+  bool is_far = absolute(x) >= 0x1p40f;
+  double far = double(int64_t(turns - (nearest << 62))) * (0x1p-62 * 1.57079632679489655800);
+  int64_t q = (is_far ? int64_t(nearest) : int64_t(n)) + quadrant;
+  float f = float(is_far ? far : r), s = f * f;
   float sine = fused(-1.9516832e-4f, s, 8.332183e-3f);
   sine = fused(fused(sine, s, -1.6666655e-1f), s * f, f);
   float cosine = fused(2.4431201e-5f, s, -1.3887304e-3f);
