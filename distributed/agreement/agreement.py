@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.torch_facts.process_groups import world
+from gradsplit.compile_core.torch_facts.process_groups import store_of, world
 from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, store_has_ended
 from gradsplit.distributed.agreement.failure_watch import LINGER_S, FailureWatch, describe_error
 from gradsplit.distributed.agreement.gloo_connections import GlooConnections
@@ -326,8 +326,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     found = _agreements.get(group)
     if found is None:
         try:
-            reference, connections = weakref.ref(group), GlooConnections(group)
-            bulletin = Bulletin.of_group(group)
+            reference, bulletin = weakref.ref(group), Bulletin(store_of(group))
+            connections = GlooConnections(bulletin, group.rank())
         except RuntimeError as error:  # as torch's own, where another rank has ended by now
             raise store_has_ended() from error
 

@@ -24,12 +24,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.compile_core.torch_facts.process_groups import store_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,8 @@ class Bulletin:
     """JSON values by name, shared by ranks; threads may use it at the same time.
 
     Args:
-        store: where entries are kept; used by nobody else.
+        store: where entries are kept. It gets a connection of its own: another one may be held by who waits for
+            something.
 
     Attributes:
         session: its name, which is for everybody to see.
@@ -65,7 +64,6 @@ class Bulletin:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = self._open = store
         self._secret, self.session = b"", ""
         self._has_warned = False
         self.has_session = False
@@ -75,6 +73,8 @@ class Bulletin:
         weakref.finalize(self, self._requests.put, None)
         if self._probe is not None:
             weakref.finalize(self, self._probe.close)
+        self._store = self._open = self._ask(store.clone)  # torch tries for minutes where the store has ended
+        self._open.set_timeout(timedelta(seconds=SILENCE_S))
 
     def enter(self, secret: bytes) -> None:
         """From now on entries are those of the ranks that know this, which is for nobody else to read. A store may
@@ -90,18 +90,13 @@ class Bulletin:
 
     def read_openly(self, name: str) -> Any:
         """What was posted openly, if it has the form of what ranks say of themselves; else ``None``."""
-        name = f"gradsplit/{name}"
         with suppress(ValueError, TypeError, KeyError):
-            if self._ask(self._open.check, [name]):
-                return _word_of_rank(json.loads(self._ask(self._open.get, name)))
+            return _word_of_rank(json.loads(self.read_of_group(f"gradsplit/{name}")))
         return None
 
-    @staticmethod
-    def of_group(group: dist.ProcessGroup) -> Bulletin:
-        """A connection of its own to the group's store: another one may be held by who waits for something."""
-        store = store_of(group).clone()
-        store.set_timeout(timedelta(seconds=SILENCE_S))
-        return Bulletin(store)
+    def read_of_group(self, name: str) -> bytes:
+        """What the store has of the process group's own, if anything."""
+        return self._ask(self._open.get, name) if self._ask(self._open.check, [name]) else b""
 
     def post(self, name: str, value: Any) -> None:
         self._ask(self._store.set, name, self._signed(name, value))
@@ -159,12 +154,12 @@ class Bulletin:
         return hmac.digest(self._secret, name.encode() + b"\0" + text, hashlib.sha256).hex().encode()
 
     def _ask(self, ask: Callable[..., Any], *arguments: Any) -> Any:
-        if self._probe is not None and _has_ended(self._probe):
-            raise store_has_ended()
+        self._check_probe()
         request = _Request(ask, arguments)
         self._requests.put(request)
         waited_s = 0.0
         while not request.is_done.wait(_STEP_S):
+            self._check_probe()
             waited_s += _STEP_S
             if waited_s > SILENCE_S:
                 raise StoreLost(
@@ -177,6 +172,10 @@ class Bulletin:
         if request.error is not None:
             raise request.error
         return request.answer
+
+    def _check_probe(self) -> None:
+        if self._probe is not None and _has_ended(self._probe):
+            raise store_has_ended()
 
 
 def _word_of_rank(said: Any) -> dict[str, Any]:
@@ -224,10 +223,14 @@ def _connection_to(store: Store) -> socket.socket | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        with suppress(OSError):  # it may be reached in another way; whoever asks will see
+        try:
             connection = socket.create_connection((store.host, store.port), _CONNECT_TIMEOUT_S)
-            connection.setblocking(False)
-            return connection
+        except ConnectionRefusedError as error:
+            raise store_has_ended() from error
+        except OSError:  # it may be reached in another way; whoever asks will see
+            return None
+        connection.setblocking(False)
+        return connection
     return None
 
 

@@ -14,20 +14,21 @@ from contextlib import suppress
 from itertools import filterfalse
 from pathlib import Path
 
-import torch.distributed as dist
-
-from gradsplit.compile_core.torch_facts.process_groups import store_of
+from gradsplit.distributed.agreement.bulletin import Bulletin
 
 _DESCRIPTORS, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
 
 class GlooConnections:
-    """Those of this process, found by means of one group."""
+    """Those of this process, found by means of one group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # Read now: the store may be gone when it matters.
-        store, key = store_of(group), f"cpu//0/{group.rank()}"
-        self._entry = store.get(key) if store.check([key]) else b""
+    Args:
+        bulletin: over the group's store, which is read now: it may be gone when it matters.
+        rank: this process, by its number in the group.
+    """
+
+    def __init__(self, bulletin: Bulletin, rank: int) -> None:
+        self._entry = bulletin.read_of_group(f"cpu//0/{rank}")
 
     def cut(self) -> None:
         """What waits in a collective of gloo's, in whatever thread, raises."""

@@ -240,8 +240,12 @@ def _start(case: Case, rank: int, port: str, folder: Path) -> subprocess.Popen[s
 
 def _judge(case: Case, ranks: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> str:
     begun = folder / "begun"
-    _wait(begun.exists, limit_s, ranks)
-    if not begun.exists() or not begun.read_text():
+
+    def has_begun() -> bool:  # the file is there before what is written to it
+        return begun.exists() and bool(begun.read_text())
+
+    _wait(has_begun, limit_s, ranks)
+    if not has_begun():
         return "the fault did not come: " + _said(folder, range(case.size))
     begun_s = float(begun.read_text())
     if case.kind == "stopped":

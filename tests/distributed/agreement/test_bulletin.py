@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -131,21 +132,55 @@ time.sleep(60)
 
 
 @pytest.fixture
-def holder() -> Iterator[tuple[subprocess.Popen[str], Bulletin]]:
-    """A process that holds a store, and a bulletin over that."""
+def holder() -> Iterator[tuple[subprocess.Popen[str], Store]]:
+    """A process that holds a store, and the store."""
     process = subprocess.Popen([sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    store = TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False, wait_for_workers=False)
-    yield process, bulletin_over(store)
+    port = int(process.stdout.readline())
+    yield process, PrefixStore("group", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     process.kill()
     process.communicate()
 
 
-def test_a_store_that_is_stopped_blocks_nobody(
-    holder: tuple[subprocess.Popen[str], Bulletin], monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_ends_before_it_is_opened(holder: tuple[subprocess.Popen[str], Store]) -> None:
+    """Torch would try to connect for five minutes."""
+    process, store = holder
+    process.kill()
+    process.wait()
+    began_s = time.monotonic()
+    with pytest.raises(StoreLost, match=r"rank 0, .* has ended"):
+        Bulletin(store)
+    assert time.monotonic() - began_s < 2
+
+
+def test_a_store_that_ends_or_is_stopped_while_it_is_opened(
+    holder: tuple[subprocess.Popen[str], Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulletins, "SILENCE_S", 1.0)
-    process, bulletin = holder
+    process, store = holder
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(StoreLost, match="has not answered for 1 s: it has been stopped"):
+        Bulletin(store)
+    os.kill(process.pid, signal.SIGCONT)
+
+    def connect_and_end(over: Store) -> socket.socket | None:
+        connection = connect(over)
+        process.kill()
+        process.wait()
+        return connection
+
+    connect = bulletins._connection_to
+    monkeypatch.setattr(bulletins, "_connection_to", connect_and_end)
+    with pytest.raises(StoreLost, match="has ended"):
+        Bulletin(store)
+
+
+def test_a_store_that_is_stopped_blocks_nobody(
+    holder: tuple[subprocess.Popen[str], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulletins, "SILENCE_S", 1.0)
+    process, store = holder
+    bulletin = bulletin_over(store)
     bulletin.post("a", 1)
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(StoreLost, match=r"rank 0, .* has not answered for 1 s: it has been stopped") as lost:
