@@ -58,6 +58,7 @@ class ResultAlias:
         position: among the primals, or among the outputs.
         view: sizes, strides and offset relative to that tensor's own offset, or ``None`` for the tensor itself.
         detached: how the program cut it off from autograd, if it did.
+        has_history: whether it was made with gradients, so that they flow back from it into that tensor.
         fake: the result of the trace, a view whose operations are done again where several elements of that tensor lie
             in one place: sizes and strides do not tell then which of them are whose.
     """
@@ -66,6 +67,7 @@ class ResultAlias:
     position: int
     view: tuple[tuple[int | OpenSize, ...], tuple[int | OpenSize, ...], int | OpenSize] | None
     detached: Detachment | None
+    has_history: bool
     fake: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
@@ -77,7 +79,8 @@ class Mutation:
         input: position among the primals.
         output: position among the graph's outputs of its new value.
         differentiable: autograd saw the change, so gradients flow from the input's later uses into the graph.
-        counted: the tensor's version counts the change; it does not count one through ``.data``.
+        counted: the tensor's version counts the change; it does not count one through ``.data``, nor does a batch norm
+            count those of its running statistics.
     """
 
     input: int

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradsplit.compile_core.torch_facts.dispatcher import enable_python_dispatcher, suggest_memory_format
 from gradsplit.compile_core.torch_facts.symbolic_numbers import memory_order, value_at_compilation
@@ -190,9 +192,43 @@ def _scattered(_: tuple[Any, ...], result: Tensor) -> Tensor:
     return result.clone() if is_expanded else result
 
 
-def _ldexp(args: tuple[Any, ...], result: Tensor) -> Tensor:
-    """A product with powers of two, which lie row-major."""
-    return _elementwise((args[0], args[1].contiguous()), result)
+def _as_run(func: Any) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
+    """Lays a result as the kernel itself lays that of small tensors whose dims lie in the same order."""
+
+    def correct(args: tuple[Any, ...], result: Tensor) -> Tensor:
+        tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+        sizes = [value_at_compilation(size) for tensor in tensors for size in tensor.shape]
+        if result.device.type != "cpu" or result.dim() < 2 or 0 in sizes:
+            return result
+        with disable_current_modes():
+            plain = func(*tree_map_only(Tensor, _small, args))
+        return result if memory_order(plain.stride()) == memory_order(result.stride()) else _as(plain, result)
+
+    return correct
+
+
+def _small(tensor: Tensor) -> Tensor:
+    """Zeros of at most two elements a dim, with strides of the same order; equal ones stay equal."""
+    shape = [min(value_at_compilation(size), 2) for size in tensor.shape]
+    strides = [value_at_compilation(stride) for stride in tensor.stride()]
+    small, step = {0: 0}, 1
+    for stride in sorted({*strides} - {0}):
+        small[stride] = step
+        step *= prod(size for size, of in zip(shape, strides, strict=True) if of == stride) + 1
+    return torch.zeros(step, dtype=tensor.dtype).as_strided(shape, [small[stride] for stride in strides])
+
+
+def _index(args: tuple[Any, ...]) -> Tensor:
+    """Torch takes the shape of an index without dims for that of all."""
+    source, indices = args
+    tensors = [index for index in indices if index is not None]
+    if len(tensors) > 1 and not any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+        expanded = iter(torch.broadcast_tensors(*tensors))
+        indices = [None if index is None else next(expanded) for index in indices]
+    return _laid_index(args, aten.index.Tensor(source, indices))
+
+
+_laid_index = _as_run(aten.index.Tensor)
 
 
 def _margin_loss(args: tuple[Any, ...], loss: Tensor) -> Tensor:
@@ -234,12 +270,13 @@ def _like_second(args: tuple[Any, ...]) -> Tensor:
     return torch.empty_like(args[1], memory_format=torch.contiguous_format)
 
 
-# Of these torch does not know what they give for sizes that are symbols.
+# Of these torch does not know what they give, most for sizes that are symbols.
 _LIKE: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
     aten.hardshrink_backward.default: lambda args: torch.mul(args[0], args[1]),
     aten.softshrink_backward.default: lambda args: torch.mul(args[0], args[1]),
     aten.multi_margin_loss_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,
+    aten.index.Tensor: _index,
 }
 
 _INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}
@@ -270,7 +307,7 @@ _CORRECTIONS: Mapping[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.multi_margin_loss.default: _margin_loss,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.complex.default: _elementwise,
-    aten.ldexp.Tensor: _ldexp,
+    aten.ldexp.Tensor: _as_run(aten.ldexp.Tensor),
     aten.view.default: _viewed,
     aten._unsafe_view.default: _viewed,
     aten.slice_scatter.default: _scattered,

@@ -66,6 +66,33 @@ def from_views_without_gradients(compile):
     return [seen_of(f(x)) for x in [*inputs, torch.randn(3, 2)[:].requires_grad_()]]
 
 
+def views_with_gradients_inside_of_no_grad(compile):
+    """The program switches gradients on where its caller, or the frame before a break, has switched them off."""
+
+    @compile
+    def program(x, w):
+        with torch.enable_grad():
+            return x.view(-1), x[:1], w.t()
+
+    @compile
+    def broken(x, w):
+        with torch.no_grad():
+            torch._C._get_tracing_state()  # a call without rule
+            with torch.enable_grad():
+                y = x.expand(2, 2, 2)
+        return x.view(-1), y.nansum(), w
+
+    found = []
+    for call in (program, broken):
+        x, w = leaf(2, 2), leaf(2, 2)
+        with torch.no_grad():
+            results = program(x, w) if call is program else ()
+        results = results or broken(x, w)
+        (results[1].sum() * 3).backward()
+        found += [x.grad, w.grad, *map(seen_of, results)]
+    return found
+
+
 def origins(compile):
     f, x, w = compile(lambda x, w: x * w), leaf(2, 2), leaf(2, 2)
     y = f(x, w)  # torch 2.11 keeps the node of a Function with its results only
@@ -182,6 +209,7 @@ SCENARIOS = {
         under_no_grad,
         under_inference_mode,
         from_views_without_gradients,
+        views_with_gradients_inside_of_no_grad,
         origins,
         kept_gradients,
         same_result_twice,

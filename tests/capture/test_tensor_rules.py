@@ -301,6 +301,19 @@ def test_out_of_another_dtype(function, dtype):
         torch.testing.assert_close(given, expected, rtol=0, atol=0)
 
 
+def test_out_that_is_also_read():
+    """It is resized before it is read."""
+
+    def program():
+        x = torch.zeros(0, 3)
+        return torch.sum(x, 0, out=x), x
+
+    compiled = gradsplit.compile(program)
+    torch.testing.assert_close(compiled(), program(), rtol=0, atol=0)
+    with pytest.raises(gradsplit.CompileError, match="resized"):
+        gradsplit.compile(program, fullgraph=True)()
+
+
 def test_a_loss_has_the_dtype_of_its_targets():
     def program(x, target):
         return torch.nn.functional.binary_cross_entropy_with_logits(x, target) * 2

@@ -16,7 +16,7 @@ from gradsplit.compile_core.autograd.bound_graphs.compiled_call import (
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
-from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import copy_groups, store_values
+from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import CopyGroup, copy_groups
 from gradsplit.compile_core.ir.graphs import (
     Detachment,
     GraphSignature,
@@ -47,7 +47,7 @@ class BoundGraph:
     forward: Program
     differentiable: DifferentiableProgram | None
     signature: GraphSignature
-    replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    replays: tuple[CopyGroup, ...]
     enables_gradients: bool
     changes_inputs: bool
     returns_outputs: bool
@@ -65,13 +65,11 @@ class BoundGraph:
             return outputs
         if self.changes_inputs:
             with torch.no_grad():
-                for positions, updates in self.replays:
-                    store_values([primals[k] for k in positions], [outputs[k] for k in updates])
+                for group in self.replays:
+                    group.store([primals[k] for k in group.inputs], outputs)
             for mutation in signature.mutated:
                 if mutation.differentiable:
                     primals[mutation.input].copy_(outputs[mutation.output])
-                elif not mutation.counted:
-                    primals[mutation.input].data.copy_(outputs[mutation.output])
         sizes = outputs[len(outputs) - signature.open_sizes :]
         detached: dict[Detachment, torch.Tensor] = {}
         return tuple(
@@ -116,10 +114,13 @@ def bind_autograd(
     if not graph.signature.mutated:
         forward = returning_draws(forward, graph.forward)
     left = [mutation for mutation in graph.signature.mutated if mutation.output not in (updated or {})]
-    unseen = [
-        (change.input, change.output) for change in left if change.counted and not change.differentiable
-    ]
+    unseen = [(change.input, change.output) for change in left if not change.differentiable]
     differentiable = None
+    results = graph.signature.results
+    has_gradients = backward is not None or any(
+        isinstance(result, ResultAlias) and result.view is not None and result.has_history
+        for result in results
+    )
     if backward is not None:
         differentiable = DifferentiableProgram.of(
             graph, forward, backward, differentiable_backward, updated or {}, stored
@@ -129,10 +130,9 @@ def bind_autograd(
         differentiable=differentiable,
         signature=graph.signature,
         replays=copy_groups(graph, unseen),
-        enables_gradients=backward is not None and not torch.is_grad_enabled(),
+        enables_gradients=has_gradients and not torch.is_grad_enabled(),
         changes_inputs=bool(left),
-        returns_outputs=not graph.signature.mutated
-        and graph.signature.results == tuple(range(graph.num_outputs)),
+        returns_outputs=not graph.signature.mutated and results == tuple(range(graph.num_outputs)),
     )
 
 

@@ -8,6 +8,7 @@ graph holds the stores among its kernels. Where they were, the program returns `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,10 @@ from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, tel
 def updated_inputs(graph: PartitionedGraph) -> dict[int, int]:
     """By position of the graph's output, the position of the primal of which it is the new value."""
     primals = [node.name for node in graph.forward.graph.find_nodes(op="placeholder")]
-    uncounted = {mutation.input for mutation in graph.signature.mutated if not mutation.counted}
     return {
         output: position
         for output, position in replaced_inputs(graph.signature).items()
-        if primals[position] not in graph.saved and position not in uncounted
+        if primals[position] not in graph.saved
     }
 
 
@@ -39,10 +39,10 @@ def updating(program: Program, graph: PartitionedGraph, updated: dict[int, int])
     outputs = tuple(updated)
 
     def run(arguments: list[torch.Tensor]) -> Sequence[Any]:
-        changed = [[arguments[position] for position in positions] for positions, _ in groups]
+        changed = [[arguments[position] for position in group.inputs] for group in groups]
         results = [*program(arguments)]
-        for tensors, (_, values) in zip(changed, groups, strict=True):
-            store_values(tensors, [results[output] for output in values])
+        for tensors, group in zip(changed, groups, strict=True):
+            group.store(tensors, results)
         for output in outputs:
             results[output] = None
         return results
@@ -50,25 +50,40 @@ def updating(program: Program, graph: PartitionedGraph, updated: dict[int, int])
     return run
 
 
-def copy_groups(
-    graph: PartitionedGraph, pairs: Sequence[tuple[int, int]]
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Positions of primals, and of those outputs that replace them, one group a dtype, to be copied at once: fifty
-    batch norms have a hundred and fifty."""
+@dataclass(frozen=True)
+class CopyGroup:
+    """Inputs of one dtype that get their new values at once: fifty batch norms have a hundred and fifty.
+
+    Attributes:
+        inputs: positions of the primals.
+        outputs: positions of those outputs that replace them.
+        counted: their versions count the change.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    counted: bool
+
+    def store(self, changed: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Gives the inputs ``changed`` their new values, which a program may have stored in some of them already."""
+        pairs = [(tensor, outputs[k]) for tensor, k in zip(changed, self.outputs, strict=True)]
+        left = [(tensor, value) for tensor, value in pairs if value is not tensor]
+        if self.counted and len(left) < len(pairs):
+            tell_of_changes([tensor for tensor, value in pairs if value is tensor])
+        if left:
+            targets = [tensor if self.counted else tensor.data for tensor, _ in left]
+            foreach_copy(targets, [value for _, value in left])
+
+
+def copy_groups(graph: PartitionedGraph, pairs: Sequence[tuple[int, int]]) -> tuple[CopyGroup, ...]:
+    """Groups for positions of primals, and of those outputs that replace them."""
     primals = graph.forward.graph.find_nodes(op="placeholder")
-    groups: dict[torch.dtype, list[tuple[int, int]]] = {}
+    counted = {change.input: change.counted for change in graph.signature.mutated}
+    groups: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for position, output in pairs:
-        groups.setdefault(primals[position].meta["val"].dtype, []).append((position, output))
-    return tuple((tuple(p for p, _ in group), tuple(o for _, o in group)) for group in groups.values())
-
-
-def store_values(changed: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Gives tensors their new values. Where the program has stored one there already, autograd is told only."""
-    stored = [tensor for tensor, value in zip(changed, values, strict=True) if value is tensor]
-    if not stored:
-        foreach_copy(changed, values)
-        return
-    tell_of_changes(stored)
-    pairs = [(tensor, value) for tensor, value in zip(changed, values, strict=True) if value is not tensor]
-    if pairs:
-        foreach_copy([tensor for tensor, _ in pairs], [value for _, value in pairs])
+        key = primals[position].meta["val"].dtype, counted[position]
+        groups.setdefault(key, []).append((position, output))
+    return tuple(
+        CopyGroup(tuple(p for p, _ in group), tuple(o for _, o in group), is_counted)
+        for (_, is_counted), group in groups.items()
+    )

@@ -99,8 +99,7 @@ def find_calling_convention(
         before = {
             k: (_metadata(tensor), tensor.requires_grad, tensor.grad_fn) for k, tensor in tensors.items()
         }
-        by_data = _inputs_with_data(module)
-        versions = {k: tensors[k]._version for k in by_data if not tensors[k].is_inference()}
+        versions = {k: tensor._version for k, tensor in tensors.items() if not tensor.is_inference()}
         with failures_explained(), RefuseOverlappingWrites():
             outputs = module.forward(*inputs)
         rebound: list[int] = []
@@ -141,20 +140,6 @@ def _check_views(outputs: Sequence[torch.Tensor]) -> None:
             _ = output.grad_fn
     except RuntimeError as error:
         raise Unsupported("stale-view", f"a result that autograd forbids to use: {error}") from error
-
-
-def _inputs_with_data(module: torch.fx.GraphModule) -> list[int]:
-    """Positions of the inputs in whose memory the program asks a tensor for ``.data``, which has a version of its own.
-    Other operators count changes, also where fake tensors do not: the running statistics of a batch norm."""
-    nodes = module.graph.find_nodes(op="call_function", target=getattr)
-    read = {_memory(node.args[0]) for node in nodes if node.args[1] == "data"} - {None}
-    placeholders = module.graph.find_nodes(op="placeholder")
-    return [k for k, node in enumerate(placeholders) if read and _memory(node) in read]
-
-
-def _memory(node: torch.fx.Node) -> int | None:
-    example = node.meta.get("example_value")
-    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
 
 
 def _check_leaves(
@@ -252,9 +237,10 @@ def _alias(
     detached = None
     if not output.requires_grad and (source.requires_grad or _root(output) is not _root(source)):
         detached = detachments.setdefault(id(_root(output)), Detachment(len(detachments), True))
+    has_history = output.grad_fn is not None
     is_detached_itself = detached is not None and output._base is None and _layout(output) == _layout(source)
     if output is source or is_detached_itself:
-        return ResultAlias(kind == "input", position, None, detached)
+        return ResultAlias(kind == "input", position, None, detached, has_history)
     offset: Any = output.storage_offset() - source.storage_offset()
     view = (tuple(output.shape), tuple(output.stride()), offset)
     is_ambiguous = output.requires_grad and (
@@ -262,7 +248,8 @@ def _alias(
     )
     if is_ambiguous and (output._has_symbolic_sizes_strides or source._has_symbolic_sizes_strides):
         raise Unsupported("view-of-expanded", "a result is a view of an expanded input of open sizes")
-    return ResultAlias(kind == "input", position, view, detached, output if is_ambiguous else None)
+    fake = output if is_ambiguous else None
+    return ResultAlias(kind == "input", position, view, detached, has_history, fake)
 
 
 def _with_counts(

@@ -328,8 +328,9 @@ def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywor
     the result does, as a rule.
     """
     given = [_fake_of(node) for node in out]
+    read = {id(value) for value in tree_leaves((arguments, {**keywords, "out": None}))}
     new = all(
-        tensor.numel() == 0 and not tensor._is_view() and not node.users
+        tensor.numel() == 0 and not tensor._is_view() and not node.users and id(tensor) not in read
         for node, tensor in zip(out, given, strict=True)
     )
     try:

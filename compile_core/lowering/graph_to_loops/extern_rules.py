@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -94,8 +95,8 @@ def scalar_factor(node: torch.fx.Node) -> tuple[torch.fx.Node, float] | None:
         return None
     if factor != 0 and node.target in (aten.div.Tensor, aten.div.Scalar):
         factor = 1.0 / factor
-    if factor == 0:
-        return None  # of a product times 0, libraries compute nothing, where infinity times 0 is no number
+    if factor == 0 or not math.isfinite(factor):
+        return None  # libraries compute nothing of a product times 0, nor of one of no terms
     if not product.meta["val"].dtype.is_floating_point or node.meta["val"].dtype != product.meta["val"].dtype:
         return None
     return product, float(factor)
