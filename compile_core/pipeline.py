@@ -23,6 +23,7 @@ from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import updated_
 from gradsplit.compile_core.autograd.captured_graphs.cut_at_results import cut_at_results
 from gradsplit.compile_core.autograd.captured_graphs.fake_values import note_fake_values
 from gradsplit.compile_core.autograd.captured_graphs.pieces import Piece, link_pieces
+from gradsplit.compile_core.autograd.captured_graphs.unnoticed_changes import refuse_changes_of_what_is_saved
 from gradsplit.compile_core.autograd.partitioning.partition import partition
 from gradsplit.compile_core.autograd.rewrites.numbers_to_tensors import (
     as_tensors,
@@ -143,6 +144,7 @@ def compile_module(
                     raise TypeError(f"a backend returns what runs the graph, not {compiled!r}")
                 return compiled
         note_fake_values(module, examples)
+        refuse_changes_of_what_is_saved(module)
         pieces = cut_at_results(module) if options.linked_results else []
         if len(pieces) > 1:
             return compile_pieces(module, pieces, backend=backend, options=options)

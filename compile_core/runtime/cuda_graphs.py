@@ -137,6 +137,7 @@ def graph_programs(
         graph.num_outputs,
         hides=backward is not None,
         changed=changed,
+        uncounted={change.input for change in graph.signature.mutated if not change.counted},
         copied_out=small,
     )
     if backward is None or graph.backward is None:

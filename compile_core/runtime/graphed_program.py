@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,6 +196,7 @@ class GraphedProgram:
         num_visible: how many of the first results reach the user; the rest is kept for the backward.
         hides: whether the backward finds what is kept for it in the recording; else it is given out as well.
         changed: positions of inputs that the program changes.
+        uncounted: of these, those whose versions do not count it; see ``Mutation``.
         copied_in: positions of inputs that come from elsewhere every time.
         copied_out: positions of results that are copied out from the start.
         forward: of a backward, the program that computed some of its inputs.
@@ -211,6 +212,7 @@ class GraphedProgram:
         *,
         hides: bool = False,
         changed: Sequence[int] = (),
+        uncounted: Container[int] = (),
         copied_in: Iterable[int] = (),
         copied_out: Iterable[int] = (),
         forward: GraphedProgram | None = None,
@@ -222,6 +224,7 @@ class GraphedProgram:
         self._num_visible = num_visible
         self._hides = hides
         self._changed = tuple(changed)
+        self._counted = tuple(position for position in changed if position not in uncounted)
         self._copied_in = set(copied_in)
         self._copied_out = set(copied_out)
         self._forward = forward
@@ -253,8 +256,8 @@ class GraphedProgram:
                 recording.stream = self._recorder.follow(recording.stream)
                 recording.read(inputs)
                 recording.replay()
-                if self._changed:
-                    tell_of_changes([inputs[position] for position in self._changed])
+                if self._counted:
+                    tell_of_changes([inputs[position] for position in self._counted])
                 results = recording.give(inputs, self._copied_out)
                 inputs.clear()
                 return results

@@ -53,6 +53,23 @@ def assert_same(compiled, plain):
             torch.testing.assert_close(found, expected)
 
 
+def test_a_tensor_changed_by_several_calls_leads_through_all_of_them():
+    """What a change needs for its backward is nothing, which is never freed."""
+
+    def steps(d, b):
+        d.add_(b)
+        return d.var(-1)
+
+    found = []
+    for call in (steps, compile(steps)):
+        x, y = inputs()
+        d = x.clone()
+        for _ in range(3):
+            call(d, y.detach()).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_change_between_the_backwards_is_noticed():
     def squares(x, y):
         return x.sin().sum(), y.square().sum()

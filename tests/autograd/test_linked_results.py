@@ -46,6 +46,18 @@ def hook_that_changes(compile):
     return seen, x.grad, w.grad
 
 
+def hook_on_a_view_that_views_are_made_of(compile):
+    def program(x, w):
+        rows = x[:2]
+        return rows, rows.expand(2, 2, 3), rows @ w
+
+    f, x, w, seen = compile(program), leaf(3, 3), leaf(3, 3), []
+    rows, expanded, product = f(x, w)
+    rows.register_hook(lambda gradient: (seen.append(gradient.clone()), gradient * 2)[1])
+    (expanded[0].sum() * 3 + product.sum()).backward()
+    return seen, x.grad, w.grad
+
+
 def loss_and_scores(compile):
     model = nn.Linear(4, 3)
 
@@ -120,6 +132,7 @@ SCENARIOS = {
         gradient_between_results,
         kept_gradient,
         hook_that_changes,
+        hook_on_a_view_that_views_are_made_of,
         loss_and_scores,
         one_after_another,
         parts_on_the_way,

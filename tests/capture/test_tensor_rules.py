@@ -314,6 +314,24 @@ def test_out_that_is_also_read():
         gradsplit.compile(program, fullgraph=True)()
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_out_of_another_dtype_and_size_runs_plainly():
+    """A leaf that was used before keeps the size of its gradient."""
+
+    def program(x, y):
+        both = torch.column_stack([x, x])
+        with torch.no_grad():
+            torch.sin(y, out=x)
+        return both, x * 2
+
+    gradients = []
+    for call in (program, gradsplit.compile(program)):
+        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        call(x, torch.ones(1, 1, dtype=torch.int64))[1].sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_a_loss_has_the_dtype_of_its_targets():
     def program(x, target):
         return torch.nn.functional.binary_cross_entropy_with_logits(x, target) * 2

@@ -354,8 +354,9 @@ def _saved_tensors(ctx: Any, absent: int) -> Sequence[Any]:
         if found is None:
             raise
         return found
-    if absent and program.independent is not None and not graph_task_keeps_graph():
-        ctx.kept = program.independent.keep(saved, absent)
+    independent = program.independent
+    if independent is not None and independent.may_keep(absent) and not graph_task_keeps_graph():
+        ctx.kept = independent.keep(saved, absent)
     return saved
 
 

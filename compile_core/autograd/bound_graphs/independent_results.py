@@ -27,9 +27,15 @@ from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class IndependentResults:
-    """Groups of tangents: for each the positions of what their gradients read, among the saved tensors."""
+    """What the gradients of results read.
+
+    Attributes:
+        groups: of tangents, as bit sets: for each the positions of what their gradients read, among the saved tensors.
+        specs: of the saved tensors; ``None`` where that depends on open sizes.
+    """
 
     groups: dict[Sources, frozenset[int]]
+    specs: tuple[TensorSpec | None, ...]
 
     @staticmethod
     def of(graph: PartitionedGraph) -> IndependentResults | None:
@@ -60,16 +66,22 @@ class IndependentResults:
         every = bit_set(range(count))
         if group_of[0] == every:
             return None
-        tensors = [node.name for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)]
+        tensors = [node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)]
+        specs = (TensorSpec.of(node.meta["val"]) for node in tensors)
         matter = {
             group: inputs_that_matter(backward.graph, tangents, every & ~group) for group in set(group_of)
         }
         return IndependentResults(
             {
-                group: frozenset(k for k, name in enumerate(tensors) if name in names)
+                group: frozenset(k for k, node in enumerate(tensors) if node.name in names)
                 for group, names in matter.items()
-            }
+            },
+            tuple(None if spec.is_open else spec for spec in specs),
         )
+
+    def may_keep(self, absent: Sources) -> bool:
+        """Whether a backward without these tangents leaves any for later: those that read nothing may always come."""
+        return bool(absent) or not all(self.groups.values())
 
     def keep(self, saved: Sequence[torch.Tensor | None], absent: Sources) -> KeptValues | None:
         """The saved values that a later backward needs, after one without the ``absent`` tangents frees the rest."""
@@ -79,7 +91,11 @@ class IndependentResults:
         read = frozenset().union(*(self.groups[group] for group in waiting))
         # With its history a result of the graph would hold the node that holds it.
         values = [
-            TensorSpec.of(tensor) if k not in read else tensor if tensor.is_leaf else tensor.detach()
+            (self.specs[k] or TensorSpec.of(tensor))
+            if k not in read
+            else tensor
+            if tensor.is_leaf
+            else tensor.detach()
             for k, tensor in enumerate(saved)
             if tensor is not None
         ]

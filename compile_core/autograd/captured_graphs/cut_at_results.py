@@ -84,7 +84,8 @@ def _tags(name: str) -> frozenset[torch.Tag]:
 
 
 def _has_heirs(result: Node, results: set[Node]) -> bool:
-    """Whether gradients flow into it from another result, in other memory."""
+    """Whether gradients flow into it from another result. In its own memory that is made as a view of it, if it is no
+    view itself."""
     value = result.meta["example_value"]
     seen = {result}
     waiting = [result] if value.requires_grad else []
@@ -95,7 +96,9 @@ def _has_heirs(result: Node, results: set[Node]) -> bool:
             seen.add(user)
             waiting.append(user)
             made = user.meta["example_value"]
-            if user in results and made.requires_grad and not _share_memory(made, value):
+            if user not in results or not made.requires_grad:
+                continue
+            if value._is_view() or not _share_memory(made, value):
                 return True
     return False
 

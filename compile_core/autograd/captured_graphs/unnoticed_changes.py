@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.fx import GraphModule
+
+from gradsplit.compile_core.errors import Unsupported
 
 
 def unnoticed(
@@ -19,6 +22,35 @@ def unnoticed(
         roots: results of a run with autograd, which lives as long as these.
         groups: tensors of this run.
     """
+    memories = _saved_memories(roots)
+    if memories is None:
+        return tuple(frozenset() for _ in groups)
+    return tuple(
+        frozenset(k for k, tensor in group.items() if tensor.untyped_storage()._cdata not in memories)
+        for group in groups
+    )
+
+
+def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
+    """Refuses a program that changes through ``.data`` what an operation of it has saved: a backward of plain PyTorch's
+    reads what is there by then. (One that changes it before is refused, too.)"""
+    nodes = module.graph.find_nodes(op="call_function", target=getattr)
+    read = [node.meta["example_value"] for node in nodes if node.args[1] == "data"]
+    written = {tensor.untyped_storage()._cdata for tensor in read if tensor._version}
+    if not written:
+        return
+    (output,) = module.graph.find_nodes(op="output")
+    memories = _saved_memories(node.meta["example_value"] for node in output.args[0])
+    if memories is None or not written.isdisjoint(memories):
+        raise Unsupported(
+            "unseen-change",
+            "the program changes a tensor through .data that a backward may read",
+            "change it under torch.no_grad(), which autograd notices",
+        )
+
+
+def _saved_memories(roots: Iterable[torch.Tensor]) -> set[int] | None:
+    """``None`` where that is not to be known."""
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     memories: set[int] = set()
@@ -32,12 +64,8 @@ def unnoticed(
             if isinstance(saved, torch.Tensor):
                 memories.add(saved.untyped_storage()._cdata)
             elif saved is not None:
-                # Who knows what a hook for saved tensors reads.
-                return tuple(frozenset() for _ in groups)
-    return tuple(
-        frozenset(k for k, tensor in group.items() if tensor.untyped_storage()._cdata not in memories)
-        for group in groups
-    )
+                return None  # who knows what a hook for saved tensors reads
+    return memories
 
 
 def _saved_by(node: Any) -> Iterator[Any]:

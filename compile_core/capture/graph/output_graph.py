@@ -337,25 +337,24 @@ def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywor
         results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
     except Exception:  # whatever it is, the call itself tells
         return
+    resized = [
+        tensor
+        for result, tensor in zip(results, given, strict=False)
+        if result.shape != tensor.shape and not (new and result.is_contiguous())
+    ]
+    if resized:
+        has_history = any(tensor.requires_grad or tensor._is_view() for tensor in resized)
+        raise Unsupported(
+            RESIZED_WITH_HISTORY if has_history else "resized-out",
+            "a result given as out= is resized",
+            "give one of the result's size, or an empty one",
+        )
     if any(result.dtype != tensor.dtype for result, tensor in zip(results, given, strict=False)):
         raise Unsupported(
             "out-of-other-dtype",
             "a result given as out= has another dtype than what is computed",
             "give one of the result's dtype, and cast it afterwards",
         )
-    resized = [
-        tensor
-        for result, tensor in zip(results, given, strict=False)
-        if result.shape != tensor.shape and not (new and result.is_contiguous())
-    ]
-    if not resized:
-        return
-    has_history = any(tensor.requires_grad or tensor._is_view() for tensor in resized)
-    raise Unsupported(
-        RESIZED_WITH_HISTORY if has_history else "resized-out",
-        "a result given as out= is resized",
-        "give one of the result's size, or an empty one",
-    )
 
 
 def _fake_of(node: fx.Node) -> Any:

@@ -45,7 +45,7 @@ _FROM_TORCH = (
     aten.leaky_relu_backward, aten.elu, aten.celu, aten.selu, aten.softplus,
     aten.softplus_backward, aten.tanh_backward, aten.sigmoid_backward, aten.log_sigmoid_forward,
     aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.glu, aten.glu_backward, aten.threshold,
-    aten.threshold_backward, aten.relu6, aten.hardshrink, aten.softshrink, aten._prelu_kernel,
+    aten.threshold_backward, aten.relu6, aten.hardshrink, aten._prelu_kernel,
     aten._prelu_kernel_backward, aten.rrelu_with_noise_backward, aten.logit,
     # softmax
     aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
@@ -106,6 +106,13 @@ def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
     else:
         result = x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))
     return result.to(self.dtype)
+
+
+def _softshrink(self: Tensor, lambd: float = 0.5) -> Tensor:
+    """Between the bounds zero, of negative numbers, too, but NaN where there is none."""
+    x = self.to(compute_dtype(self.dtype))
+    between = torch.where(x.isnan(), x, 0.0)
+    return torch.where(x.abs() > lambd, x - torch.sign(x) * lambd, between).to(self.dtype)
 
 
 def _merged(variance: Tensor, mean: Tensor, input: Tensor, dims: list[int]) -> Tensor:
@@ -368,6 +375,7 @@ def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 _OWN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
+    aten.softshrink.default: _softshrink,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,
     aten._softmax.default: _softmax,

@@ -149,7 +149,14 @@ class ProgramBuilder:
             else:
                 element = emitter.cast(element, dtype)
             # a reduction of single elements is none, and must not become one when its nest is joined
-            reduced = emitter.reduce(operation, element, dtype) if count > 1 else element
+            if count > 1:
+                reduced = emitter.reduce(operation, element, dtype)
+            elif (
+                operation == "sum" and dtype.is_floating_point
+            ):  # of a negative zero it is zero, as sums begin
+                reduced = emitter.apply("add", (element, emitter.constant(0.0, dtype)), dtype)
+            else:
+                reduced = element
             result = finish(emitter, reduced)
             kept = [
                 Affine() if d in dims else entry
