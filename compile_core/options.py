@@ -109,6 +109,10 @@ def requested_repro() -> ReproRequest | None:
     return ReproRequest(stages[after], int(level), folder)
 
 
+# What a process that this one starts to try something must not have of its environment.
+RUN_VARIABLES = ("GRADSPLIT_REPRO_AFTER", "GRADSPLIT_DEBUG", "GRADSPLIT_DEBUG_FUNCTION")
+
+
 def debug_folder() -> Path | None:
     """``GRADSPLIT_DEBUG``: where a run is recorded, if it is."""
     chosen = os.environ.get("GRADSPLIT_DEBUG")

@@ -58,8 +58,13 @@ def record(kind: str, fields: Callable[[], Mapping[str, Any]]) -> None:
         logger.warning("nothing more is recorded for a report", exc_info=True)
 
 
+def rank_of_process() -> int | None:
+    """This process's rank, if it has one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else rank_given()
+
+
 def _write(folder: Path, kind: str, fields: Mapping[str, Any]) -> None:
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank_given()
+    rank = rank_of_process()
     name = f"{next(_numbers):06d}_{kind}.json"
     unfinished = folder / f".{name}"
     unfinished.write_text(

@@ -91,7 +91,11 @@ class GraphForms:
                 "a graph that serves more than %d modules runs with torch's own kernels", _MOST_FORMS
             )
             return self._captured.module
-        with self._agreement.compiling(f"compiles a graph of {len(self._captured.module.graph.nodes)} nodes"):
+        # A failure is written before others are told of it, and end this rank.
+        with (
+            self._agreement.compiling(f"compiles a graph of {len(self._captured.module.graph.nodes)} nodes"),
+            self._request.failures_of(self._captured, inputs).compiling(),
+        ):
             program = self._compile(inputs)
         self._forms.append(_Form(parameters, hooked, program))
         return program

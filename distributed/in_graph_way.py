@@ -178,11 +178,15 @@ class InGraphWay:
         return moved[0][0], moved[1][0]
 
     def _compile_local(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Any:
-        request = self._request
-        with self._agreement.watch.doing("compiles a graph whose gradients are not reduced"):
-            return compile_graph(captured, inputs, backend=request.backend, options=request.options)
+        request, failures = self._request, self._request.failures_of(captured, inputs)
+        with (
+            self._agreement.watch.doing("compiles a graph whose gradients are not reduced"),
+            failures.compiling(),
+        ):
+            compiled = compile_graph(captured, inputs, backend=request.backend, options=request.options)
+        return failures.watched(compiled)
 
-    def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphForms:
+    def _compile(self, captured: CapturedGraph, inputs: Sequence[Any]) -> Any:
         forms = GraphForms(captured, self._request, self._planner, self._agreement, inputs)
         self._forms.append(forms)
-        return forms
+        return self._request.failures_of(captured, inputs).watched(forms)

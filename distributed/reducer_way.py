@@ -69,14 +69,15 @@ class ReducerWay:
         self, captured: CapturedGraph, inputs: Sequence[Any]
     ) -> Callable[..., Sequence[torch.Tensor]]:
         """Ranks need not have the same graphs, but one that fails here is missed by the others in an all-reduce."""
-        request = self._request
-
-        with self._agreement().compiling("compiles a graph for stock DDP's reducer"):
+        request, failures = self._request, self._request.failures_of(captured, inputs)
+        with self._agreement().compiling("compiles a graph for stock DDP's reducer"), failures.compiling():
             graph = compile_in_ddp(captured, inputs, request)
-            if graph is None:
-                return compile_graph(captured, inputs, backend=request.backend, options=request.options)
-            self.graphs.append(graph)
-            return graph
+            if graph is not None:
+                self.graphs.append(graph)
+            compiled = graph or compile_graph(
+                captured, inputs, backend=request.backend, options=request.options
+            )
+        return failures.watched(compiled)
 
     def _agreement(self) -> Agreement:
         return agreement_of(process_group(self._ddp))

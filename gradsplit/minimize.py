@@ -49,7 +49,7 @@ def reproduce(
     Raises:
         Exception: what compiling or running it raises; ``AssertionError`` where results are not plain PyTorch's.
     """
-    candidate = captured(program, inputs, again)
+    candidate = captured(program, inputs, again, settings.dynamic)
     if settings.level < 4 and settings.ranks == 1 and again is None:
         # So that what is raised has its own stack.
         compiled = _compiler(settings)(candidate.module, candidate.inputs)
@@ -61,7 +61,10 @@ def reproduce(
 
 
 def captured(
-    program: torch.nn.Module, inputs: Sequence[Any], again: Sequence[Any] | None = None
+    program: torch.nn.Module,
+    inputs: Sequence[Any],
+    again: Sequence[Any] | None = None,
+    dynamic: bool = False,
 ) -> Candidate:
     """The graph that the program is, with the inputs of its first call and of its second, if there is one."""
     found: list[Candidate] = []
@@ -73,7 +76,7 @@ def captured(
 
         return run
 
-    compiled = compile(program, backend=keep, fullgraph=True, dynamic=False)
+    compiled = compile(program, backend=keep, fullgraph=True, dynamic=dynamic)
     compiled(*inputs)
     if len(found) != 1:
         raise CompileError(f"the program is {len(found)} graphs, and not one")
@@ -90,7 +93,9 @@ def attempt(candidate: Candidate, settings: Settings) -> Outcome:
     def compile_guarded(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         skipped = {"skip_passes": [*settings.skipped_passes]} if settings.skipped_passes else {}
         options = {**settings.options, **skipped} or None
-        compiled = compile(module, backend=_named_backend(settings), dynamic=False, options=options)
+        compiled = compile(
+            module, backend=_named_backend(settings), dynamic=settings.dynamic, options=options
+        )
         results_of(compiled, candidate.inputs, takes_gradients)
         return compiled
 
@@ -170,10 +175,9 @@ def minimize_file(
         ranks=ranks or settings.ranks,
     )
     _backend(settings)
-    candidate = captured(
-        found["Program"](), found["inputs"](), found["again"]() if "again" in found else None
-    )
-    if settings.after == "aot" and found.get("SETTINGS", settings).after != "aot":
+    again = found["again"]() if "again" in found else None
+    candidate = captured(found["Program"](), found["inputs"](), again, settings.dynamic)
+    if settings.after == "aot" and found.get("SETTINGS", Settings("triton")).after != "aot":
         candidate = joint_of(candidate, settings)
     tables = (CAPTURED_PASSES, JOINT_PASSES, LOOP_PASSES)
     has_passes = isinstance(_backend(settings), RegionBackend)

@@ -28,7 +28,6 @@ from gradsplit.compile_core.interface.module_compilers import (
 )
 from gradsplit.compile_core.interface.supported_here import say_once, why_nothing_is_compiled
 from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.minimizer.write_failures import writing_failures
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.observer import Observer
 from gradsplit.compile_core.options import compilation_is_off
@@ -156,11 +155,13 @@ def _new_programs(request: CompileRequest) -> Programs:
     backend, cache_limit = request.backend, request.options.cache_size_limit
 
     def compile_captured(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_for_callers(captured, inputs, request) or compile_graph(
-            captured, inputs, backend=backend, options=request.options
-        )
+        failures = request.failures_of(captured, inputs)
+        with failures.compiling():
+            compiled = compile_for_callers(captured, inputs, request) or compile_graph(
+                captured, inputs, backend=backend, options=request.options
+            )
+        return failures.watched(compiled)
 
-    compile_or_write = writing_failures(compile_captured, backend, request.options)
     # A backend that also observes is told of what leads to the graphs that it compiles.
     observer = (
         backend.compile
@@ -171,7 +172,7 @@ def _new_programs(request: CompileRequest) -> Programs:
         cache_limit = observer.cache_limit
     return Programs(
         Settings(
-            compile_or_write,
+            compile_captured,
             request.fullgraph,
             request.dynamic,
             cache_limit,

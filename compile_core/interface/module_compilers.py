@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -30,19 +30,31 @@ from gradsplit.compile_core.compiled_calls.compiled_module import CompiledModule
 from gradsplit.compile_core.compiled_calls.entry_table import RunGraph
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
 from gradsplit.compile_core.ir.captured import CapturedGraph
-from gradsplit.compile_core.options import CompileOptions, parse_options, refuse_both
+from gradsplit.compile_core.minimizer.write_failures import GraphFailures
+from gradsplit.compile_core.options import (
+    CompileOptions,
+    ReproRequest,
+    parse_options,
+    refuse_both,
+    requested_repro,
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """The arguments of one ``compile`` call, checked."""
+    """The arguments of one ``compile`` call, checked, and what is to become of graphs that fail."""
 
     backend: Backend
     options: CompileOptions
     fullgraph: bool
     dynamic: bool | None = None
+    repro: ReproRequest | None = field(default_factory=requested_repro)
+
+    def failures_of(self, captured: CapturedGraph, inputs: Sequence[Any]) -> GraphFailures:
+        """What writes a graph that fails, if it is to be written."""
+        return GraphFailures(captured, inputs, self.backend, self.options, self.repro)
 
     @staticmethod
     def of(

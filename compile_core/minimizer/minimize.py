@@ -1,4 +1,4 @@
-"""A failing graph made smaller: passes first, then calls, then sizes, then inputs, each change tried in a fork.
+"""A failing graph made smaller: ranks and passes first, then calls, sizes and inputs, each change tried in a fork.
 
 A process that uses a GPU cannot be forked, so programs on GPUs are tried in this one: errors and wrong values are made
 smaller, and a crash or a hang ends the search.
@@ -88,6 +88,11 @@ def minimize(
 
     failure = tried(candidate, settings)
     says(f"{len(candidate.calls)} calls: {failure}")
+    if failure.is_failure and settings.ranks > 1:
+        of_one = tried(candidate, replace(settings, ranks=1))
+        if of_one.is_like(replace(failure, rank=None)):
+            failure, settings = of_one, replace(settings, ranks=1)
+            says("fails on one rank alone")
     passes: tuple[str, ...] = ()
     path = None
     if failure.is_failure:

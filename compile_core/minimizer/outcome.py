@@ -38,19 +38,21 @@ class Outcome:
         what: what tells this failure from others of its kind.
         text: the whole message.
         figures: what was measured besides, by name.
+        rank: on which it failed, of those of a group.
     """
 
     kind: str
     what: str = ""
     text: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    rank: int | None = None
 
     @property
     def is_failure(self) -> bool:
         return self.kind not in ("equal", "plain raises")
 
     def is_like(self, other: Outcome) -> bool:
-        return (self.kind, self.what) == (other.kind, other.what)
+        return (self.kind, self.what, self.rank) == (other.kind, other.what, other.rank)
 
     def __str__(self) -> str:
         return self.kind if not self.text else f"{self.kind}: {self.text}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gradsplit.compile_core.minimizer.outcome import Outcome, raised
+from gradsplit.compile_core.minimizer.trials import crashed
 
 
 def on_ranks(run: Callable[[], Outcome], ranks: int) -> Outcome:
@@ -41,17 +42,16 @@ def on_ranks(run: Callable[[], Outcome], ranks: int) -> Outcome:
             with os.fdopen(reading) as pipe:
                 answers.append(pipe.read())
         os.close(end)
-        for child, _ in started:
-            os.waitpid(child, 0)
+        statuses = [os.waitpid(child, 0)[1] for child, _ in started]
     failures = []
-    for rank, answer in enumerate(answers):
-        when, outcome = json.loads(answer) if answer else (0.0, asdict(Outcome("crashes")))
+    for rank, (answer, status) in enumerate(zip(answers, statuses, strict=True)):
+        when, outcome = json.loads(answer) if answer else (0.0, asdict(crashed(status)))
         if Outcome(**outcome).is_failure:
             failures.append((when, rank, Outcome(**outcome)))
     if not failures:
         return Outcome(**json.loads(answers[0])[1])
     _, rank, failure = min(failures, key=lambda found: found[:2])
-    return replace(failure, what=f"rank {rank} {failure.what}", text=f"on rank {rank} {failure.text}")
+    return replace(failure, rank=rank, text=f"on rank {rank} {failure.text}")
 
 
 def _started(work: Callable[[], Outcome], waiting: int, end: int) -> tuple[int, int]:

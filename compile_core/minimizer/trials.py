@@ -63,6 +63,16 @@ def in_a_fork(run: Callable[[], Outcome], limit_s: float, idle_limit_s: float | 
         return Outcome("hangs")
     if answer:
         return Outcome(**json.loads(answer))
+    return crashed(status, said)
+
+
+def crashed(status: int, said: str = "") -> Outcome:
+    """The outcome of a process that gave none.
+
+    Args:
+        status: as ``os.waitpid`` returns it.
+        said: its last words.
+    """
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         return Outcome("crashes", name, name + said)

@@ -10,69 +10,123 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx
 
 from gradsplit.compile_core.backends.registry import Backend, GraphBackend, list_backends
 from gradsplit.compile_core.errors import Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
+from gradsplit.compile_core.minimizer.outcome import raised
 from gradsplit.compile_core.minimizer.write_repro import CannotWriteError, Settings, write_repro
-from gradsplit.compile_core.options import CompileOptions, ReproRequest, requested_repro
+from gradsplit.compile_core.options import RUN_VARIABLES, CompileOptions, ReproRequest
+from gradsplit.compile_core.run_record import rank_of_process
 
 logger = logging.getLogger(__name__)
-
-CompileCaptured = Callable[[CapturedGraph, Sequence[Any]], Callable[..., Any]]
 
 _numbers = itertools.count(1)
 _LIMIT_S = 600.0
 # What `gradsplit.minimize` exits with where the graph does not fail; 1 and 2 are Python's and argparse's.
 DOES_NOT_FAIL = 3
+# Ranks of a group that a graph is tried on, if the program has more than one.
+_RANKS = 2
+
+# The graphs that this process has written, with what they failed of: a loop may meet the same failure in each step.
+_written: set[tuple[Any, ...]] = set()
 
 
-def writing_failures(
-    compile_captured: CompileCaptured, backend: Backend, options: CompileOptions
-) -> CompileCaptured:
-    """What compiles graphs and writes those that fail, as ``options.ReproRequest`` says; itself, if nothing is asked.
+class GraphFailures:
+    """Writes what becomes of one graph, as ``request`` says; nothing, if there is none.
 
-    Raises:
-        ValueError: the environment asks for what there is not.
+    Args:
+        captured: the graph.
+        inputs: of its first call, which is about to come.
     """
-    request = requested_repro()
-    if request is None:
-        return compile_captured
 
-    def compile_or_write(captured: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def write(says: str) -> None:
-            _write(captured, inputs, _settings(backend, options, request), request, says)
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        inputs: Sequence[Any],
+        backend: Backend,
+        options: CompileOptions,
+        request: ReproRequest | None,
+    ) -> None:
+        self._captured, self._inputs = captured, inputs
+        self._backend, self._options, self._request = backend, options, request
 
-        if request.level >= 3:
-            write("a graph that was tried before it was compiled")
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """While the graph is compiled: it is written if that raises; at level 3 and 4 it is tried before."""
+        if self._request is not None and self._request.level >= 3:
+            self._write("a graph that was tried before it was compiled")
         try:
-            compiled = compile_captured(captured, inputs)
+            yield
         except Unsupported:
             raise
         except Exception as error:
-            if request.level < 3:
-                write(f"compiling it raised {type(error).__name__}: {error}")
+            self._write_raised("compiling it", error)
             raise
-        if request.level >= 3:
-            return compiled
 
+    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What was compiled; the graph is written if a call of it raises. At level 4 a call whose inputs have other
+        sizes, layouts or types than those of the first is tried, too: guards let it through."""
+        if self._request is None or self._request.level == 3:
+            return compiled
+        if self._request.level < 3:
+            return self._watched_for_errors(compiled)
+        first, is_tried = [*map(_form_of, self._inputs)], False
+
+        def run(*given: Any) -> Any:
+            nonlocal is_tried
+            if not is_tried and [*map(_form_of, given)] != first:
+                is_tried = True
+                self._write("a graph whose second call was tried", given)
+            return compiled(*given)
+
+        return run
+
+    def _watched_for_errors(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
             try:
                 return compiled(*given)
             except Exception as error:
-                write(f"running it raised {type(error).__name__}: {error}")
+                self._write_raised("running it", error)
                 raise
 
         return run
 
-    return compile_or_write
+    def _write_raised(self, doing: str, error: Exception) -> None:
+        if self._request is not None and self._request.level < 3:
+            self._write(f"{doing} raised {type(error).__name__}: {error}", what=raised(error).what)
+
+    def _write(self, says: str, again: Sequence[Any] | None = None, what: str = "") -> None:
+        assert self._request is not None
+        forms = tuple(_form_of(value) for value in (*self._inputs, *(again or ())))
+        key = (self._captured.module.code, forms, what)
+        if key in _written:
+            return
+        _written.add(key)
+        settings = _settings(self._backend, self._options, self._request, self._inputs)
+        if again is not None:
+            settings = replace(settings, dynamic=self._captured.has_open_sizes)
+        _write(self._captured.module, self._inputs, again, settings, self._request, says)
 
 
-def _settings(backend: Backend, options: CompileOptions, request: ReproRequest) -> Settings:
+def _form_of(value: Any) -> Any:
+    """What guards ask of an input that may take any value."""
+    if not isinstance(value, Tensor):
+        return value if type(value) is int else type(value)
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def _settings(
+    backend: Backend, options: CompileOptions, request: ReproRequest, inputs: Sequence[Any]
+) -> Settings:
     name, imports = backend.name, ()
     if isinstance(backend, GraphBackend):
         module, qualified = (
@@ -82,8 +136,15 @@ def _settings(backend: Backend, options: CompileOptions, request: ReproRequest) 
         if module and module != "__main__" and qualified.isidentifier():
             imports = (module,)  # which registers it, if anything does
             name = name if name in list_backends(None) else f"{module}:{qualified}"
+    is_on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return Settings(
-        name, imports, request.after, request.level, tuple(sorted(options.skipped_passes)), _changed(options)
+        name,
+        imports,
+        level=request.level,
+        skipped_passes=tuple(sorted(options.skipped_passes)),
+        options=_changed(options),
+        ranks=_RANKS if is_on_cpu and has_ranks else 1,
     )
 
 
@@ -99,32 +160,40 @@ def _changed(options: CompileOptions) -> Mapping[str, Any]:
 
 
 def _write(
-    captured: CapturedGraph, inputs: Sequence[Any], settings: Settings, request: ReproRequest, says: str
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    again: Sequence[Any] | None,
+    settings: Settings,
+    request: ReproRequest,
+    says: str,
 ) -> None:
-    number = next(_numbers)
-    folder = request.folder if number == 1 else request.folder / f"graph_{number}"
+    number, rank = next(_numbers), rank_of_process()
+    folder = request.folder if rank is None else request.folder / f"rank_{rank}"
+    folder = folder if number == 1 else folder / f"graph_{number}"
     try:
-        path = write_repro(
-            folder / "whole" if request.level > 1 else folder, captured.module, inputs, settings, says
-        )
+        whole = folder / "whole" if request.level > 1 else folder
+        path = write_repro(whole, module, inputs, settings, says, again=again)
     except CannotWriteError as reason:
         logger.warning("a graph that fails is not written: %s", reason)
         return
     if request.level == 1:
         logger.warning("a graph that fails was written: %s", path)
         return
-    said = _minimize(path, folder)
+    # Forward and backward as one graph have a call's cotangents among their inputs: of a second call nobody has them.
+    said = _minimize(path, folder, request.after if again is None else "capture")
     if said:
         logger.warning("a graph that fails was made smaller: %s", said)
     elif request.level == 2:
         logger.warning("a graph that fails here, and not in a process of its own, was written: %s", path)
 
 
-def _minimize(path: Path, folder: Path) -> str:
+def _minimize(path: Path, folder: Path, after: str) -> str:
     """The last line of what makes it smaller; "" if the graph does not fail there."""
-    environment = {**os.environ, "GRADSPLIT_REPRO_AFTER": ""}
+    # A run of its own: it would take the place of this process in a report.
+    environment = {**os.environ, **dict.fromkeys(RUN_VARIABLES, "")}
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-m", "gradsplit.minimize", str(path), "--out", str(folder)]
+    command += ["--after", after]
     try:
         run = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False

@@ -38,6 +38,7 @@ class Settings:
         skipped_passes: left out of the compilation.
         options: of the compilation.
         ranks: of a gloo group, each of which compiles and runs the graph.
+        dynamic: sizes and integers are symbolic: the first call's program serves the second call, too.
     """
 
     backend: str
@@ -47,6 +48,7 @@ class Settings:
     skipped_passes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    dynamic: bool = False
 
 
 class CannotWriteError(Exception):

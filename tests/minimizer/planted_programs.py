@@ -83,7 +83,7 @@ def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Fo
         "from tests.minimizer.planted_programs import Program as Planted, inputs\n"
         "from gradsplit.minimize import Settings\n"
         "IMPORTS = ('tests.minimizer.planted_faults',)\n"
-        f"SETTINGS = Settings({fault.backend!r}, IMPORTS, after={after!r}, level={fault.level}, ranks={fault.ranks})\n"
+        f"SETTINGS = Settings({fault.backend!r}, IMPORTS, level={fault.level}, ranks={fault.ranks})\n"
         f"Program = lambda: Planted({name!r}, {calls})\n"
         + ("" if fault.again is None else f"again = lambda: planted_faults.again({name!r}, inputs())\n")
     )
@@ -95,7 +95,7 @@ def minimized(name: str, calls: int, folder: Path, after: str = "capture") -> Fo
         "GRADSPLIT_CACHE": str(folder / "cache"),
     }
     begin = time.monotonic()
-    command = [sys.executable, "-m", "gradsplit.minimize", str(file)]
+    command = [sys.executable, "-m", "gradsplit.minimize", str(file), "--after", after]
     try:
         run = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +21,9 @@ from gradsplit.compile_core.minimizer.reduce import fewer, fewer_calls, needed_p
 from gradsplit.compile_core.minimizer.subgraph import Candidate, values_of
 from gradsplit.compile_core.minimizer.trials import in_a_fork
 from gradsplit.compile_core.minimizer.write_repro import Settings
-from gradsplit.compile_core.options import requested_repro
 from gradsplit.minimize import attempt, captured, reproduce
 from tests.minimizer.planted_faults import FAULTS
-from tests.minimizer.planted_programs import ROOT, minimized
+from tests.minimizer.planted_programs import minimized
 
 
 def test_fewer_keeps_what_it_takes():
@@ -84,7 +81,8 @@ def test_ranks_that_differ_crash_or_wait_for_one_that_does_not_come():
     assert str(tried(lambda rank: Outcome("differs", "a", "b") if rank == 1 else dist.barrier())) == (
         "differs: on rank 1 b"
     )
-    assert tried(lambda rank: os.abort() if rank == 1 else dist.barrier()).what == "rank 1 "
+    crashed = tried(lambda rank: os.abort() if rank == 1 else dist.barrier())
+    assert crashed.is_like(Outcome("crashes", "SIGABRT", rank=1))
     assert tried(lambda rank: dist.barrier() if rank == 0 else None).is_like(Outcome("hangs"))
 
 
@@ -154,51 +152,3 @@ def test_a_planted_fault_is_all_that_is_left(name: str, after: str, tmp_path: Pa
     assert name in FAULTS
     found = minimized(name, 12, tmp_path, after)
     assert found.fails_alone and 0 < found.calls <= 5, found.said
-
-
-_BACKEND = """
-def broken(module, inputs):
-    if any("cumsum" in str(node.target) for node in module.graph.nodes):
-        raise KeyError("cumsum")
-    return module
-"""
-_TRAINS = """
-import torch, gradsplit, backends_of_mine
-step = gradsplit.compile(lambda x: x.sin().cumsum(0).cos(), backend=backends_of_mine.broken)
-step(torch.randn(8, 8))
-"""
-
-
-@pytest.mark.timeout(300)
-def test_a_failing_program_leaves_a_smaller_one(tmp_path: Path):
-    (tmp_path / "train.py").write_text(_TRAINS)
-    (tmp_path / "backends_of_mine.py").write_text(_BACKEND)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-        "GRADSPLIT_REPRO_AFTER": "capture",
-        "GRADSPLIT_REPRO_DIR": str(tmp_path / "out"),
-    }
-
-    def run(program: Path) -> str:
-        command = [sys.executable, str(program)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
-
-    said = run(tmp_path / "train.py")
-    assert "1 calls that fail in the same way" in said and "KeyError: 'cumsum'" in said, said
-    small = tmp_path / "out" / "repro.py"
-    assert "KeyError: 'cumsum'" in run(small)
-    assert (tmp_path / "out" / "whole" / "repro.py").exists()
-
-
-def test_what_the_environment_cannot_ask_for(monkeypatch: pytest.MonkeyPatch):
-    assert requested_repro() is None
-    monkeypatch.setenv("GRADSPLIT_REPRO_AFTER", "dynamo")
-    request = requested_repro()
-    assert request is not None and (request.after, request.level) == ("capture", 2)
-    monkeypatch.setenv("GRADSPLIT_REPRO_LEVEL", "5")
-    with pytest.raises(ValueError, match="GRADSPLIT_REPRO_LEVEL takes 1 to 4, not '5'"):
-        requested_repro()
-    monkeypatch.setenv("GRADSPLIT_REPRO_AFTER", "inductor")
-    with pytest.raises(ValueError, match="takes capture or aot, not 'inductor'"):
-        requested_repro()
