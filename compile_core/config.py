@@ -94,6 +94,12 @@ SETTINGS: Mapping[str, Setting] = {
         "True or False",
         "graph breaks are logged with the compiler's own stack, too",
     ),
+    "replay_record_enabled": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "a call whose capture raises is written to a file, which gradsplit.replay captures alone; needs cloudpickle",
+    ),
     "trace_numpy": Setting(
         True,
         _is_flag,
@@ -174,6 +180,8 @@ sizes_limit: int
 disk_cache_bytes: int
 error_on_recompile: bool
 suppress_errors: bool
+verbose: bool
+replay_record_enabled: bool
 log_level: int | None
 trace_numpy: bool
 patch: Callable[..., contextlib.AbstractContextManager[None]]

@@ -105,8 +105,12 @@ def requested_repro() -> ReproRequest | None:
     level = os.environ.get("GRADSPLIT_REPRO_LEVEL", "2")
     if level not in ("1", "2", "3", "4"):
         raise ValueError(f"GRADSPLIT_REPRO_LEVEL takes 1 to 4, not {level!r}")
-    folder = Path(os.environ.get("GRADSPLIT_REPRO_DIR") or "gradsplit_repro")
-    return ReproRequest(stages[after], int(level), folder)
+    return ReproRequest(stages[after], int(level), repro_folder())
+
+
+def repro_folder() -> Path:
+    """``GRADSPLIT_REPRO_DIR``: where what fails is written."""
+    return Path(os.environ.get("GRADSPLIT_REPRO_DIR") or "gradsplit_repro")
 
 
 # What a process that this one starts to try something must not have of its environment.

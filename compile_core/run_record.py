@@ -63,6 +63,12 @@ def rank_of_process() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else rank_given()
 
 
+def folder_of_process(folder: Path) -> Path:
+    """Where this process writes of what all ranks write to a folder."""
+    rank = rank_of_process()
+    return folder if rank is None else folder / f"rank_{rank}"
+
+
 def _write(folder: Path, kind: str, fields: Mapping[str, Any]) -> None:
     rank = rank_of_process()
     name = f"{next(_numbers):06d}_{kind}.json"

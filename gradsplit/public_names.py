@@ -27,6 +27,7 @@ from gradsplit.compile_core.interface import testing
 from gradsplit.compile_core.interface.api import compile
 from gradsplit.compile_core.interface.disable import disable
 from gradsplit.compile_core.interface.explain import explain
+from gradsplit.compile_core.interface.replay import replay
 from gradsplit.compile_core.interface.run import run
 from gradsplit.compile_core.observe.compile_profiler import CompileProfiler
 from gradsplit.compile_core.observe.stage_times import compile_times
@@ -60,6 +61,7 @@ __all__ = [
     "mark_static",
     "maybe_mark_dynamic",
     "register_backend",
+    "replay",
     "reset",
     "run",
     "testing",

@@ -53,6 +53,7 @@ from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_
 from gradsplit.compile_core.compiled_calls.entry_table import Entry, EntryTable
 from gradsplit.compile_core.compiled_calls.hooked_modules import HookedCalls, has_hooks
 from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_state
+from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
 from gradsplit.compile_core.observe.describe import describe_code
@@ -314,7 +315,8 @@ class CompiledCode:
         with timed("capture"):
             captured = self._capture(arguments, history)
         if captured.break_reason is not None:
-            self._findings.report_break(captured.break_reason, plain=captured.runner is None)
+            with recording_failure(self.target, arguments, history):
+                self._findings.report_break(captured.break_reason, plain=captured.runner is None)
         if captured.graph is not None:
             graph = captured.graph
             log_artifact("graph_code", lambda: f"{self.name}:\n{graph}")
@@ -357,7 +359,7 @@ class CompiledCode:
     def _capture(self, arguments: tuple[Any, ...], history: SizeHistory) -> CapturedFrame:
         """Capture one call. A bug of the capture itself makes the function plain, which is always right."""
         try:
-            with _capture_lock:
+            with _capture_lock, recording_failure(self.target, arguments, history):
                 return capture(
                     self.target.function,
                     arguments,

@@ -25,7 +25,7 @@ from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.minimizer.outcome import raised
 from gradsplit.compile_core.minimizer.write_repro import CannotWriteError, Settings, write_repro
 from gradsplit.compile_core.options import RUN_VARIABLES, CompileOptions, ReproRequest
-from gradsplit.compile_core.run_record import rank_of_process
+from gradsplit.compile_core.run_record import folder_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,7 @@ def _write(
     request: ReproRequest,
     says: str,
 ) -> None:
-    number, rank = next(_numbers), rank_of_process()
-    folder = request.folder if rank is None else request.folder / f"rank_{rank}"
+    number, folder = next(_numbers), folder_of_process(request.folder)
     folder = folder if number == 1 else folder / f"graph_{number}"
     try:
         whole = folder / "whole" if request.level > 1 else folder
