@@ -7,6 +7,8 @@ and what to do next. ``InternalError`` means that one of our own invariants brok
 
 from __future__ import annotations
 
+import linecache
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,12 @@ class CodeLocation:
     line: int
     function: str
     text: str = ""
+
+    @staticmethod
+    def of(code: types.CodeType, line: int) -> CodeLocation:
+        """A line of a function's code, with its text where the file is there."""
+        text = linecache.getline(code.co_filename, line).strip()
+        return CodeLocation(code.co_filename, line, code.co_name, text)
 
     def __str__(self) -> str:
         shown = f'File "{self.filename}", line {self.line}, in {self.function}'

@@ -208,9 +208,11 @@ def _recompilations(recompilations: Sequence[Mapping[str, Any]]) -> Html:
 def _guards(guards: Sequence[Mapping[str, Any]]) -> Html:
     parts = []
     for each in guards:
-        rows = [[guard["kind"], guard["of"], guard["text"]] for guard in each["guards"]]
+        rows = [
+            [guard["kind"], guard["of"], guard["text"], _place(guard["place"])] for guard in each["guards"]
+        ]
         summary = f"{each['function']}, {_place(each['place'])}: {len(rows)} guards; {_times(each['times'])}"
-        parts.append(_folded(summary, _table(("kind", "of", "condition"), rows)))
+        parts.append(_folded(summary, _table(("kind", "of", "condition", "line"), rows)))
     return Html("".join(parts) or _none("none"))
 
 

@@ -265,7 +265,10 @@ def _start(state: Capture, call: _Call, arguments: dict[str, Any]) -> Frame:
     if call.cells_argument:
         passed = arguments.pop(CELLS_ARGUMENT)
         place = LocalSource(CELLS_ARGUMENT)
-        cells = tuple(wrap_cell(state, cell, ItemSource(place, index)) for index, cell in enumerate(passed))
+        cells = tuple(
+            wrap_cell(state, cell, ItemSource(place, index, name))
+            for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, passed, strict=True))
+        )
     else:
         cells = tuple(
             wrap_cell(state, cell, state.reference_source(name, cell))

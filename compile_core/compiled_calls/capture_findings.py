@@ -6,6 +6,7 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from gradsplit.compile_core import config
 from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.capture import COMPILED_APART, SizeHistory
 from gradsplit.compile_core.compiled_calls.call_targets import ModulesApart
-from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, RunGraph
+from gradsplit.compile_core.compiled_calls.entry_table import EntryTable, GuardFailure, RunGraph
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedGraph
 from gradsplit.compile_core.observe.describe import describe_code, describe_place
@@ -103,11 +104,12 @@ class Findings:
             logger.warning("%s is not captured in full: %s%s", self._name, reason, notes)
 
     def report_recompilation(
-        self, reason: str, code: types.CodeType, values: Callable[[], dict[str, str]]
+        self, reason: str, code: types.CodeType, failure: Callable[[], GuardFailure | None]
     ) -> None:
         """
         Args:
-            values: the kind of the guard that does not hold, and what it is about now.
+            reason: the guard that does not hold, in words.
+            failure: the same with the values of now.
 
         Raises:
             CompileError: none is allowed.
@@ -120,10 +122,10 @@ class Findings:
                 "function": self._name,
                 "reason": reason,
                 "place": describe_code(code),
-                **values(),
+                **_described_failure(failure()),
             },
         )
-        log_artifact("recompiles", lambda: f"{self._name}: {reason}")
+        log_artifact("recompiles", lambda: f"{self._name}: {reason}{_shown_failure(failure())}")
         if config.error_on_recompile:
             raise CompileError(
                 f"{self._name} would be compiled again (config.error_on_recompile) because {reason}"
@@ -142,6 +144,21 @@ class Findings:
             count,
             reason,
         )
+
+
+def _described_failure(failure: GuardFailure | None) -> dict[str, Any]:
+    if failure is None:  # not even what the guard is about can be read
+        return {}
+    described = {"guard": failure.guard.kind, "found": failure.found}
+    place = describe_place(failure.guard.location)
+    return described if place is None else {**described, "place": place}
+
+
+def _shown_failure(failure: GuardFailure | None) -> str:
+    if failure is None:
+        return ""
+    place = failure.guard.location
+    return f"; {failure.found}" + ("" if place is None else f"\n  {place}")
 
 
 def forget_reports() -> None:

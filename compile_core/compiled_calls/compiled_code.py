@@ -56,7 +56,7 @@ from gradsplit.compile_core.compiled_calls.kept_random_state import kept_random_
 from gradsplit.compile_core.compiled_calls.record_captures import recording_failure
 from gradsplit.compile_core.errors import CodeLocation, CompileError, InternalError, Unsupported
 from gradsplit.compile_core.ir.captured import CapturedFrame, ResumePoint
-from gradsplit.compile_core.observe.describe import describe_code
+from gradsplit.compile_core.observe.describe import describe_code, describe_place
 from gradsplit.compile_core.observe.progress import progress
 from gradsplit.compile_core.observe.stage_times import timed
 from gradsplit.compile_core.options import debugged_function
@@ -271,7 +271,7 @@ class CompiledCode:
         if reason is not None:
             last = self._table.entries[0]
             self._findings.report_recompilation(
-                reason, self.target.function.__code__, lambda: last.values_at_failure(arguments)
+                reason, self.target.function.__code__, lambda: last.at_failure(arguments)
             )
         if self.programs.kept and self not in _recent:
             _recent.append(self)
@@ -484,7 +484,12 @@ def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) 
         "function": name,
         "place": describe_code(code),
         "guards": [
-            {"of": ", ".join(map(str, guard.sources)), "kind": guard.kind, "text": guard.text}
+            {
+                "of": ", ".join(map(str, guard.sources)),
+                "kind": guard.kind,
+                "text": guard.text,
+                "place": describe_place(guard.location),
+            }
             for guard in captured.guards
         ],
     }

@@ -21,6 +21,14 @@ RunGraph = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class GuardFailure:
+    """A guard that does not hold; ``found`` says what the values are that it is about."""
+
+    guard: Guard
+    found: str
+
+
+@dataclass(frozen=True)
 class Entry:
     """A row of the guard table. ``run`` is None for a frame that runs as plain Python.
 
@@ -42,12 +50,10 @@ class Entry:
         failed = self.check(*arguments)
         return self.captured.guards[failed] if type(failed) is int and failed >= 0 else None
 
-    def values_at_failure(self, arguments: Sequence[Any]) -> dict[str, str]:
-        """The kind of the guard that does not hold, and the values of what it is about."""
+    def at_failure(self, arguments: Sequence[Any]) -> GuardFailure | None:
+        """The guard that does not hold, with the values of what it is about."""
         guard = self.failing_guard(arguments)
-        if guard is None:
-            return {}
-        return {"guard": guard.kind, "found": values_read(self.captured, guard, arguments)}
+        return None if guard is None else GuardFailure(guard, values_read(self.captured, guard, arguments))
 
     def reads_shared_memory(self, arguments: Sequence[Any]) -> bool:
         """Whether inputs of the graph share memory; these arguments fit."""

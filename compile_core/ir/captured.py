@@ -3,6 +3,7 @@ holds."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from gradsplit.compile_core.errors import InternalError, Unsupported
+from gradsplit.compile_core.errors import CodeLocation, InternalError, Unsupported
 from gradsplit.compile_core.ir.sources import Source
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 
@@ -88,6 +89,7 @@ class Guard:
 
     ``{0}``, ``{1}`` … in the condition stand for the sources, ``{c0}``, ``{c1}`` … for the held constants.
     ``text`` says in words what must hold. ``kind`` says the same as the condition, about the same constants.
+    ``place`` is the line of the program that ran when it was made, with its code.
     """
 
     sources: tuple[Source, ...]
@@ -95,6 +97,12 @@ class Guard:
     constants: tuple[Any, ...]
     text: str
     kind: GuardKind = "expression"
+    place: tuple[types.CodeType, int] | None = field(default=None, compare=False)
+
+    @property
+    def location(self) -> CodeLocation | None:
+        """The line of the program that asked for it, if one did."""
+        return None if self.place is None else CodeLocation.of(*self.place)
 
 
 @dataclass(frozen=True)

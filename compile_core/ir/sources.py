@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -114,6 +114,9 @@ class AttributeSource(_Step):
     def expression(self, base: str, name_of: NameOf) -> str:
         return f"{base}.{self.name}"
 
+    def __str__(self) -> str:
+        return str(self.parent) if self.name == "cell_contents" else super().__str__()
+
 
 @dataclass(frozen=True)
 class OwnDictSource(_Step):
@@ -128,13 +131,26 @@ class OwnDictSource(_Step):
 
 @dataclass(frozen=True)
 class ItemSource(_Step):
-    """``parent[key]`` for a key that is a literal."""
+    """``parent[key]`` for a key that is a literal.
+
+    ``variable`` is the name of the variable whose cell it is, if it is one: what messages call it.
+    """
 
     key: Any
+    variable: str = field(default="", compare=False)
 
     def expression(self, base: str, name_of: NameOf) -> str:
         prints = type(self.key) in (str, int, bool, bytes, type(None))
         return f"{base}[{repr(self.key) if prints else name_of(Reference(repr(self.key), self.key))}]"
+
+    def __str__(self) -> str:
+        if self.variable:
+            return self.variable
+        holder = self.parent
+        is_own = isinstance(holder, OwnDictSource) or (
+            isinstance(holder, AttributeSource) and holder.name == "__dict__"
+        )
+        return f"{holder.base}.{self.key}" if is_own else super().__str__()
 
 
 _ABSENT = Reference("absent", object())

@@ -69,3 +69,9 @@ def test_each_kind_is_printed(
         "[gradsplit cache] ",
     ):
         assert text in said, text
+    recompiled = said.partition("[gradsplit recompiles] ")[2].partition("\n[gradsplit")[0]
+    assert (
+        "not: x is a Tensor of float32[3, 5]" in recompiled
+        and "; x is float32[4, 5] cpu\n  File" in recompiled
+    )
+    assert recompiled.endswith("in step\n    y = x.sin()")

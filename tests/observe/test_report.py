@@ -6,6 +6,7 @@ import json
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,10 +113,58 @@ def test_breaks_and_recompilations_name_the_line_the_values_and_what_to_do(tmp_p
     (graph_break,) = found["breaks"]
     assert "print" in graph_break["stack"][-1]["text"] and graph_break["hint"]
     shown = {(each["reason"], each["found"]) for each in found["recompilations"]}
-    assert ("not: flag is True", "flag is False") in shown
+    (of_flag,) = [each for each in found["recompilations"] if each["found"] == "flag is False"]
+    assert of_flag["reason"] == "not: flag is True"
+    assert of_flag["place"]["text"] == "return y.sin() if flag else y"
+    guards = [guard for each in found["guards"] for guard in each["guards"]]
+    assert "y = x * 2" in {guard["place"]["text"] for guard in guards if guard["of"] == "x"}
     assert any("float32[3]" in reason and now == "x is float32[4] cpu" for reason, now in shown)
     assert report.main([str(tmp_path)]) == 0
     assert "1 graph breaks" in capsys.readouterr().out
+
+
+_MODE = "sin"
+
+
+def test_python_values_of_all_kinds_are_named_with_old_and_new_value_and_line(tmp_path: Path, monkeypatch):
+    settings, table, shift = SimpleNamespace(scale="one"), {"names": ["a"]}, "up"
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() if _MODE == "sin" else x.cos()
+        y = y * {"one": 1, "two": 2}[settings.scale]
+        y = y * len(table["names"])
+        return y + 1 if shift == "up" else y - 1
+
+    compiled = gradsplit.compile(program, backend="eager")
+    run_record.record_into(tmp_path)
+    try:
+        compiled(torch.ones(3))
+        monkeypatch.setitem(program.__globals__, "_MODE", "cos")
+        compiled(torch.ones(3))
+        settings.scale = "two"
+        compiled(torch.ones(3))
+        table["names"].append("b")
+        compiled(torch.ones(3))
+        shift = "down"
+        compiled(torch.ones(3))
+    finally:
+        run_record.record_into(None)
+    found, _ = _page_of(tmp_path)
+    shown = [(each["reason"], each["found"], each["place"]["text"]) for each in found["recompilations"]]
+    assert shown == [
+        (
+            "not: globals['_MODE'] == 'sin'",
+            "globals['_MODE'] is 'cos'",
+            'y = x.sin() if _MODE == "sin" else x.cos()',
+        ),
+        (
+            "not: settings.scale == 'one'",
+            "settings.scale is 'two'",
+            'y = y * {"one": 1, "two": 2}[settings.scale]',
+        ),
+        ("not: len(table['names']) == 1", "table['names'] is ['a', 'b']", 'y = y * len(table["names"])'),
+        ("not: shift == 'up'", "shift is 'down'", 'return y + 1 if shift == "up" else y - 1'),
+    ]
 
 
 def test_a_folder_without_a_run_and_one_that_cannot_be_written(tmp_path: Path, capsys, caplog):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -91,10 +91,10 @@ class Frame:
                 self.locals[name] = value
 
     def location(self) -> CodeLocation:
-        code = self.code.code
-        line = self.code.instructions[self.current].line
-        text = linecache.getline(code.co_filename, line).strip()
-        return CodeLocation(code.co_filename, line, code.co_name, text)
+        return CodeLocation.of(*self.place())
+
+    def place(self) -> tuple[types.CodeType, int]:
+        return self.code.code, self.code.instructions[self.current].line
 
     def module_name(self) -> str:
         return str(self.function.scope.get("__name__"))

@@ -48,10 +48,15 @@ def _label(value: Any) -> str:
 
 
 class GuardSet:
-    """Guards in the order in which they were found, without repeats."""
+    """Guards in the order in which they were found, without repeats.
 
-    def __init__(self) -> None:
+    Args:
+        place: the line of the program that runs now, with its code; ``None`` where none does.
+    """
+
+    def __init__(self, place: Callable[[], tuple[types.CodeType, int] | None] = lambda: None) -> None:
         self._guards: dict[Any, Guard] = {}
+        self._place = place
 
     def __iter__(self):
         return iter(self._guards.values())
@@ -71,7 +76,7 @@ class GuardSet:
     ) -> None:
         key = (tuple(sources), condition, tuple(id(constant) for constant in constants))
         if key not in self._guards:
-            self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text, kind)
+            self._guards[key] = Guard(tuple(sources), condition, tuple(constants), text, kind, self._place())
 
     def type_is(self, source: Source, cls: type) -> None:
         self.add([source], "type({0}) is {c0}", [cls], f"type({source}) is {cls.__qualname__}", "type")

@@ -7,6 +7,7 @@ ever guessed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import sys
@@ -20,6 +21,7 @@ import torch
 from gradsplit.compile_core.capture.guards.guards import GuardSet
 from gradsplit.compile_core.errors import CodeLocation, Unsupported
 from gradsplit.compile_core.ir.sources import Reference, ReferenceSource, Source
+from gradsplit.compile_core.ir.user_lines import is_users_file
 
 
 class PlainCall(Exception):
@@ -229,7 +231,18 @@ class FrameLike(Protocol):
     function: Any
 
     def location(self) -> CodeLocation: ...
+    def place(self) -> tuple[types.CodeType, int]: ...
     def module_name(self) -> str: ...
+
+
+def _users_place(frames: Sequence[FrameLike]) -> tuple[types.CodeType, int] | None:
+    """The innermost line that runs outside of torch's files; of theirs, the outermost."""
+    place = None
+    for frame in reversed(frames):
+        place = frame.place()
+        if is_users_file(place[0].co_filename):
+            break
+    return place
 
 
 class CaptureState:
@@ -242,13 +255,13 @@ class CaptureState:
     def __init__(self, graph: Any, effects: Any, sizes: Any) -> None:
         self.graph = graph
         self.effects = effects
-        self.guards = GuardSet()
+        self.frames: list[FrameLike] = []
+        self.guards = GuardSet(functools.partial(_users_place, self.frames))
         # Where factory functions put tensors that no device is given for; None is the CPU, without a mode.
         self.default_device: torch.device | None = None
         self.autocast_at_start: tuple[Any, ...] = ()
         # The symbols of sizes and integers that differ between calls.
         self.sizes: Any = sizes
-        self.frames: list[FrameLike] = []
         # Existing objects with identity that were met, so that a second path to one finds the same value.
         self.known: dict[int, tuple[Any, Value]] = {}
         # What names of classes were found to mean, with the guards for it made: (class, name, after) -> class, entry.
