@@ -110,7 +110,8 @@ SETTINGS: Mapping[str, Setting] = {
         None,
         lambda value: value is None or _is_number(value),
         "a level of the logging module, or None",
-        "level of the logger 'gradsplit': WARNING tells of graph breaks, INFO of recompilations and graphs too",
+        "level of the logger 'gradsplit': WARNING tells of graph breaks, INFO of recompilations and graphs too, DEBUG "
+        "of each instruction that the capture interprets",
         _set_log_level,
     ),
 }

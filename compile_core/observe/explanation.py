@@ -41,21 +41,26 @@ class BreakReason:
 
 @dataclass(frozen=True)
 class ExplainedGuard:
-    """A condition under which the captured graphs hold: the name of what is looked at, where that is, and what must
-    hold of it."""
+    """A condition under which the captured graphs hold: the name of what is looked at, where that is, what kind of
+    condition it is, and what must hold."""
 
     name: str
     source: str
+    guard_types: list[str]
     code_list: list[str]
 
     @staticmethod
     def of(guard: Guard) -> ExplainedGuard:
         where = {"local" if isinstance(source.root, LocalSource) else "global" for source in guard.sources}
         names = ", ".join(str(source) for source in guard.sources)
-        return ExplainedGuard(names, "local" if where == {"local"} else "global", [guard.text])
+        found_in = "local" if where == {"local"} else "global"
+        return ExplainedGuard(names, found_in, [guard.kind], [guard.text])
 
     def __str__(self) -> str:
-        return f"    Name: {self.name!r}\n    Source: {self.source}\n    Code List: {self.code_list}\n"
+        return (
+            f"    Name: {self.name!r}\n    Source: {self.source}\n    Guard Types: {self.guard_types}\n"
+            f"    Code List: {self.code_list}\n"
+        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def test_explain_prints_as_a_report():
     )
     assert "Ops per Graph:\n  Ops 1:\n    <built-in method abs" in text
     assert "Out Guards:\n  Guard 1:\n    Name: " in text
-    assert re.search(r"Name: 'a'\n    Source: local\n    Code List: .*float32\[10\]", text)
+    assert re.search(
+        r"Name: 'a'\n    Source: local\n    Guard Types: \['tensor'\]\n    Code List: .*float32\[10\]", text
+    )
     assert re.search(r"Compile Times: (.|\n)*capture +\d", text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ from gradsplit.compile_core.capture.code_objects.instructions import Code, Handl
 from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
 from gradsplit.compile_core.capture.values.base import CaptureState, LastInstruction, SymbolicRaise, Value
 from gradsplit.compile_core.errors import CodeLocation, InternalError
+
+logger = logging.getLogger(__name__)
 
 OpcodeHandler = Callable[["Frame", Instruction], None]
 
@@ -125,7 +128,12 @@ class Frame:
         try:
             if raised is not None:
                 self.unwind(raised)
+            is_logged = logger.isEnabledFor(logging.DEBUG)
             while self.result is None and self.yielded is None:
+                if is_logged:
+                    instruction = self.code.instructions[self.index]
+                    line = CodeLocation.of(self.code.code, instruction.line)
+                    logger.debug("%s %s  # %s", instruction.name, instruction.text, line.text)
                 self.step()
         finally:
             self.state.frames.pop()
