@@ -4,7 +4,7 @@ The factory is a function of the file without arguments that returns a program: 
 arguments, and perhaps a dictionary of its keyword arguments. Each rung runs in a process of its own, forward and
 backward: plain PyTorch; ``backend="eager"``, where the capture is all that is new; ``"aot_eager"``, which adds
 autograd; the default, which adds kernels; and, for modules, two ranks on CPUs under ``DistributedDataParallel`` beside
-stock DDP.
+stock DDP. What this machine has of what gradsplit needs is printed, too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from gradsplit.compile_core.backends.registry import DEFAULT_BACKEND
 from gradsplit.compile_core.interface.api import compile
 from gradsplit.compile_core.minimizer.outcome import Outcome, copied, difference_of, raised
 from gradsplit.compile_core.minimizer.trials import in_a_fork
+from gradsplit.support import versions_table
 
 PLAIN, DDP = "plain", "DDP on two ranks"
 RUNGS = (PLAIN, "eager", "aot_eager", DEFAULT_BACKEND, DDP)
@@ -306,6 +307,7 @@ def main() -> None:
             "" if step is None else f"{_of_plain(outcome):.2f}",
         )
     console = Console(width=None if Console().is_terminal else 160)
+    console.print(versions_table(), "More of this machine: python -m gradsplit.support")
     console.print(table)
     console.print(verdict(found), markup=False)
     sys.exit(0 if all(outcome.kind == "equal" for outcome in found.values()) else 1)

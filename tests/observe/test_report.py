@@ -16,7 +16,7 @@ from gradsplit import report
 from gradsplit.compile_core import run_record
 from tests.start_ranks import start_ranks
 
-_TRAINING = """
+TRAINING = """
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +66,7 @@ def _page_of(folder: Path) -> tuple[dict, _Page]:
 @pytest.mark.timeout(240)
 def test_two_ranks_of_a_gpt_are_one_page(tmp_path: Path):
     program, folder = tmp_path / "train.py", tmp_path / "run"
-    program.write_text(_TRAINING)
+    program.write_text(TRAINING)
     run = start_ranks([str(program)], 200, GRADSPLIT_DEBUG=str(folder))
     assert run.returncode == 0, run.stderr
     found, page = _page_of(folder)
