@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
@@ -107,7 +108,7 @@ class GraphFailures:
     def _write(self, says: str, again: Sequence[Any] | None = None, what: str = "") -> None:
         assert self._request is not None
         forms = tuple(_form_of(value) for value in (*self._inputs, *(again or ())))
-        key = (self._captured.module.code, forms, what)
+        key = (self._backend.name, self._captured.module.code, forms, what)
         if key in _written:
             return
         _written.add(key)
@@ -121,7 +122,8 @@ def _form_of(value: Any) -> Any:
     """What guards ask of an input that may take any value."""
     if not isinstance(value, Tensor):
         return value if type(value) is int else type(value)
-    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    layout = value.stride() if value.layout == torch.strided else value.layout
+    return value.shape, layout, value.dtype, value.device, value.requires_grad
 
 
 def _settings(
@@ -172,7 +174,7 @@ def _write(
     try:
         whole = folder / "whole" if request.level > 1 else folder
         path = write_repro(whole, module, inputs, settings, says, again=again)
-    except CannotWriteError as reason:
+    except (CannotWriteError, OSError) as reason:
         logger.warning("a graph that fails is not written: %s", reason)
         return
     if request.level == 1:

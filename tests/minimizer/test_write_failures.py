@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import gradsplit
-from gradsplit.compile_core.options import requested_repro
+from gradsplit.compile_core.minimizer.write_failures import GraphFailures
+from gradsplit.compile_core.options import ReproRequest, requested_repro
 from tests.minimizer.planted_programs import ROOT
 from tests.start_ranks import start_ranks
 
@@ -137,6 +141,32 @@ def test_the_rank_that_fails_leaves_a_program_of_ranks_before_the_job_ends(tmp_p
     assert run.returncode != 0
     assert _written(tmp_path / "out") == {"rank_1", "rank_1/whole"}, run.stderr
     assert "raises: on rank 1 KeyError: 'cumsum'" in (tmp_path / "out" / "rank_1" / "repro.py").read_text()
+
+
+class _WrittenGraphs(GraphFailures):
+    """Notes what would be written."""
+
+    def __init__(self, inputs: list[torch.Tensor], level: int) -> None:
+        captured: Any = None
+        super().__init__(
+            captured, inputs, captured, captured, ReproRequest("capture", level, Path("nowhere"))
+        )
+        self.written: list[str] = []
+
+    def _write(self, says: str, again: Sequence[Any] | None = None, what: str = "") -> None:
+        self.written.append(says)
+
+
+def test_a_second_call_is_one_with_other_sizes_layouts_or_types():
+    x = torch.randn(4, 6)
+    sparse = x.to_sparse()
+    others = (x[:2], x.t(), x.double(), x.clone().requires_grad_(), sparse)
+    same = [(x, (x, x + 1), 0), (sparse, (sparse, 2 * sparse), 0)]
+    for first, later, count in [*same, *((x, (x, other, other, x[:3]), 1) for other in others)]:
+        graph = _WrittenGraphs([first], 4)
+        watched = graph.watched(lambda given: given)
+        assert all(watched(given) is given for given in later)
+        assert len(graph.written) == count
 
 
 def test_what_the_environment_cannot_ask_for(monkeypatch: pytest.MonkeyPatch):
