@@ -112,6 +112,16 @@ class GraphFailures:
         if key in _written:
             return
         _written.add(key)
+        if (
+            isinstance(self._backend, GraphBackend)
+            and getattr(self._backend.compile, "__module__", "") == "__main__"
+        ):
+            logger.warning(
+                "a graph that fails is not written: the backend %r is in the program's main file, and other processes "
+                "import it from a module only",
+                self._backend.name,
+            )
+            return
         settings = _settings(self._backend, self._options, self._request, self._inputs)
         if again is not None:
             settings = replace(settings, dynamic=self._captured.has_open_sizes)
@@ -135,7 +145,7 @@ def _settings(
             getattr(backend.compile, "__module__", ""),
             getattr(backend.compile, "__qualname__", ""),
         )
-        if module and module != "__main__" and qualified.isidentifier():
+        if module and qualified.isidentifier():
             imports = (module,)  # which registers it, if anything does
             name = name if name in list_backends(None) else f"{module}:{qualified}"
     is_on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))

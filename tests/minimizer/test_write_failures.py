@@ -82,7 +82,9 @@ def test_each_failure_of_a_program_leaves_one_smaller_program(tmp_path: Path):
     program.write_text("""
 import torch, gradsplit, backends_of_mine
 from contextlib import suppress
-for backend in (backends_of_mine.raises, backends_of_mine.runs_once):
+def of_the_main_file(module, inputs):
+    raise KeyError("mine")
+for backend in (of_the_main_file, backends_of_mine.raises, backends_of_mine.runs_once):
     step = gradsplit.compile(lambda x: x.sin().cumsum(0).cos(), backend=backend)
     for _ in range(3):
         with suppress(KeyError, TypeError):
@@ -93,6 +95,7 @@ for backend in (backends_of_mine.raises, backends_of_mine.runs_once):
     record = tmp_path / "record"
     said = _run(program, {**environment, "GRADSPLIT_DEBUG": str(record)})
     assert said.count("1 calls that fail in the same way") == 2, said
+    assert said.count("the backend 'of_the_main_file' is in the program's main file") == 1
     assert "KeyError: 'cumsum'" in said and "TypeError: call 1 of cumsum" in said
     assert _written(tmp_path / "out") == {".", "whole", "graph_2", "graph_2/whole"}
     assert "KeyError: 'cumsum'" in _run(tmp_path / "out" / "repro.py", environment)
