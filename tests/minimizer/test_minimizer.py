@@ -113,6 +113,19 @@ def test_a_guard_that_is_too_lax_is_made_smaller(monkeypatch: pytest.MonkeyPatch
         reproduce(written["Program"](), written["inputs"](), written["SETTINGS"], written["again"]())
 
 
+def raises_at_sin(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend without a rule."""
+    if any("sin" in str(node.target) for node in module.graph.nodes):
+        raise KeyError("sin")
+    return module
+
+
+def test_what_fails_on_one_rank_alone_is_written_for_one(tmp_path: Path):
+    candidate = captured(_Rows(), [torch.randn(4, 6)])
+    found = minimize(candidate, Settings(f"{__name__}:raises_at_sin", ranks=2), attempt, tmp_path)
+    assert found.outcome.is_like(Outcome("raises", "KeyError: 'sin'")) and found.settings.ranks == 1
+
+
 def test_a_failure_is_told_from_another():
     candidate = captured(_Chain(), [torch.randn(4, 6)])
 
