@@ -211,8 +211,13 @@ def store_has_ended() -> StoreLost:
     return StoreLost(f"{_holder()} has ended", True)
 
 
+def is_held_by_launcher() -> bool:
+    """Whether the job's store lives in the launcher's process, and not in rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _holder() -> str:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if is_held_by_launcher():
         return "the launcher on rank 0's machine, which holds the job's store,"
     return "rank 0, whose process holds the job's store,"
 

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from gradsplit.compile_core.errors import CompileError
-from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost
+from gradsplit.distributed.agreement.bulletin import Bulletin, StoreLost, is_held_by_launcher
 from gradsplit.distributed.agreement.operations import Operations
 from gradsplit.distributed.agreement.ring import ALARM_S, Neighbour, describe
 from gradsplit.distributed.agreement.voice import LEFT, Voice
@@ -109,7 +109,9 @@ class FailureWatch:
         self.is_over = is_over
         self._on_device = on_device
         self._lock = threading.RLock()
-        self._is_ours = False
+        # Of the failure that is known.
+        self._must_linger = False
+        self._holds_store = rank == 0 and not is_held_by_launcher()
         self._known_s = 0.0
         self._last_words = ""
         self._waiting: list[weakref.ref[Waiting]] = []
@@ -304,6 +306,7 @@ class FailureWatch:
 
     def _hear(self, failure: str) -> None:
         self.failure, self._known_s = failure, time.monotonic()
+        self._must_linger = self._holds_store
         self._bulletin.post_soon(f"failure/{self.operations.term}/heard/{self._rank}", True)
 
     def _post(self, message: str) -> None:
@@ -313,7 +316,7 @@ class FailureWatch:
                 return
             try:
                 self._hear(self._bulletin.post_first(f"failure/{self.operations.term}", message))
-                self._is_ours = self.failure == message
+                self._must_linger |= self.failure == message
             except StoreLost:  # and with it those who would hear
                 self.failure, self._known_s = message, time.monotonic()
 
@@ -345,10 +348,11 @@ class FailureWatch:
         return [waiting for waiting in (reference() for reference in self._waiting) if waiting is not None]
 
     def _linger(self) -> None:
-        """Gives the others time to hear of a failure, and to speak of it."""
-        if not self._is_ours:
+        """Gives the others time to hear of a failure, and to speak of it: of this rank's own, and of any if the store
+        ends with this process."""
+        if not self._must_linger:
             return
-        self._is_ours = False
+        self._must_linger = False
         deadline = time.monotonic() + LINGER_S
         heard = [f"failure/{self.operations.term}/heard/{other}" for other in self._others]
         with suppress(StoreLost):

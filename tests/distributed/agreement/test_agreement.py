@@ -280,6 +280,28 @@ class Late:
         self.was_let_go = True
 
 
+@pytest.mark.parametrize("by_launcher", [False, True])
+def test_who_holds_the_store_ends_after_all_have_heard(
+    by_launcher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store ends with rank 0, and who has not heard by then takes that for the failure."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(by_launcher))
+    monkeypatch.setattr(failure_watch, "LINGER_S", 5.0)
+    ranks = Ranks(3)
+    first, second, third = (agreement.watch for agreement in ranks.all)
+    second.close()  # its thread is late
+    third.close()
+    threading.Timer(1.0, second.look_in_background).start()
+    third._post("rank 2 has failed")
+    while not first.failure:
+        time.sleep(0.01)
+    began_s = time.monotonic()
+    with pytest.raises(CompileError, match="rank 2 has failed"):
+        first.at_point()
+    waited_s = time.monotonic() - began_s
+    assert second.failure if not by_launcher else waited_s < 0.5
+
+
 def test_what_waits_beside_the_group_for_too_long_is_let_go() -> None:
     ranks, late = Ranks(), Late()
     ranks.all[0].watch.watch_over(late)
