@@ -1,7 +1,7 @@
 """The front end: from a Python function and its arguments to a graph, without running the function."""
 
 from gradsplit.compile_core.capture.capture_frame import argument_names, capture
-from gradsplit.compile_core.capture.graph_breaks import plain_call, resume_function, run_to_end
+from gradsplit.compile_core.capture.graph_breaks import following, plain_call, resume_function
 from gradsplit.compile_core.capture.guards.guards import compile_check, explain_failure, values_read
 from gradsplit.compile_core.capture.guards.source_writer import compile_function
 from gradsplit.compile_core.capture.object_model.modules import COMPILED_APART
@@ -19,11 +19,11 @@ __all__ = [
     "compile_check",
     "compile_function",
     "explain_failure",
+    "following",
     "must_run_plain",
     "normal_tensors",
     "plain_call",
     "resume_function",
     "run_only",
-    "run_to_end",
     "values_read",
 ]

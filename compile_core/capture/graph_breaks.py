@@ -72,6 +72,12 @@ def run_to_end(result: Any) -> Any:
     return result
 
 
+def following(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A runner that is followed to its end: by then nothing is left of its variables, as of a plain frame's that have
+    new values, or of what was on its stack."""
+    return lambda *given: run_to_end(run(*given))
+
+
 def enter(frame: Frame, rest: Rest) -> None:
     """Put the frame of a stub where its rest begins."""
     state = frame.state
@@ -179,7 +185,7 @@ class BreakWriter:
         if broken.has_handler:
             exits.append(self._handler(broken.exits[-1]))
         arguments = ", ".join(in_order(self.code, list(local_texts.values()), [*exits, *shown]))
-        self.lines.append(f"return run_to_end({made}({arguments}))")
+        self.lines.append(f"return {made}({arguments})")
 
     def _exit(self, rest: Rest) -> str:
         name = f"resume_{len(self.points)}"
@@ -248,8 +254,7 @@ def plain_rest(function: types.FunctionType, cells_argument: bool) -> Callable[.
 
 def plain_call(function: types.FunctionType, cells_argument: bool) -> Callable[..., Any]:
     """What calls a resume function as plain Python."""
-    rest = plain_rest(function, cells_argument)
-    return lambda *arguments: run_to_end(rest(*arguments))
+    return following(plain_rest(function, cells_argument))
 
 
 def resume_function(point: ResumePoint, original: types.FunctionType) -> types.FunctionType:

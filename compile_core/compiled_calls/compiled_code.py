@@ -28,12 +28,12 @@ from gradsplit.compile_core.capture import (
     compile_check,
     compile_function,
     explain_failure,
+    following,
     must_run_plain,
     normal_tensors,
     plain_call,
     resume_function,
     run_only,
-    run_to_end,
 )
 from gradsplit.compile_core.capture.code_objects.plain_frames import PlainFrames
 from gradsplit.compile_core.capture.directives import disabled_frame
@@ -334,10 +334,11 @@ class CompiledCode:
             constants = {**captured.runner.constants, "run_again": self._run_again}
             if captured.break_reason is not None:
                 constants["compiled_form"] = self.compiled_form
-                # A resume function leaves its own continuations to the call that the user made.
-                constants["run_to_end"] = _leave_to_caller if self._is_continuation else run_to_end
                 constants |= {point.name: self._continuation(point) for point in captured.resume}
             run = compile_function(captured.runner.text, "run", constants)
+            # A resume function leaves its own continuations to the call that the user made.
+            if captured.break_reason is not None and not self._is_continuation:
+                run = following(run)
             if captured.graph is not None:
                 inputs = check(*arguments)
                 if type(inputs) is not list:
@@ -493,7 +494,3 @@ def _described_guards(name: str, code: types.CodeType, captured: CapturedFrame) 
             for guard in captured.guards
         ],
     }
-
-
-def _leave_to_caller(result: Any) -> Any:
-    return result

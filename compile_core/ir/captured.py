@@ -127,8 +127,8 @@ class ResumePoint:
     """The rest of a frame after a graph break, which stack values and locals are passed to.
 
     With ``cells_argument`` the tuple of its closure cells comes before them. The runner hands it on under
-    ``name``. Who runs the runner provides that, ``compiled_form(callable)`` for what the frame calls at the
-    break, and ``run_to_end(result)`` for what comes out.
+    ``name``. Who runs the runner provides that and ``compiled_form(callable)`` for what the frame calls at the break,
+    and follows what comes out, which may be a continuation.
     """
 
     name: str
