@@ -577,7 +577,10 @@ def _is_sensitive(
 
 def _without_variables(error: Exception) -> Exception:
     """Torch's checkpoint that raises would leave its hooks for saved tensors in place as long as its frames live."""
-    traceback.clear_frames(error.__traceback__)
+    chain: list[BaseException] = [error]
+    for each in chain:
+        traceback.clear_frames(each.__traceback__)
+        chain += [cause for cause in (each.__context__, each.__cause__) if cause and cause not in chain]
     return error
 
 
