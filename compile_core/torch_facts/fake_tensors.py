@@ -215,7 +215,8 @@ def _small(tensor: Tensor) -> Tensor:
     for stride in sorted({*strides} - {0}):
         small[stride] = step
         step *= prod(size for size, of in zip(shape, strides, strict=True) if of == stride) + 1
-    return torch.zeros(step, dtype=tensor.dtype).as_strided(shape, [small[stride] for stride in strides])
+    memory = torch.zeros(step, dtype=tensor.dtype, device="cpu")
+    return memory.as_strided(shape, [small[stride] for stride in strides])
 
 
 def _index(args: tuple[Any, ...]) -> Tensor:

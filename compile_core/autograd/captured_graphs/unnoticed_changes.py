@@ -40,7 +40,8 @@ def refuse_changes_of_what_is_saved(module: GraphModule) -> None:
     if not written:
         return
     (output,) = module.graph.find_nodes(op="output")
-    memories = _saved_memories(node.meta["example_value"] for node in output.args[0])
+    results = (node.meta["example_value"] for node in output.args[0])
+    memories = _saved_memories(result for result in results if isinstance(result, torch.Tensor))
     if memories is None or not written.isdisjoint(memories):
         raise Unsupported(
             "unseen-change",
