@@ -89,16 +89,14 @@ class IndependentResults:
         if not waiting:
             return None
         read = frozenset().union(*(self.groups[group] for group in waiting))
-        # With its history a result of the graph would hold the node that holds it.
-        values = [
-            (self.specs[k] or TensorSpec.of(tensor))
-            if k not in read
-            else tensor
-            if tensor.is_leaf
-            else tensor.detach()
-            for k, tensor in enumerate(saved)
-            if tensor is not None
-        ]
+
+        def kept(k: int, tensor: torch.Tensor) -> torch.Tensor | TensorSpec:
+            if k not in read:
+                return self.specs[k] or TensorSpec.of(tensor)
+            # With its history a result of the graph would hold the node that holds it.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        values = [kept(k, tensor) for k, tensor in enumerate(saved) if tensor is not None]
         if len(values) < len(saved):
             return None
         versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in values]

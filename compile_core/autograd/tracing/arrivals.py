@@ -64,7 +64,10 @@ def reaching_roots(roots: Sequence[torch.Tensor]) -> dict[Any, int]:
 
 
 def join_arrivals(
-    reached: Mapping[Any, int], seeds: Gradients, with_none: WeakSet[Any], recorder: OperatorRecorder
+    reached: Mapping[Any, int],
+    seeds: Sequence[torch.Tensor],
+    with_none: WeakSet[Any],
+    recorder: OperatorRecorder,
 ) -> None:
     """Makes what nodes compute depend on what comes to them, as it does for torch's engine.
 
@@ -78,18 +81,18 @@ def join_arrivals(
     """
     for node, positions in reached.items():
         is_custom = isinstance(node, BackwardCFunction)
-        leading = [seed for k, seed in enumerate(seeds) if positions >> k & 1] if is_custom else None
+        leading = [seed for k, seed in enumerate(seeds) if positions >> k & 1] if is_custom else []
         node.register_hook(functools.partial(_constants_joined, recorder, leading))
-        if leading is not None and len(leading) > 1 and node not in with_none:
+        if len(leading) > 1 and node not in with_none:
             node.register_prehook(functools.partial(_all_joined, leading))
 
 
 def _constants_joined(
-    recorder: OperatorRecorder, leading: Gradients | None, computed: Gradients, arrived: Gradients
+    recorder: OperatorRecorder, leading: Sequence[torch.Tensor], computed: Gradients, arrived: Gradients
 ) -> Gradients | None:
     if all(gradient is None or recorder.comes_from_seeds(gradient) for gradient in computed):
         return None
-    others = [other for other in (arrived if leading is None else leading) if other is not None]
+    others = leading or [gradient for gradient in arrived if gradient is not None]
     return tuple(
         gradient
         if gradient is None or recorder.comes_from_seeds(gradient)
@@ -98,5 +101,5 @@ def _constants_joined(
     )
 
 
-def _all_joined(leading: Gradients, gradients: Gradients) -> Gradients:
+def _all_joined(leading: Sequence[torch.Tensor], gradients: Gradients) -> Gradients:
     return tuple(None if gradient is None else JOINT_ARRIVAL(gradient, leading) for gradient in gradients)

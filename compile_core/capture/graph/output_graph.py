@@ -328,13 +328,14 @@ def _refuse_unlike_out(function: Any, out: list[fx.Node], arguments: Any, keywor
     the result does, as a rule.
     """
     given = [_fake_of(node) for node in out]
-    read = {id(value) for value in tree_leaves((arguments, {**keywords, "out": None}))}
+    without = {**keywords, "out": None}
+    read = {id(value) for value in tree_leaves((arguments, without))}
     new = all(
         tensor.numel() == 0 and not tensor._is_view() and not node.users and id(tensor) not in read
         for node, tensor in zip(out, given, strict=True)
     )
     try:
-        results = tree_leaves(function(*arguments, **{**keywords, "out": None}))
+        results = tree_leaves(function(*arguments, **without))
     except Exception:  # whatever it is, the call itself tells
         return
     resized = [

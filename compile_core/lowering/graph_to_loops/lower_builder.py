@@ -151,9 +151,8 @@ class ProgramBuilder:
             # a reduction of single elements is none, and must not become one when its nest is joined
             if count > 1:
                 reduced = emitter.reduce(operation, element, dtype)
-            elif (
-                operation == "sum" and dtype.is_floating_point
-            ):  # of a negative zero it is zero, as sums begin
+            elif operation == "sum" and dtype.is_floating_point:
+                # Sums begin with zero, which a negative zero does not change.
                 reduced = emitter.apply("add", (element, emitter.constant(0.0, dtype)), dtype)
             else:
                 reduced = element
