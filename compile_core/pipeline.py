@@ -145,7 +145,7 @@ def compile_module(
                 return compiled
         note_fake_values(module, examples)
         refuse_changes_of_what_is_saved(module)
-        pieces = cut_at_results(module) if options.linked_results else []
+        pieces = cut_at_results(module, examples) if options.linked_results else []
         if len(pieces) > 1:
             return compile_pieces(module, pieces, backend=backend, options=options)
         return compile_stages(module, examples, inputs, backend=backend, options=options, planner=planner)

@@ -208,10 +208,29 @@ def asks_for_the_gradient_of_what_it_turns_afterwards(x, w):
     return hidden * gradient, sums
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def asks_for_the_gradient_of_what_a_function_changes(x, w):
+    hidden = Doubled.apply(x @ w)
+    (gradient,) = torch.autograd.grad(hidden.exp().sum(), [hidden], retain_graph=True)
+    return hidden * gradient, hidden
+
+
 @pytest.mark.parametrize(
     "program",
     [
         asks_for_gradients_of_its_own_value,
+        asks_for_the_gradient_of_what_a_function_changes,
         asks_for_gradients_of_an_input_that_it_changes,
         asks_for_the_gradient_of_what_it_turns_afterwards,
     ],

@@ -43,13 +43,15 @@ class CutPoints:
         nodes: those that call something, in order.
         allowed: for each of them, whether a piece may begin with it.
         values: what every node held at the end.
-        changed_at: for an input that the graph changes, the position of the last node in ``nodes`` that does.
+        changed_at: for a tensor that the graph changes in place, the position of the last node in ``nodes`` that does.
+        reshaped_at: for a tensor that the graph gives another shape, likewise.
     """
 
     nodes: tuple[Node, ...]
     allowed: tuple[bool, ...]
     values: Mapping[Node, Any]
     changed_at: Mapping[Node, int]
+    reshaped_at: Mapping[Node, int]
 
     def needs_gradient(self, node: Node) -> bool:
         """Whether autograd has something to do for it."""
@@ -123,6 +125,8 @@ class _Run:
         # By storage: the first node that had to do with it, and the last that changed it.
         self._used: dict[int, int] = {}
         self._changed: dict[int, int] = {}
+        # By the tensor's ``id``.
+        self._reshaped: dict[int, int] = {}
         self._forbidden: set[int] = set()
 
     def run_all(self) -> None:
@@ -141,15 +145,20 @@ class _Run:
             self._forbidden.update(range(self._used[storage] + 1, last + 1))
         for position, node in enumerate(self._nodes):
             self._forbidden.update(range(position + 1, self._last_direct_use(node) + 1))
-        placeholders = self._module.graph.find_nodes(op="placeholder")
+        allowed = tuple(position not in self._forbidden for position in range(len(self._nodes)))
         changed_at = {
             node: self._changed[storage]
-            for node in placeholders
-            for storage in _storages(self._values[node])
+            for node, value in self._values.items()
+            if isinstance(value, torch.Tensor)
+            for storage in _storages(value)
             if storage in self._changed
         }
-        allowed = tuple(position not in self._forbidden for position in range(len(self._nodes)))
-        return CutPoints(tuple(self._nodes), allowed, self._values, changed_at)
+        reshaped_at = {
+            node: self._reshaped[id(value)]
+            for node, value in self._values.items()
+            if id(value) in self._reshaped
+        }
+        return CutPoints(tuple(self._nodes), allowed, self._values, changed_at, reshaped_at)
 
     def _run(self, node: Node, position: int) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), self._values.__getitem__)
@@ -163,9 +172,11 @@ class _Run:
         for storage in _storages((taken, value)):
             self._used.setdefault(storage, position)
         for tensor, state in zip(taken, before, strict=True):
-            if _state(tensor) != state:
-                for storage in _storages(tensor):
-                    self._changed[storage] = position
+            if _state(tensor) == state:
+                continue
+            self._changed.update(dict.fromkeys(_storages(tensor), position))
+            if _kind(tensor)[:2] != state[1][:2]:
+                self._reshaped[id(tensor)] = position
 
     def _last_direct_use(self, node: Node) -> int:
         """The last node that needs this one's value beside it: of no matter where it can be passed."""
@@ -182,7 +193,7 @@ def _modes() -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), read_switches()
 
 
-def _state(tensor: torch.Tensor) -> tuple[object, ...]:
+def _state(tensor: torch.Tensor) -> tuple[object, tuple[object, ...]]:
     """What shows that a tensor was changed in place; sizes are compared as they are printed, which asks nothing."""
     return None if tensor.is_inference() else tensor._version, _kind(tensor)
 
