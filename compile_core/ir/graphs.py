@@ -99,13 +99,14 @@ class GraphSignature:
         gradient_inputs: positions of the primals that require gradients.
         tangents: positions among the graph's outputs of those for which the backward takes a gradient.
         tangent_specs: the layout in which the backward expects each of them; sizes and strides may be ``OpenSize``.
-        gradient_tangents: for each gradient, a bit set of the positions among the tangents of those that it depends on.
-            Where none of these arrives, the gradient is ``None`` as in eager, not zeros.
+        gradient_tangents: for each gradient, what it depends on: a bit set of positions among the tangents and, above
+            them, of those to which it is enough that autograd's engine comes, with nothing. Where none of these
+            arrives, the gradient is ``None`` as in eager, not zeros.
         open_sizes: how many of the graph's last outputs are numbers, for whoever meets an ``OpenSize``.
         left_undefined: positions among the gradients of those that are ``None`` since a function of the program's says
             so, and not since nothing leads to the input: autograd's engine comes to the input with nothing.
-        presence: the backward takes a flag after the tangents for each of these: whether a gradient arrives for any of
-            these tangents, a bit set of their positions.
+        presence: the backward takes a flag after the tangents for each of these: whether any of them arrives, a bit
+            set as above.
     """
 
     results: tuple[int | ResultAlias, ...]

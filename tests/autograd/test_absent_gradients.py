@@ -204,6 +204,25 @@ def changed_behind_a_break(compile):
     return gradient_at_zero(compile(program))
 
 
+def functions_that_nothing_comes_to(compile):
+    """The engine comes to them from after the break, to each or to the first only, and they get zeros."""
+
+    def program(a, b, first, second):
+        x, y = Divided.apply(a).cos(), Divided.apply(b)
+        print(end="")
+        z = NoneForFirst.apply(x if first else a, a)[1]
+        return NoneForFirst.apply(y, z)[1] if second else z + 0 * y.detach()
+
+    found = []
+    for first, second in ((True, True), (True, False), (False, True)):
+        for factor in (None, 1):
+            leaves = leaf(3), leaf(3)
+            a, b = leaves if factor is None else (each * factor for each in leaves)
+            compile(program)(a, b, first, second).sum().backward()
+            found.append([each.grad for each in leaves])
+    return found
+
+
 def gradient_at_zero(f):
     a = torch.zeros(3, requires_grad=True)
     f(a).sum().backward()
@@ -212,7 +231,13 @@ def gradient_at_zero(f):
 
 BREAKS = {
     scenario.__name__: scenario
-    for scenario in (dead_after_a_break, deleted_before_a_break, left_by_a_branch, changed_behind_a_break)
+    for scenario in (
+        dead_after_a_break,
+        deleted_before_a_break,
+        left_by_a_branch,
+        changed_behind_a_break,
+        functions_that_nothing_comes_to,
+    )
 }
 
 

@@ -7,6 +7,7 @@ costs little more than what is done here, so whatever is the same for all calls 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedI
 from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
+from gradsplit.compile_core.autograd.operators.gradient_sources import (
+    Sources,
+    missing_sources,
+    results_of,
+)
 from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
 from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
@@ -171,7 +177,9 @@ class DifferentiableProgram:
         of_inputs = dict(zip(self.tensor_inputs, self.results_of_edges(), strict=True))
         of_inputs = {k: of_inputs[k] for k in self.signature.gradient_inputs}
         return SeparateResults.of(
-            self.signature.tangents, {k: every if of is None else of for k, of in of_inputs.items()}
+            self.signature.tangents,
+            {k: every if of is None else of for k, of in of_inputs.items()},
+            bool(self.all_sources >> len(every)),
         )
 
     @functools.cached_property
@@ -183,33 +191,48 @@ class DifferentiableProgram:
         return IndependentResults.of(self.changeable.graph)
 
     @functools.cached_property
-    def _edges_of_few(self) -> list[tuple[int, frozenset[int]]]:
-        """The edges of the node whose gradients depend on some results only, and on which."""
-        every = frozenset(self.signature.tangents)
-        return [
-            (edge, of) for edge, of in enumerate(self.results_of_edges()) if of is not None and of != every
-        ]
+    def all_sources(self) -> Sources:
+        """What any gradient depends on."""
+        return functools.reduce(operator.or_, self.signature.gradient_tangents, 0)
 
-    def edges_without(self, absent: set[int]) -> list[int]:
-        """The edges to which no gradient comes where none arrived at these results."""
-        if len(absent) == len(self.signature.tangents):
-            return [edge for edge, of in enumerate(self.results_of_edges()) if of is not None]
-        return [edge for edge, of in self._edges_of_few if of <= absent]
+    def edges_without(self, missing: Sources) -> list[int]:
+        """The edges to which no gradient comes where these do not arrive."""
+        every = (1 << len(self.signature.tangents)) - 1
+        edges = self._edges if is_within(every, missing) else self._edges_of_few
+        return [edge for edge, of in edges if is_within(of, missing)]
 
     def results_of_edges(self) -> list[frozenset[int] | None]:
         """For each edge of the node, which are those of its tensors, the results that its gradient depends on; ``None``
         where that is not for the results to say."""
+        tangents = self.signature.tangents
+        return [
+            None if of is None else frozenset(tangents[k] for k in members(results_of(of, len(tangents))))
+            for of in self._sources_of_edges
+        ]
+
+    @functools.cached_property
+    def _edges(self) -> list[tuple[int, Sources]]:
+        return [(edge, of) for edge, of in enumerate(self._sources_of_edges) if of is not None]
+
+    @functools.cached_property
+    def _edges_of_few(self) -> list[tuple[int, Sources]]:
+        """The edges of the node whose gradients depend on some results only."""
+        count = len(self.signature.tangents)
+        return [(edge, of) for edge, of in self._edges if results_of(of, count) != (1 << count) - 1]
+
+    @functools.cached_property
+    def _sources_of_edges(self) -> list[Sources | None]:
         signature = self.signature
         # An unread leaf has an edge, too, to which no result leads.
-        results: dict[int, frozenset[int]] = dict.fromkeys(self.unread, frozenset())
-        results |= {
-            position: frozenset(signature.tangents[k] for k in members(sources))
+        found: dict[int, Sources] = dict.fromkeys(self.unread, 0)
+        found |= {
+            position: sources
             for position, sources in zip(signature.gradient_inputs, signature.gradient_tangents, strict=True)
             if sources
         }
         if self.stored is not None:
-            return [None, *map(results.get, self.stored.others)]
-        return [*map(results.get, self.tensor_inputs)]
+            return [None, *map(found.get, self.stored.others)]
+        return [*map(found.get, self.tensor_inputs)]
 
     def differentiate(
         self,
@@ -218,17 +241,19 @@ class DifferentiableProgram:
         sizes: Sequence[int],
         wanted: WantedValues,
         destinations: Destinations | None,
+        missing: Sources,
     ) -> Sequence[torch.Tensor | None]:
         """The gradients as values, where gradients are off. The list of saved values is emptied.
 
         Args:
             wanted: gradients to be returned that are stored otherwise; if there are any, nothing is stored.
             destinations: of a backward that stores gradients.
+            missing: what does not come.
         """
         specs = self.signature.tangent_specs
         if sizes:
             specs = [resolve_spec(spec, sizes) for spec in specs]
-        flags = self.flags.without(_absent(arriving))
+        flags = self.flags.without(missing)
         is_batched = are_batched(arriving)
         if is_batched or wanted:
             # Only torch's own kernels can take what is batched, and the program would store.
@@ -289,7 +314,9 @@ class CompiledCall(torch.autograd.Function):
         program: DifferentiableProgram = ctx.program
         signature = program.signature
         arriving = [gradients[k] for k in signature.tangents]
-        absent = _absent(arriving)
+        absent = bit_set(k for k, gradient in enumerate(arriving) if gradient is None)
+        idle = _idle(ctx, absent) if absent else 0
+        missing = missing_sources(absent, idle, len(arriving))
         without = {signature.tangents[k] for k in members(absent)}
         stored, destinations = program.stored, None
         wanted: WantedValues = {}
@@ -297,26 +324,26 @@ class CompiledCall(torch.autograd.Function):
             wanted = stored.communicator.wanted_values(stored.names)
             destinations = None if wanted else stored.begin(ctx, without)
         if (absent or program.unread) and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
-            spare_leaves(ctx, program.edges_without(without))
-        if len(without) == len(arriving):
+            spare_leaves(ctx, program.edges_without(missing))
+        if len(without) == len(arriving) and is_within(program.all_sources, missing):
             if stored is not None and destinations is not None:
                 destinations.arrived(stored.names, None)
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
-            found = _gradients_with_history(ctx, program, arriving, wanted, destinations)
+            found = _gradients_with_history(ctx, arriving, wanted, destinations, missing, idle)
         else:
             # A backward that needs nothing can be run as often as one likes.
-            saved = [*_saved_tensors(ctx, absent)[: program.saved_tensors]] if program.saved_tensors else []
+            saved = [*_saved_tensors(ctx, idle)[: program.saved_tensors]] if program.saved_tensors else []
             if program.viewed is not None:
                 program.viewed.restore(saved, ctx.memories)
             saved += ctx.numbers
             # What is saved lives on until the backward returns, unless it is given up here (retain_graph keeps it).
             ctx.maybe_clear_saved_tensors()
-            found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations)
+            found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations, missing)
         if absent:
             # What only depends on gradients that did not arrive is undefined, not zero.
             found = [
-                None if sources and is_within(sources, absent) else gradient
+                None if sources and is_within(sources, missing) else gradient
                 for gradient, sources in zip(found, signature.gradient_tangents, strict=True)
             ]
         if stored is not None and wanted:
@@ -324,12 +351,21 @@ class CompiledCall(torch.autograd.Function):
         return program.pick_gradients((*found, None))
 
 
-def _absent(arriving: Sequence[torch.Tensor | None]) -> int:
-    """The positions of those that did not arrive, as a bit set."""
-    return bit_set(k for k, gradient in enumerate(arriving) if gradient is None)
+def _idle(ctx: Any, absent: Sources) -> Sources:
+    """Of the results without a gradient those for which nothing is computed: no custom function leads to them, which
+    would get zeros, or the engine does not come to them, as far as that is known. To one at least it comes."""
+    program: DifferentiableProgram = ctx.program
+    tangents = program.signature.tangents
+    with_zeros = absent & (program.all_sources >> len(tangents))
+    reached = getattr(ctx, "reached", None)
+    if reached is not None:
+        with_zeros &= bit_set(k for k, position in enumerate(tangents) if position in reached)
+    elif program.stored is not None or absent != bit_set(range(len(tangents))):
+        with_zeros = 0
+    return absent & ~with_zeros
 
 
-def _saved_tensors(ctx: Any, absent: int) -> Sequence[Any]:
+def _saved_tensors(ctx: Any, absent: Sources) -> Sequence[Any]:
     """What was saved. That it has been changed or freed is an error only where an arriving gradient depends on it."""
     program: DifferentiableProgram = ctx.program
     later = program.later
@@ -375,12 +411,14 @@ def edges_behind(node: Any, result: int) -> Sequence[tuple[Any, int]]:
 
 def _gradients_with_history(
     ctx: Any,
-    program: DifferentiableProgram,
     arriving: Sequence[torch.Tensor | None],
     wanted: WantedValues,
     destinations: Destinations | None,
+    missing: Sources,
+    idle: Sources,
 ) -> Sequence[torch.Tensor | None]:
-    kept = _saved_tensors(ctx, _absent(arriving))
+    program: DifferentiableProgram = ctx.program
+    kept = _saved_tensors(ctx, idle)
     if program.differentiable_backward is not None:
         tensors = iter(kept[program.saved_tensors :])
         primals = [next(tensors) if number is None else number for number in ctx.number_primals]
@@ -389,7 +427,7 @@ def _gradients_with_history(
         saved = [*kept, *ctx.numbers]
         if program.viewed is not None:
             program.viewed.restore(saved, ctx.memories)
-        found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations)
+        found = program.differentiate(saved, arriving, ctx.sizes, wanted, destinations, missing)
     sources = [tensor for tensor in (*kept, *arriving) if tensor is not None]
     return undifferentiable(found, sources, ctx)
 

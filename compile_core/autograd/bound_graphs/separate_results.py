@@ -36,14 +36,18 @@ class SeparateResults:
         results: positions of the results that take gradients, among the graph's outputs.
         groups: sets of those, each with the positions of the inputs whose gradients depend on these very results.
         of_few: the inputs that do not depend on all.
+        get_zeros: whether custom functions get zeros where the engine comes to a result with nothing.
     """
 
     results: tuple[int, ...]
     groups: tuple[tuple[frozenset[int], tuple[int, ...]], ...]
     of_few: tuple[int, ...]
+    get_zeros: bool
 
     @staticmethod
-    def of(results: tuple[int, ...], results_of_inputs: dict[int, frozenset[int]]) -> SeparateResults | None:
+    def of(
+        results: tuple[int, ...], results_of_inputs: dict[int, frozenset[int]], get_zeros: bool
+    ) -> SeparateResults | None:
         """``None`` if it cannot matter, or a result leads to no input."""
         every = frozenset(results)
         of_few = tuple(k for k, of in results_of_inputs.items() if of and of != every)
@@ -51,14 +55,14 @@ class SeparateResults:
         for position, of in results_of_inputs.items():
             if of:
                 groups.setdefault(of, []).append(position)
-        if not of_few or frozenset().union(*groups) != every:
+        if not (of_few or get_zeros) or frozenset().union(*groups) != every:
             return None
         return SeparateResults(
-            results, tuple((of, tuple(positions)) for of, positions in groups.items()), of_few
+            results, tuple((of, tuple(positions)) for of, positions in groups.items()), of_few, get_zeros
         )
 
     def matter_for(self, primals: Sequence[Any]) -> bool:
-        return any(primals[k].grad_fn is not None for k in self.of_few)
+        return self.get_zeros or any(primals[k].grad_fn is not None for k in self.of_few)
 
     def separate(self, outputs: Sequence[Any], primals: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the node of the call, as results of nodes of their own."""
@@ -83,7 +87,7 @@ class _Round:
     Attributes:
         arrived: the gradients of results, and that none came.
         found: what the node of the call returned and no node of inputs has taken; empty before.
-        known: the results whose gradients it was given.
+        known: the results of which it was told what arrived.
         nodes: how many nodes of inputs are still to run.
         kept: what the call kept for other backwards, while it keeps everything for this one.
     """
@@ -125,14 +129,13 @@ class _Call:
             round = self.rounds[number]
             if not round.nodes:
                 round.nodes = sum(map(_runs, self.nodes_of_inputs))
-            defined = frozenset(k for k, gradient in round.arrived.items() if gradient is not None)
-            if not of & defined <= round.known:
-                self._run(round, defined)
+            reached = frozenset(round.arrived)
+            if not of & reached <= round.known:
+                self._run(round, reached)
             found: list[torch.Tensor | None] = [None] * len(positions)
-            if of & defined:
-                for place, k in enumerate(positions):
-                    # The first gradient is that of the program itself. Autograd copies what others hold, too.
-                    found[place], round.found[1 + k] = round.found[1 + k], None
+            for place, k in enumerate(positions):
+                # The first gradient is that of the program itself. Autograd copies what others hold, too.
+                found[place], round.found[1 + k] = round.found[1 + k], None
             round.nodes -= 1
             if not round.nodes:
                 del self.rounds[number]
@@ -140,12 +143,13 @@ class _Call:
                     (self.node.kept,) = round.kept
         return found
 
-    def _run(self, round: _Round, defined: frozenset[int]) -> None:
+    def _run(self, round: _Round, reached: frozenset[int]) -> None:
         everything = None
         if any(_runs(node) for k, node in self.nodes_of_results.items() if k not in round.arrived):
             everything = self._everything()
+        self.node.reached = reached
         round.found = [*self.node.apply(*map(round.arrived.get, range(self.count)))]
-        round.known = defined
+        round.known = reached
         if everything is not None:
             round.kept = (getattr(self.node, "kept", None),)
             self.node.kept = everything

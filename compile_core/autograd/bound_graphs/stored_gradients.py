@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.autograd.operators.gradient_sources import results_of
 from gradsplit.compile_core.errors import InternalError
 from gradsplit.compile_core.ir.bit_sets import members
 from gradsplit.compile_core.ir.communicator import Communicator, Destinations, WantedValues
@@ -86,7 +87,7 @@ class StoredGradients:
         others = tuple(graph.signature.gradient_inputs[k] for k in computed)
         tangents, sources = graph.signature.tangents, graph.signature.gradient_tangents
         results_of = {
-            name: tuple(tangents[k] for k in members(sources[position]))
+            name: tuple(tangents[k] for k in members(results_of(sources[position], len(tangents))))
             for name, position in backward.stored.items()
         }
         return StoredGradients(

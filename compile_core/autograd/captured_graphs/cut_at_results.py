@@ -55,7 +55,9 @@ def cut_at_results(module: GraphModule, examples: Sequence[Any]) -> list[Piece]:
     # Pieces know the shape that a tensor has in the end.
     for node, position in points.reshaped_at.items():
         if place_of.get(node, 0) != place_of[points.nodes[position]]:
-            raise Unsupported("linked-results", f"{node} gets another shape after results were computed from it")
+            raise Unsupported(
+                "linked-results", f"{node} gets another shape after results were computed from it"
+            )
     return cut_graph(module, place_of)
 
 

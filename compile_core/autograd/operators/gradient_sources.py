@@ -1,4 +1,8 @@
-"""Which of the gradients that arrive a value of a backward depends on."""
+"""Which of the gradients that arrive a value of a backward depends on.
+
+Sources are a bit set. Of n results, bit k stands for a gradient that arrives at the k-th, and bit n + k for the engine
+coming there, be it with nothing: custom functions get zeros then. Where it brings a gradient it comes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ from gradsplit.compile_core.autograd.operators.graph_nodes import ancestors
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL
 from gradsplit.compile_core.ir.bit_sets import is_within
 
-# Positions among the gradients that arrive, as a bit set.
 Sources = int
 
 
@@ -27,21 +30,40 @@ def gradient_sources(graph: Graph, tangents: Sequence[str]) -> dict[Node, Source
     for node in graph.nodes:
         if node.op == "placeholder":
             found[node] = 1 << positions[node.name] if node.name in positions else 0
+        elif node.target is JOINT_ARRIVAL and node.args[3:4] == (True,):
+            found[node] = _any_of(found, node.args[1]) << len(tangents)  # type: ignore[arg-type]
         else:
             found[node] = _any_of(found, node.all_input_nodes)
+            found[node] &= ~(found[node] >> len(tangents))
     return found
 
 
-def element_sources(sources: Mapping[Node, Sources]) -> dict[Node, Sources]:
-    """For each value, the tangents without which its elements are as if nothing was computed, though it is defined."""
+def element_sources(sources: Mapping[Node, Sources], count: int) -> dict[Node, Sources]:
+    """For each value, the tangents without which its elements are as if nothing was computed, though it is defined.
+
+    Args:
+        sources: see ``gradient_sources``.
+        count: of the tangents.
+    """
     found: dict[Node, Sources] = {}
     for node, defined_by in sources.items():
         if node.op == "placeholder" or node.target is JOINT_ARRIVAL:
-            is_nothing = True in node.args
+            is_nothing = node.args[2:3] == (True,)
             found[node] = found[node.all_input_nodes[0]] if is_nothing else defined_by
         else:
             found[node] = _any_of(found, node.all_input_nodes)
+            found[node] &= ~(found[node] >> count)
     return found
+
+
+def results_of(sources: Sources, count: int) -> Sources:
+    """The positions of the results that these are of, as a bit set below ``count``."""
+    return (sources | sources >> count) & ((1 << count) - 1)
+
+
+def missing_sources(absent: Sources, idle: Sources, count: int) -> Sources:
+    """What does not come: the gradients of these results, and the engine itself to those, both below ``count``."""
+    return absent | idle << count
 
 
 def _any_of(found: Mapping[Node, Sources], values: Iterable[Node]) -> Sources:

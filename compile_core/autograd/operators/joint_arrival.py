@@ -7,6 +7,9 @@ Edges keep that in the graph, whatever else is done to it.
 
 Zeros without memory (``is_nothing``) stay zeros whatever they are multiplied with, as if nothing had arrived: only
 whether there is a gradient in the end depends on what did.
+
+The engine also comes to results with nothing, where what follows them returned ``None``. Nodes of torch pass that on,
+custom functions get zeros there, too (``with_none``): ``others`` are gradients of results then.
 """
 
 from __future__ import annotations
@@ -18,14 +21,20 @@ from torch import Tensor
 from torch.fx import Graph
 
 _library = torch.library.Library("gradsplit", "FRAGMENT")
-_library.define("joint_arrival(Tensor gradient, Tensor[] others, bool is_nothing=False) -> Tensor")
+_library.define(
+    "joint_arrival(Tensor gradient, Tensor[] others, bool is_nothing=False, bool with_none=False) -> Tensor"
+)
 
 
-def _run(gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False) -> Tensor:
+def _run(
+    gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False, with_none: bool = False
+) -> Tensor:
     return torch.ops.aten.alias.default(gradient)
 
 
-def _shape(gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False) -> Tensor:
+def _shape(
+    gradient: Tensor, others: Sequence[Tensor], is_nothing: bool = False, with_none: bool = False
+) -> Tensor:
     # The very strides: the node is left out in the end.
     return torch.empty_strided(
         gradient.size(), gradient.stride(), dtype=gradient.dtype, device=gradient.device

@@ -23,6 +23,7 @@ from gradsplit.compile_core.autograd.operators.gradient_sources import (
     Sources,
     element_sources,
     gradient_sources,
+    results_of,
 )
 from gradsplit.compile_core.autograd.operators.graph_nodes import add_call
 from gradsplit.compile_core.autograd.operators.joint_arrival import JOINT_ARRIVAL, drop_joint_arrivals
@@ -61,6 +62,7 @@ class _Separation:
 
     Attributes:
         sources: of each value, the gradients that its elements depend on.
+        results: the results that these are of.
         defined_by: those that make it defined.
         zeros: values that are zeros if none of these arrives.
         kept: values with zeros in their place then.
@@ -70,7 +72,10 @@ class _Separation:
     def __init__(self, joint: JointGraph) -> None:
         self.graph = joint.module.graph
         self.defined_by = gradient_sources(self.graph, joint.tangents)
-        self.sources = element_sources(self.defined_by)
+        self.sources = element_sources(self.defined_by, len(joint.tangents))
+        # Values of the same results are not kept apart where the engine may come to one of them with nothing, which is
+        # rare: a flag would stand before each custom function.
+        self.results = {node: results_of(of, len(joint.tangents)) for node, of in self.sources.items()}
         tangents = set(joint.tangents)
         self.zeros = {node for node in self.sources if node.name in tangents}
         self.kept: dict[Node, Node] = {}
@@ -78,13 +83,13 @@ class _Separation:
         self.last_input = self.graph.find_nodes(op="placeholder")[-1]
 
     def visit(self, node: Node) -> None:
-        sources = self.sources[node]
-        if not sources or node.op != "call_function":
+        results = self.results[node]
+        if not results or node.op != "call_function":
             return
         for value in node.all_input_nodes:
             # A number is a size, which does not depend on what arrives.
             is_tensor = isinstance(value.meta["val"], torch.Tensor)
-            if is_tensor and self.sources[value] not in (0, sources) and value not in self.zeros:
+            if is_tensor and self.results[value] not in (0, results) and value not in self.zeros:
                 node.replace_input_with(value, self._zeros_if_absent(value))
         is_sum = packet(node) in (aten.add, aten.sub) and all(isinstance(term, Node) for term in node.args)
         is_linear = is_sum or is_view(node) or packet(node) in _LINEAR

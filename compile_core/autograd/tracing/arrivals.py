@@ -71,9 +71,9 @@ def join_arrivals(
 ) -> None:
     """Makes what nodes compute depend on what comes to them, as it does for torch's engine.
 
-    The engine runs a node as soon as a gradient has arrived at any root that leads to it. Nodes of torch compute
-    nothing of what is undefined. A custom function is called all the same, and gets zeros if it did not ask for
-    ``None``. A gradient that is a constant, such as a sign's, depends on those that it is computed for.
+    The engine runs a node as soon as it has come to any root that leads to it, with a gradient or with none. Nodes of
+    torch compute nothing of what is undefined. A custom function is called all the same, and gets zeros if it did not
+    ask for ``None``. A gradient that is a constant, such as a sign's, depends on those that it is computed for.
 
     Args:
         reached: the nodes, with the positions of the roots that lead to them; see ``reaching_roots``.
@@ -83,7 +83,7 @@ def join_arrivals(
         is_custom = isinstance(node, BackwardCFunction)
         leading = [seed for k, seed in enumerate(seeds) if positions >> k & 1] if is_custom else []
         node.register_hook(functools.partial(_constants_joined, recorder, leading))
-        if len(leading) > 1 and node not in with_none:
+        if is_custom and node not in with_none:
             node.register_prehook(functools.partial(_all_joined, leading))
 
 
@@ -96,10 +96,12 @@ def _constants_joined(
     return tuple(
         gradient
         if gradient is None or recorder.comes_from_seeds(gradient)
-        else JOINT_ARRIVAL(gradient, others, recorder.is_without_memory(gradient))
+        else JOINT_ARRIVAL(gradient, others, recorder.is_without_memory(gradient), bool(leading))
         for gradient in computed
     )
 
 
 def _all_joined(leading: Sequence[torch.Tensor], gradients: Gradients) -> Gradients:
-    return tuple(None if gradient is None else JOINT_ARRIVAL(gradient, leading) for gradient in gradients)
+    return tuple(
+        None if gradient is None else JOINT_ARRIVAL(gradient, leading, False, True) for gradient in gradients
+    )
