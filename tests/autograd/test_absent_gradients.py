@@ -6,6 +6,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
+from torch.autograd import grad
 from torch.autograd.graph import register_multi_grad_hook
 
 import gradsplit
@@ -333,6 +334,14 @@ def hooks(compile):
     return found
 
 
+def gradient_of_unread_alone(compile):
+    """The engine comes to nothing, whatever has become of what is saved."""
+    f, x, y, a = compile(lambda x, y, a: (y * a, x > y)), leaf(3), leaf(3), torch.ones(3)
+    result = f(x, y, a)[0]
+    a.add_(1)
+    return grad(result.sum(), [x], allow_unused=True)
+
+
 def hooks_of_unread(compile):
     """No gradient leads to a leaf, whose hook is not called."""
     f, x, y, calls = compile(lambda x, y: (x.sin(), x == y)), leaf(3), leaf(3), []
@@ -351,6 +360,7 @@ def hooks_of_unread(compile):
         zeros_for_a_gradient,
         hooks,
         hooks_of_unread,
+        gradient_of_unread_alone,
     ],
 )
 def test_what_is_seen_of_absent_gradients(scenario, backend):

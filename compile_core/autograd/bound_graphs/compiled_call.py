@@ -150,12 +150,11 @@ class DifferentiableProgram:
     def __call__(self, primals: tuple[Any, ...]) -> tuple[Any, ...]:
         """The graph's outputs, in autograd's graph."""
         if self.unread:
-            # Autograd's engine would go on to their history with nothing, and not every operator has a derivative.
+            # Autograd's engine would go on to them with nothing: to a history in which not every operator has a
+            # derivative, and through this node if a caller asks for their gradients alone.
             primals = tuple(
-                # As a leaf: the results may require gradients though none leads to any input.
-                primal.detach().requires_grad_()
-                if k in self.unread and primal.grad_fn is not None
-                else primal
+                # Requiring gradients: the results may do so though none leads to any input.
+                primal.detach().requires_grad_() if k in self.unread and primal.requires_grad else primal
                 for k, primal in enumerate(primals)
             )
         if are_transforms_active():
@@ -323,7 +322,7 @@ class CompiledCall(torch.autograd.Function):
         if stored is not None:
             wanted = stored.communicator.wanted_values(stored.names)
             destinations = None if wanted else stored.begin(ctx, without)
-        if (absent or program.unread) and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
+        if absent and isinstance(ctx, CompiledCall._backward_cls):  # type: ignore[attr-defined]
             spare_leaves(ctx, program.edges_without(missing))
         if len(without) == len(arriving) and is_within(program.all_sources, missing):
             if stored is not None and destinations is not None:
