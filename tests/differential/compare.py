@@ -246,7 +246,7 @@ def observe(
             for part in _tensors(result):
                 part.grad_fn  # noqa: B018  a view whose base has changed since may be an error to whoever asks
         except Exception as error:
-            seen[f"call {call} raises"] = _without_variables(error)
+            seen[f"call {call} raises"] = without_variables(error)
             _note_log(seen, log)
             return seen
         known = [*_tensors(arguments), *leaves]
@@ -254,7 +254,7 @@ def observe(
         try:
             _backward(namespace, _tensors(result), leaves, seen, call)
         except Exception as error:
-            seen[f"backward {call} raises"] = _without_variables(error)
+            seen[f"backward {call} raises"] = without_variables(error)
             return seen
         for index, part in enumerate(_tensors(result)):
             if part.retains_grad:
@@ -575,7 +575,7 @@ def _is_sensitive(
     return False
 
 
-def _without_variables(error: Exception) -> Exception:
+def without_variables(error: Exception) -> Exception:
     """Torch's checkpoint that raises would leave its hooks for saved tensors in place as long as its frames live."""
     chain: list[BaseException] = [error]
     for each in chain:

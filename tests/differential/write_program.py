@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.differential import pieces
+from tests.differential.compare import without_variables
 from tests.differential.expressions import read_tables
 
 TABLES = read_tables()
@@ -200,7 +201,7 @@ class ProgramWriter:
                 warnings.simplefilter("ignore")
                 exec(text, self.scope)
         except Exception as error:
-            return error
+            return without_variables(error)
         finally:
             self.scope.pop("__builtins__", None)
         return None
