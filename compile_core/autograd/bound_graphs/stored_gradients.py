@@ -86,7 +86,7 @@ class StoredGradients:
         computed = tuple(sorted(to_engine.union(graph.signature.left_undefined)))
         others = tuple(graph.signature.gradient_inputs[k] for k in computed)
         tangents, sources = graph.signature.tangents, graph.signature.gradient_tangents
-        results_of = {
+        results_by_name = {
             name: tuple(tangents[k] for k in members(results_of(sources[position], len(tangents))))
             for name, position in backward.stored.items()
         }
@@ -98,5 +98,5 @@ class StoredGradients:
             others,
             picker(others),
             computed,
-            results_of,
+            results_by_name,
         )
