@@ -232,6 +232,16 @@ def _index(args: tuple[Any, ...]) -> Tensor:
 _laid_index = _as_run(aten.index.Tensor)
 
 
+def _select(args: tuple[Any, ...]) -> Tensor:
+    """Torch up to 2.11 finds an index in a dim of no elements."""
+    given, dim, index = args
+    if given.dim() and value_at_compilation(given.shape[dim]) == 0:
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {[*given.shape]} at dimension {dim}"
+        )
+    return aten.select.int(given, dim, index)
+
+
 def _margin_loss(args: tuple[Any, ...], loss: Tensor) -> Tensor:
     """The loss of a sample alone has no dims, and weights of another type are none of no samples only."""
     loss = loss.to(args[0].dtype)
@@ -278,6 +288,7 @@ _LIKE: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
     aten.multi_margin_loss_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,
     aten.index.Tensor: _index,
+    aten.select.int: _select,
 }
 
 _INSTEAD: Mapping[Any, Callable[..., Tensor]] = {functional.dropout: _dropout, torch.dropout: _native_dropout}

@@ -83,6 +83,27 @@ def test_a_change_between_the_backwards_is_noticed():
         scale[1].backward()
 
 
+def test_a_change_of_what_another_result_needs_is_left_alone():
+    """Both are computed from a square, which reads the input, and the exponential saves itself."""
+
+    def program(x, y):
+        square = y.square()
+        return x.sin().sum(), square.nan_to_num(), square.exp2()
+
+    found = []
+    for call in (program, compile(program)):
+        x, y = inputs()
+        sine, square, power = call(x, y)
+        sine.backward()
+        with torch.no_grad():
+            power.add_(1)
+        square.sum().backward()
+        found.append(y.grad)
+        with pytest.raises(RuntimeError, match=r"second time|modified by an inplace operation"):
+            power.sum().backward()
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_only_what_is_waited_for_is_kept():
     def squares(x, y):
         return x.exp().square().sum(), y.exp().square().sum()

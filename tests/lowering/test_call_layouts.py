@@ -194,6 +194,17 @@ def test_random_indices_on_fakes() -> None:
     assert len(strides) > 50
 
 
+def test_nothing_is_selected_of_no_elements() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.roll(1, 1)
+        y.select(0, 1).copy_(torch.ones(()))
+        return y
+
+    for call in (program, gradsplit.compile(program)):
+        with pytest.raises(IndexError, match="index 1 out of range"):
+            call(torch.zeros(0, 5))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "triton"])
 def test_indices_without_dims(backend: str) -> None:
     x, i, j = torch.randn(3, 3), torch.randint(3, (3, 3, 1)), torch.tensor(1)

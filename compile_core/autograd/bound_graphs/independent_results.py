@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Graph
 
 from gradsplit.compile_core.autograd.operators.gradient_sources import (
     Sources,
@@ -32,10 +33,16 @@ class IndependentResults:
     Attributes:
         groups: of tangents, as bit sets: for each the positions of what their gradients read, among the saved tensors.
         specs: of the saved tensors; ``None`` where that depends on open sizes.
+        graph: the backward.
+        tangents: the names of its placeholders for them.
+        tensors: of those for the saved tensors.
     """
 
     groups: dict[Sources, frozenset[int]]
     specs: tuple[TensorSpec | None, ...]
+    graph: Graph
+    tangents: tuple[str, ...]
+    tensors: tuple[str, ...]
 
     @staticmethod
     def of(graph: PartitionedGraph) -> IndependentResults | None:
@@ -68,16 +75,20 @@ class IndependentResults:
             return None
         tensors = [node for node in graph_inputs(backward)[: len(graph.saved)] if not is_number(node)]
         specs = (TensorSpec.of(node.meta["val"]) for node in tensors)
-        matter = {
-            group: inputs_that_matter(backward.graph, tangents, every & ~group) for group in set(group_of)
-        }
-        return IndependentResults(
-            {
-                group: frozenset(k for k, node in enumerate(tensors) if node.name in names)
-                for group, names in matter.items()
-            },
+        found = IndependentResults(
+            {},
             tuple(None if spec.is_open else spec for spec in specs),
+            backward.graph,
+            tuple(tangents),
+            tuple(node.name for node in tensors),
         )
+        found.groups.update((group, found.read_without(every & ~group)) for group in set(group_of))
+        return found
+
+    def read_without(self, absent: Sources) -> frozenset[int]:
+        """The positions of what gradients read that depend on more than the ``absent`` tangents."""
+        names = inputs_that_matter(self.graph, self.tangents, absent)
+        return frozenset(k for k, name in enumerate(self.tensors) if name in names)
 
     def may_keep(self, absent: Sources) -> bool:
         """Whether a backward without these tangents leaves any for later: those that read nothing may always come."""
@@ -118,16 +129,18 @@ class KeptValues:
         arrived = {group for group in groups if not is_within(group, absent)}
         if not arrived <= self.waiting:
             return None
-        for k in frozenset().union(*(groups[group] for group in arrived)):
-            tensor = self.values[k]
-            assert isinstance(tensor, torch.Tensor)
-            if tensor._version != self.versions[k]:
+        values = [*self.values]
+        for k, value in enumerate(values):
+            if isinstance(value, TensorSpec) or value._version == self.versions[k]:
+                continue
+            if k in self.independent.read_without(absent):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: [{tensor.type()} {[*tensor.shape]}] is at version {tensor._version}; expected "
+                    f"operation: [{value.type()} {[*value.shape]}] is at version {value._version}; expected "
                     f"version {self.versions[k]} instead"
                 )
-        found = [value.empty().zero_() if isinstance(value, TensorSpec) else value for value in self.values]
+            values[k] = self.independent.specs[k] or TensorSpec.of(value)
+        found = [value.empty().zero_() if isinstance(value, TensorSpec) else value for value in values]
         if not keep_graph:
             self.waiting -= {group for group in arrived if groups[group]}
             read = frozenset().union(*(groups[group] for group in self.waiting))
