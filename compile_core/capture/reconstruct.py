@@ -12,7 +12,7 @@ from torch import fx
 
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
-from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue, check_view_copies
+from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
@@ -43,6 +43,7 @@ from gradsplit.compile_core.capture.values.mappings import DictValue, ReadOnlyVi
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.sets import SetValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import check_view_copies
 from gradsplit.compile_core.ir.captured import RunnerCode
 from gradsplit.compile_core.ir.sources import variable_of
 from gradsplit.compile_core.torch_facts.thread_state import set_grad_enabled

@@ -35,5 +35,6 @@ from gradsplit.compile_core.capture.torch_rules import (
     optimizer_rules,
     scalar_rules,
     switches,
+    tensor_indices,
     tensor_rules,
 )

@@ -19,6 +19,7 @@ from gradsplit.compile_core.capture.frames.frame import Frame
 from gradsplit.compile_core.capture.frames.generators import GeneratorValue
 from gradsplit.compile_core.capture.graph.output_graph import OutputGraph, is_fake
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
+from gradsplit.compile_core.capture.higher_order_calls.bodies import BodyGraph
 from gradsplit.compile_core.capture.higher_order_calls.function_transforms import PullBackValue
 from gradsplit.compile_core.capture.object_model import enums
 from gradsplit.compile_core.capture.object_model.class_entries import find_class_entry
@@ -36,6 +37,7 @@ from gradsplit.compile_core.capture.operations import comparisons, texts
 from gradsplit.compile_core.capture.operations.special_methods import special_call
 from gradsplit.compile_core.capture.python_rules.library_closures import CLOSURE_RULES
 from gradsplit.compile_core.capture.values.base import CaptureState, NotConstant, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
 from gradsplit.compile_core.capture.values.constants import FOLDED_TYPES, ConstantValue, is_literal
 from gradsplit.compile_core.capture.values.containers import (
     ListValue,
@@ -209,6 +211,10 @@ class Capture(CaptureState):
         try:
             return self._record(op, target, graph_args, graph_kwargs)
         except Unsupported as error:
+            rule = DATA_DEPENDENT_RULES.get(target) if error.reason_id == "no-fake-result" else None
+            found = None if rule is None or isinstance(self.graph, BodyGraph) else rule(self, args)
+            if found is not None:
+                return found
             # Where torch takes a number it reads one out of a tensor, as out of the learning rate of an optimizer.
             given = [*args[1:], *kwargs.values()]
             if error.reason_id != "no-fake-result" or not any(map(is_number_in_tensor, given)):

@@ -179,6 +179,13 @@ class OutputGraph:
         )
         return record.entry.example._version != record.version or any(through_alias)
 
+    def changes_alias_in(self, memory: set[int]) -> bool:
+        """Whether memory of these storages is changed through such an alias."""
+        return any(
+            fake._version != version and fake.untyped_storage()._cdata in memory
+            for _, fake, version in self._aliases
+        )
+
     def hold(self, name: str, value: Any) -> fx.Node:
         """The node of an object that is no tensor, such as the graph of a body; the graph module holds it."""
         used = sum(key.rpartition("_")[0] == name for key in self.held)

@@ -5,7 +5,6 @@ Where the stand-in for NumPy has no answer the graph ends, and NumPy itself goes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from gradsplit.compile_core.capture.values.constants import (
 from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import is_view_copy, memory_of, note_view_copy
 from gradsplit.compile_core.ir.sources import ConvertedSource, Source
 
 _ARRAY_ATTRIBUTES = ("T", "real", "imag")
@@ -287,10 +287,12 @@ def _like_numpys(
     if not isinstance(value, ArrayValue):
         return value
     tensor = value.tensor
-    shares = _memory_of(tensor.node) in map(_memory_of, arguments)
+    shares = memory_of(tensor.node) in map(memory_of, arguments)
     if answer.is_view and not shares:
         # Torch has no negative strides. A copy is as good as long as nobody can tell: see ``check_view_copies``.
-        state.view_copies.append({node: _version_of(node) for node in [tensor.node, *arguments]})
+        note_view_copy(
+            state, tensor.node, arguments, "a view with negative strides, which torch has none of,"
+        )
     if shares and not answer.is_view:
         copy = state.call_tensor_op("call_method", "clone", [tensor], {})
         assert isinstance(copy, TensorValue)
@@ -301,31 +303,10 @@ def _like_numpys(
     return as_array(state, tensor)
 
 
-def check_view_copies(state: CaptureState, results: Iterable[Node]) -> None:
-    """Refuse a graph in which a copy that stands for a view, or what it is a view of, is changed after it was made, or
-    that hands one out."""
-    handed_out = set(map(_memory_of, results)) if state.view_copies else set()
-    for versions in state.view_copies:
-        changed = any(_version_of(node) != version for node, version in versions.items())
-        if changed or _memory_of(next(iter(versions))) in handed_out:
-            raise state.unsupported(
-                "numpy-view", "a view with negative strides, which torch has none of, is more than read"
-            )
-
-
 def refuse_view_copy(state: CaptureState, array: ArrayValue) -> None:
     """Where the strides of a view matter."""
-    copies = {_memory_of(next(iter(versions))) for versions in state.view_copies}
-    if _memory_of(array.tensor.node) in copies:
+    if is_view_copy(state, array.tensor.node):
         raise state.unsupported("numpy-view", f"the strides of {array.describe()}")
-
-
-def _version_of(node: Node) -> int:
-    return int(node.meta["example_value"]._version)
-
-
-def _memory_of(node: Node) -> int:
-    return node.meta["example_value"].untyped_storage()._cdata
 
 
 def _fakes(state: CaptureState, value: Value) -> Any:

@@ -270,8 +270,8 @@ class CaptureState:
         self.tensor_of_fake: dict[int, Any] = {}
         # The arrays of NumPy, by the identity of the tensor that stands for each.
         self.array_of_tensor: dict[int, Any] = {}
-        # Copies that stand for views of arrays, each with its version and those of what it may be a view of.
-        self.view_copies: list[dict[Any, int]] = []
+        # Copies that stand for views (``graph/view_copies.py``).
+        self.view_copies: list[Any] = []
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
         self.turned: set[Any] = set()
         self.switches_at_start: tuple[tuple[Any, ...], ...] = ()

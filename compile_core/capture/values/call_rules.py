@@ -13,6 +13,9 @@ CallRule = Callable[[CaptureState, list[Value], dict[str, Value]], Value]
 
 CALL_RULES: dict[Any, CallRule] = {}
 
+# What functions of torch do with arguments of which fake tensors cannot tell the result; None where neither can a rule.
+DATA_DEPENDENT_RULES: dict[Any, Callable[[CaptureState, list[Value]], Value | None]] = {}
+
 
 def call_rule(*targets: Any) -> Callable[[CallRule], CallRule]:
     """Register the rule for calls of these callables."""

@@ -1,0 +1,148 @@
+"""``tensor[key]`` where the key has integers that tensors hold: ``logits[row, target]`` with tensors without dims.
+
+Torch reads such a number out of its tensor and selects. A graph takes the items by the tensors themselves instead: that
+is a copy where plain Python has a view, unless another index makes a copy anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from gradsplit.compile_core.capture.values.base import CaptureState, Value
+from gradsplit.compile_core.capture.values.call_rules import DATA_DEPENDENT_RULES
+from gradsplit.compile_core.capture.values.constants import ConstantValue
+from gradsplit.compile_core.capture.values.containers import ListValue, SequenceValue, SliceValue
+from gradsplit.compile_core.capture.values.tensors import TensorValue
+from gradsplit.compile_core.capture.values.view_copies import note_view_copy, stored_back
+
+_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MASKS = (torch.bool, torch.uint8)
+_WHOLE = SliceValue([ConstantValue(None)] * 3)
+
+
+def _index_by_numbers(state: CaptureState, args: list[Any]) -> Value | None:
+    """The item, or the store; None where the key has no such number, or something beside it that has no rule here."""
+    if not isinstance(args[0], TensorValue):
+        return None
+    tensor, key, *stored = args
+    parts: list[Any] = key.all(state) if isinstance(key, SequenceValue) and key.cls is tuple else [key]
+    numbers = [part for part in parts if _is_number(part)]
+    dims = _dims_taken(tensor, parts)
+    known = all(part.fake.device in (tensor.fake.device, _CPU) for part in numbers)
+    if not numbers or dims is None or not known:
+        return None
+    if stored:
+        return _store(state, tensor, parts, dims, stored[0])
+    places: list[Any] = [ConstantValue(None)] * tensor.fake.dim()
+    for part, dim in zip(parts, _positions(dims), strict=True):
+        if _is_number(part):
+            places[dim] = _as_index(state, part)
+    taken = state.call_tensor_op(
+        "call_function", torch.ops.aten.index.Tensor, [tensor, ListValue(places)], {}
+    )
+    assert isinstance(taken, TensorValue)
+    rest = [part for part in parts if not _is_number(part)]
+    if not any(isinstance(part, TensorValue | SequenceValue) or _is_bool(part) for part in rest):
+        what = "a view at an index that a tensor holds"
+        note_view_copy(state, taken.node, [tensor.node], what, _key(tensor, places))
+    return taken if not rest else taken.get_item(state, SequenceValue(rest, tuple))
+
+
+DATA_DEPENDENT_RULES.update({operator.getitem: _index_by_numbers, operator.setitem: _index_by_numbers})
+
+_CPU = torch.device("cpu")
+
+
+def _key(tensor: TensorValue, places: list[Any]) -> tuple[Any, ...]:
+    return (tensor.node, *(place.node if isinstance(place, TensorValue) else None for place in places))
+
+
+def _store(
+    state: CaptureState, tensor: TensorValue, parts: list[Any], dims: list[int], value: Value
+) -> Value | None:
+    if any(
+        isinstance(part, SequenceValue) or _is_bool(part)
+        or (isinstance(part, TensorValue) and not _is_number(part)) for part in parts
+    ):  # fmt: skip
+        return None
+    basic = [_WHOLE if _is_number(part) else part for part in parts]
+    place = tensor
+    if any(part is not _WHOLE for part in basic):
+        found = tensor.get_item(state, SequenceValue([*basic], tuple))
+        assert isinstance(found, TensorValue)
+        place = found
+    # Integers take their dim away; of what is left, None has a dim that took none.
+    kept = [
+        0 if _is_int(part) else 1 if _is_none(part) else dim for part, dim in zip(parts, dims, strict=True)
+    ]
+    places: list[Any] = [ConstantValue(None)] * place.fake.dim()
+    for part, dim in zip(parts, _positions(kept), strict=True):
+        if _is_number(part):
+            places[dim] = _as_index(state, part)
+    dtype = ConstantValue(tensor.fake.dtype)
+    if isinstance(value, TensorValue):
+        if value.fake.dim() > place.fake.dim() - sum(map(_is_number, parts)) or (
+            value.fake.device != tensor.fake.device
+        ):
+            return None
+        if value.fake.dtype != tensor.fake.dtype:
+            value = state.call_tensor_op("call_method", "to", [value, dtype], {})
+    elif type(getattr(value, "value", None)) in (bool, int, float):
+        options: dict[str, Value] = {"dtype": dtype, "device": ConstantValue(tensor.fake.device)}
+        value = state.call_tensor_op("call_function", torch.tensor, [value], options)
+    else:
+        return None
+    given: list[Value] = [place, ListValue(places), value]
+    state.call_tensor_op("call_function", torch.ops.aten.index_put_.default, given, {})
+    if place is tensor and isinstance(value, TensorValue):
+        stored_back(state, value.node, _key(tensor, places))
+    return ConstantValue(None)
+
+
+def _dims_taken(tensor: TensorValue, parts: list[Any]) -> list[int] | None:
+    """How many dims of the tensor each part of a key takes; None where that is not known here."""
+    taken = []
+    for part in parts:
+        if isinstance(part, TensorValue):
+            taken.append(part.fake.dim() if part.fake.dtype in _MASKS else 1)
+        elif _is_none(part) or _is_bool(part):
+            taken.append(0)
+        elif _is_int(part) or isinstance(part, SliceValue):
+            taken.append(1)
+        elif isinstance(part, ConstantValue) and part.value is Ellipsis:
+            taken.append(-1)
+        else:
+            return None
+    rest = tensor.fake.dim() - sum(count for count in taken if count > 0)
+    if rest < 0 or taken.count(-1) > 1:
+        return None
+    return [rest if count == -1 else count for count in taken]
+
+
+def _positions(dims: list[int]) -> list[int]:
+    return [sum(dims[:index]) for index in range(len(dims))]
+
+
+def _as_index(state: CaptureState, number: TensorValue) -> Value:
+    if number.fake.dtype is torch.int64:
+        return number
+    return state.call_tensor_op("call_method", "to", [number, ConstantValue(torch.int64)], {})
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, TensorValue) and part.fake.dim() == 0 and part.fake.dtype in _NUMBERS
+
+
+def _is_int(part: Any) -> bool:
+    return isinstance(part, ConstantValue) and part.python_type() is int
+
+
+def _is_bool(part: Any) -> bool:
+    return isinstance(part, ConstantValue) and part.python_type() is bool
+
+
+def _is_none(part: Any) -> bool:
+    return isinstance(part, ConstantValue) and part.python_type() is type(None)
