@@ -47,6 +47,8 @@ def _asked_for_break(function: Any) -> CallRule:
         if not is_graph_break:
             name = getattr(function, "__name__", type(function).__name__)
             raise state.unsupported("disallowed", f"{name} is not allowed in graphs (disallow_in_graph)")
+        if state.calling_module().startswith("torch.optim."):
+            return ConstantValue(None)  # it asks for one on account of torch's own compiler
         shown = [value.value for value in (*args, *kwargs.values()) if isinstance(value, ConstantValue)]
         reason = f": {shown[0]}" if shown and shown[0] else ""
         raise state.unsupported("graph-break", f"the program asks for a graph break{reason}")

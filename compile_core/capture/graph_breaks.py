@@ -35,7 +35,9 @@ from gradsplit.compile_core.capture.code_objects.resume import (
 )
 from gradsplit.compile_core.capture.directives import is_disabled, is_disabled_recursively
 from gradsplit.compile_core.capture.frames.frame import Frame
+from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.libraries import runs_code_of_users
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.reconstruct import RunnerWriter
@@ -227,7 +229,9 @@ def may_be_compiled(callee: Value) -> bool:
         if is_disabled(callee.real):
             # Of a function whose frame alone is disabled, what it calls may have a compiled form.
             return not is_disabled_recursively(callee.real)
-        return not callee.is_library
+        return not callee.is_library if callee.real is None else runs_code_of_users(callee.real)
+    if isinstance(callee, CallableReferenceValue):
+        return isinstance(callee.real, types.FunctionType) and runs_code_of_users(callee.real)
     return isinstance(callee, (InstanceValue, PartialValue))
 
 

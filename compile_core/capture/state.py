@@ -326,9 +326,8 @@ class Capture(CaptureState):
         for arg in args:
             if isinstance(arg, fx.Node):
                 self.open_modes.remove(arg.meta["example_value"])
-        node = self.graph.graph.create_node("call_function", target, args, {})
-        node.meta["example_value"] = result
-        node.meta["stack_trace"] = self.stack_trace()
+        node = self.add_scalar_node("call_function", target, args, result)
+        node.meta["turns_mode"] = True
         return node
 
     def all_guards(self) -> tuple[Guard, ...]:

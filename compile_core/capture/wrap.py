@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import types
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +23,7 @@ from gradsplit.compile_core.capture.object_model.existing_objects import (
     PropertyValue,
     PythonModuleValue,
     WeakReferenceValue,
+    is_weak_reference,
 )
 from gradsplit.compile_core.capture.object_model.functions import (
     BoundMethodValue,
@@ -161,7 +161,7 @@ def _lazy_items(real: Any, source: Source | None) -> list[Any]:
 def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
     cls: Any = set if isinstance(real, set) else frozenset
     members = list(cls.__iter__(real))
-    if not all(is_literal(item) or isinstance(item, type) for item in members):
+    if not all(is_literal(item) or isinstance(item, type) or is_weak_reference(item) for item in members):
         raise state.unsupported("set", "an existing set of other things than literals and classes")
     if source is not None:
         # The order too, in which equal sets may differ: texts show it, and loops follow it.
@@ -172,7 +172,9 @@ def _wrap_set(state: CaptureState, real: Any, source: Source | None) -> Value:
             kinds = frozenset((type(item), item) for item in members)
             state.guards.add([source], "{c0}({0}) == {c1}", [_kinds_of, kinds], f"types of {source}")
     mirror = cls(real) if source is None or cls is frozenset else _SetOrder(members)
-    value = SetValue({item: state.wrap(item, None) for item in members}, cls, source, mirror)
+    places = [state.reference_source("member", m) if is_weak_reference(m) else None for m in members]
+    held = {item: state.wrap(item, place) for item, place in zip(members, places, strict=True)}
+    value = SetValue(held, cls, source, mirror)
     value.trusted = source is None
     return value
 
@@ -229,10 +231,8 @@ def _wrap_object(state: CaptureState, real: Any, source: Source | None) -> Value
         )
         assert isinstance(args, SequenceValue) and isinstance(kwargs, DictValue)
         return PartialValue(function, args, kwargs, source)
-    if type(real) is weakref.ReferenceType:
-        if source is not None:
-            state.guards.type_is(source, weakref.ReferenceType)
-        return WeakReferenceValue(real, source)
+    if is_weak_reference(real):
+        return WeakReferenceValue.existing(state, real, source)
     container = _wrap_container(state, real, source)
     if container is not None:
         return container

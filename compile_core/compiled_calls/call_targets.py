@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradsplit.compile_core.capture.directives import is_disabled
-from gradsplit.compile_core.capture.object_model.libraries import is_library_name
+from gradsplit.compile_core.capture.object_model.libraries import is_library_name, runs_code_of_users
 
 # The owner of a function that is bound to no object.
 NO_OWNER: Any = object()
@@ -135,6 +135,14 @@ def _find_target(fn: Any) -> Target:
     raise TypeError(f"cannot compile {fn!r}: it is not callable")
 
 
+def takes_object_among_others(callee: Any) -> bool:
+    """Whether it is a method that takes its object as one of ``*args``, as decorated ones do."""
+    if not isinstance(callee, types.MethodType) or not isinstance(callee.__func__, types.FunctionType):
+        return False
+    code = callee.__func__.__code__
+    return not code.co_argcount and bool(code.co_flags & inspect.CO_VARARGS)
+
+
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -143,7 +151,7 @@ def find_callee_target(callee: Any) -> Target | None:
     if isinstance(callee, (type, types.BuiltinFunctionType)) or not callable(callee):
         return None
     target = find_target(callee)
-    library = is_library_name(target.function.__globals__.get("__name__"))
+    library = not runs_code_of_users(target.function)
     if target.function is call_object or (library and not target.is_module_call):
         return None
     if is_disabled(target.function) or target.function.__code__.co_flags & _SUSPENDED:
@@ -151,14 +159,15 @@ def find_callee_target(callee: Any) -> Target | None:
     return replace(target, cells=None)
 
 
-def generator_frame(callee: Any) -> Any:
-    """A function or method of the user's whose calls are generators, None for all else: such a frame runs as plain
-    Python."""
+def plain_frame(callee: Any) -> Any:
+    """A function or method whose frame runs as plain Python, None for all else: one of the user's whose calls are
+    generators, and those of LBFGS, which decides after each of its few operations how to go on."""
     function = callee.__func__ if isinstance(callee, types.MethodType) else callee
     if not isinstance(function, types.FunctionType) or is_disabled(function):
         return None
-    is_generator = inspect.isgeneratorfunction(function)
-    return callee if is_generator and not is_library_name(function.__globals__.get("__name__")) else None
+    module = function.__globals__.get("__name__")
+    is_generator = inspect.isgeneratorfunction(function) and not is_library_name(module)
+    return callee if is_generator or module == torch.optim.LBFGS.__module__ else None
 
 
 def method_target(method: types.MethodType) -> Target:

@@ -44,9 +44,10 @@ from gradsplit.compile_core.compiled_calls.call_targets import (
     Target,
     call_object,
     find_callee_target,
-    generator_frame,
     method_target,
     original_of,
+    plain_frame,
+    takes_object_among_others,
 )
 from gradsplit.compile_core.compiled_calls.capture_findings import Findings, Settings, forget_reports
 from gradsplit.compile_core.compiled_calls.deep_calls import deeper_stack, with_room
@@ -410,7 +411,9 @@ class CompiledCode:
         """
         if type(callee) is functools.partial:
             return functools.partial(self.compiled_form(callee.func), *callee.args, **callee.keywords)
-        frame = disabled_frame(callee) or generator_frame(callee)
+        if takes_object_among_others(callee):
+            return functools.partial(self.compiled_form(callee.__func__), callee.__self__)
+        frame = disabled_frame(callee) or plain_frame(callee)
         if frame is not None:
             if isinstance(frame, types.MethodType):
                 return functools.partial(self._plain_frames.form_of(frame.__func__), frame.__self__)

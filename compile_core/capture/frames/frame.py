@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradsplit.compile_core.capture.code_objects.instructions import Code, Handler, Instruction, decode
 from gradsplit.compile_core.capture.object_model.functions import CellValue, FunctionValue
-from gradsplit.compile_core.capture.values.base import CaptureState, LastInstruction, SymbolicRaise, Value
+from gradsplit.compile_core.capture.values.base import (
+    CaptureState,
+    LastInstruction,
+    LazyValue,
+    SymbolicRaise,
+    Value,
+)
 from gradsplit.compile_core.errors import CodeLocation, InternalError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +77,7 @@ class Frame:
     def __init__(self, state: CaptureState, function: FunctionValue, arguments: dict[str, Value]) -> None:
         self.state = state
         self.function = function
+        self.arguments = dict(arguments)
         self.code: Code = decode(function.code)
         self.locals: dict[str, Value] = {}
         self.cells: dict[str, CellValue] = {}
@@ -101,6 +108,15 @@ class Frame:
 
     def module_name(self) -> str:
         return str(self.function.scope.get("__name__"))
+
+    def held_values(self) -> Iterator[Any]:
+        """What the variables of the frame hold."""
+        yield from self.locals.values()
+        yield from (cell.content for cell in self.cells.values())
+
+    def dropped_arguments(self) -> bool:
+        """Whether a variable that was an argument holds something else by now, or nothing."""
+        return any(not _holds(self, name, value) for name, value in self.arguments.items())
 
     def push(self, value: Value) -> None:
         self.stack.append(value)
@@ -165,3 +181,11 @@ class Frame:
             self.push(LastInstruction(self.current))
         self.push(raised.value)
         self.index = handler.target
+
+
+def _holds(frame: Frame, name: str, argument: Any) -> bool:
+    cell = frame.cells.get(name)
+    value: Any = frame.locals.get(name) if cell is None else cell.content
+    # An argument is read when it is used.
+    is_read = isinstance(argument, LazyValue) and getattr(value, "source", None) == argument.source
+    return value is argument or is_read

@@ -308,9 +308,10 @@ class OutputGraph:
         return fx.GraphModule(self.held, self.graph, name)
 
     def has_operations(self) -> bool:
-        """Whether there is more than inputs and numbers: any operation may have an effect of its own (batch norm writes
-        statistics, dropout draws numbers)."""
-        return any(node.op != "placeholder" and "is_pure" not in node.meta for node in self.graph.nodes)
+        """Whether there is more than inputs, numbers and modes turned to and fro: any operation may have an effect
+        of its own (batch norm writes statistics, dropout draws numbers)."""
+        idle = {"is_pure", "turns_mode"}
+        return any(node.op != "placeholder" and not idle & node.meta.keys() for node in self.graph.nodes)
 
 
 def _is_negative(base: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from typing import Any
 
 from torch._ops import OpOverloadPacket
@@ -14,8 +15,8 @@ from gradsplit.compile_core.capture.object_model.functions import bind_function
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING
 from gradsplit.compile_core.capture.object_model.libraries import is_library_name, is_library_state
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
-from gradsplit.compile_core.capture.values.call_rules import CallRule
-from gradsplit.compile_core.capture.values.constants import BuiltinMethod
+from gradsplit.compile_core.capture.values.call_rules import CallRule, answer_to
+from gradsplit.compile_core.capture.values.constants import BuiltinMethod, is_none
 from gradsplit.compile_core.capture.values.references import ReferenceValue
 from gradsplit.compile_core.ir.sources import AttributeSource, CallSource, ItemSource, Source
 
@@ -75,13 +76,62 @@ class PropertyValue(ReferenceValue):
         return super().get_attribute(state, name)
 
 
+def is_weak_reference(real: object) -> bool:
+    """Of the classes whose call does nothing but give the object."""
+    return type(real) in (weakref.ReferenceType, weakref.KeyedRef)
+
+
 class WeakReferenceValue(ReferenceValue):
-    """A weak reference; its call gives the object."""
+    """A weak reference, of weak containers or of its own; its call gives the object."""
+
+    @classmethod
+    def existing(cls, state: CaptureState, real: Any, source: Source | None) -> WeakReferenceValue:
+        if source is not None:
+            state.guards.type_is(source, type(real))
+        return cls(real, source)
 
     def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if args or kwargs:
             raise state.raise_exception(TypeError, "a weak reference takes no arguments")
-        return state.wrap(self.real(), None if self.source is None else CallSource(self.source))
+        found = state.wrap(self.real(), None if self.source is None else CallSource(self.source))
+        refuse_unless_held(state, found)
+        return found
+
+
+class MadeWeakReference(Value):
+    """A weak reference to what the frame made."""
+
+    cls = weakref.ReferenceType
+
+    def __init__(self, target: Value) -> None:
+        self.target = target
+
+    def call(self, state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        refuse_unless_held(state, self.target)
+        return self.target
+
+
+def refuse_unless_held(state: CaptureState, target: Value) -> None:
+    """Nobody counts references here. What a variable holds is alive, and what was there before the call as long as the
+    call has let go of nothing."""
+    held = any(target is value for frame in state.frames for value in frame.held_values())
+    existed = target.source is not None and not state.effects and not state.frames[0].dropped_arguments()
+    if not held and not existed and not is_none(target):
+        raise state.unsupported("weak-reference", f"whether {target.describe()} is still alive")
+
+
+@answer_to(weakref.ref)
+def _make_reference(state: CaptureState, target: Value) -> Any:
+    cls, real = target.python_type(), getattr(target, "real", None)
+    if not cls.__weakrefoffset__:
+        raise state.raise_exception(TypeError, f"cannot create weak reference to {cls.__name__!r} object")
+    if real is None or target.source is None:
+        return MadeWeakReference(target)
+    # The one reference without a callback, as long as somebody holds it; a guard that held the object would keep it.
+    found = weakref.ref(real)
+    text = f"{target.source} is the same object"
+    state.guards.add([target.source], "{c0}() is {0}", [found], text)
+    return state.wrap(found, state.reference_source("weak_reference", found))
 
 
 class CallableReferenceValue(ReferenceValue):

@@ -20,6 +20,25 @@ def is_library_name(module_name: object) -> bool:
     return isinstance(module_name, str) and module_name.split(".", 1)[0] in _TRUSTED_ROOTS
 
 
+def runs_code_of_users(function: types.FunctionType) -> bool:
+    """Whether a function that is called at a break may have a compiled form: one of the program's, what a library's
+    decorator made of one, or an optimizer's step, which calls the program's closure."""
+    name = function.__globals__.get("__name__")
+    if not is_library_name(name) or str(name).startswith("torch.optim."):
+        return True
+    return any(
+        isinstance(held, types.FunctionType) and runs_code_of_users(held)
+        for held in map(_content, function.__closure__ or ())
+    )
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def is_library_object(value: Any) -> bool:
     """Whether a function or class belongs to a trusted library."""
     return is_library_name(getattr(value, "__module__", None))

@@ -133,6 +133,10 @@ def _method_rule(name: str) -> CallRule:
             if name == "__exit__" and not entered:
                 raise state.unsupported("autocast", "an autocast object is left that was entered before")
             mode = _autocast_of(state, mode) if name == "__enter__" else entered[-1]
+        if mode.python_type() in _GRAD_MODES and not isinstance(mode, ModeValue) and name == "__exit__":
+            # It was entered for real, before the graph ended inside of it.
+            set_grad_mode(state, mode.get_attribute(state, "prev").truth(state))
+            return ConstantValue(None)
         if not isinstance(mode, ModeValue):
             raise TypeError(f"{name} of {mode.describe()}")
         return mode.call_method(state, name, rest, kwargs)
@@ -140,7 +144,9 @@ def _method_rule(name: str) -> CallRule:
     return call
 
 
-for _cls in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast):
+_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
+
+for _cls in (*_GRAD_MODES, torch.inference_mode, torch.autocast):
     for _name in ("__enter__", "__exit__"):
         CALL_RULES[getattr(_cls, _name)] = _method_rule(_name)
 
@@ -312,3 +318,10 @@ def _range_rule(maker: Any) -> CallRule:
 
 for _maker in (torch.autograd.profiler.record_function, annotate):
     CALL_RULES[_maker] = _range_rule(_maker)
+
+
+@answer_to(torch.autograd.profiler.record_function.__exit__)
+def _leave_range(state: CaptureState, entered: Value, *exception: Value) -> Any:
+    """The end of a range that was entered for real, before the graph ended inside of it."""
+    state.effects.message_given(lambda real: real.__exit__(None, None, None), [entered])
+    return ConstantValue(None)

@@ -12,7 +12,7 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -233,6 +233,8 @@ class FrameLike(Protocol):
     def location(self) -> CodeLocation: ...
     def place(self) -> tuple[types.CodeType, int]: ...
     def module_name(self) -> str: ...
+    def held_values(self) -> Iterator[Any]: ...
+    def dropped_arguments(self) -> bool: ...
 
 
 def _users_place(frames: Sequence[FrameLike]) -> tuple[types.CodeType, int] | None:
