@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, compare_numbers
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -88,7 +89,18 @@ def compare_scalar(
         return None
     if number.value is None or not isinstance(other, ConstantValue):
         shown = f"{left.describe()} {symbol} {right.describe()}"
-        raise state.unsupported("data-dependent-branch", shown, "keep the value in a tensor")
+        known = None
+        if isinstance(other, ConstantValue):
+            real, is_left = other.value, number is left
+            known = decision_by(
+                state,
+                number.node,
+                lambda found: bool(function(found, real) if is_left else function(real, found)),
+                shown,
+            )
+        if known is None:
+            raise state.unsupported("data-dependent-branch", shown, "keep the value in a tensor")
+        return ConstantValue(known)
     operands = (number.value, other.value) if number is left else (other.value, number.value)
     value = function(*operands)
     if number.source_of_value is not None:
@@ -129,6 +141,8 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
     examples = [_example_of(state, operand) for operand in operands]
     try:
         example = function(*examples)
+        if type(example) is complex and _is_not_negative(state, operands[0]):
+            example = function(-examples[0], *examples[1:])
     except ArithmeticError as error:
         raise state.unsupported("data-dependent-value", f"{function.__name__} may raise: {error}") from None
     if type(example) not in (int, float):
@@ -136,7 +150,14 @@ def compute_scalar(state: CaptureState, function: Any, operands: list[Value]) ->
             "data-dependent-value", f"{function.__name__} gives a {type(example).__name__}"
         )
     arguments = tuple(operand.graph_argument(state) for operand in operands)
+    assert not isinstance(example, complex)
     return ScalarValue(state.add_scalar_node("call_function", function, arguments, example), example)
+
+
+def _is_not_negative(state: CaptureState, base: Value) -> bool:
+    """Whether a number is none whose root is complex, which is guarded."""
+    found = compare_scalar(state, ">=", operator.ge, base, ConstantValue(0))
+    return found is not None and found.truth(state)
 
 
 def _stays_open(state: CaptureState, function: Any, operand: Value) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.call_rules import CALL_RULES, CallRule
@@ -29,6 +30,12 @@ def reads_scalars(state: CaptureState) -> bool:
 @method_rule("item")
 def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
     return read_scalar(state, tensor) if reads_scalars(state) and not args and not kwargs else None
+
+
+@method_rule("__bool__")
+def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
+    known = decision_by(state, tensor.node, bool, f"bool({tensor.describe()})")
+    return None if known is None else ConstantValue(known)
 
 
 @method_rule("__float__")

@@ -145,6 +145,9 @@ class TensorValue(Value):
         return self if self.real is None else self.real
 
     def truth(self, state: CaptureState) -> bool:
+        known = METHOD_RULES["__bool__"](state, self)
+        if known is not None:
+            return known.truth(state)
         raise state.unsupported(
             "data-dependent-branch",
             f"the truth value of {self.describe()} depends on its data",

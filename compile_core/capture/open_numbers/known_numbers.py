@@ -1,0 +1,145 @@
+"""What a program may decide by: a number that follows from numbers in tensors of the CPU, as step counts are.
+
+The few operations that lead to it are run on copies of these tensors, at capture and then as a guard before each call,
+which holds the outcome of the decision, not the number: a count that passes a threshold makes one more capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from gradsplit.compile_core.capture.values.base import CaptureState
+from gradsplit.compile_core.capture.values.view_copies import memory_of
+
+_MOST_STEPS = 48
+_MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
+_READING = ["item", "clone", "detach", "to", "float", "double", "neg", "sqrt", "add", "sub", "mul"]
+_COMPARING = ["eq", "ne", "lt", "le", "gt", "ge"]
+_CHANGING = ["add_", "sub_", "mul_", "div_", "fill_", "zero_", "copy_"]
+_METHODS = frozenset([*_READING, *_COMPARING, *_CHANGING])
+
+# One step: the function or the method's name, its arguments and the name of its result.
+_Step = tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any], Node]
+
+
+def decision_by(state: CaptureState, node: Node, decide: Callable[[Any], bool], text: str) -> bool | None:
+    """The outcome of ``decide(number)``, which is guarded; None where the number does not follow from known ones."""
+    found = _steps_to(state, node)
+    if found is None:
+        return None
+    inputs, steps = found
+
+    def outcome(*tensors: torch.Tensor) -> bool:
+        with torch.no_grad():
+            return decide(
+                _run(steps, dict(zip(inputs, (t.detach().clone() for t in tensors), strict=True)), node)
+            )
+
+    records = [next(r for r in state.graph.records if r.node is place) for place in inputs]
+    value = outcome(*(record.real for record in records))
+    sources = [record.entry.source for record in records]
+    given = ", ".join(f"{{{index}}}" for index in range(len(sources)))
+    state.guards.add(sources, f"{{c0}}({given}) is {value}", [outcome], f"({text}) is {value}")
+    return value
+
+
+def _steps_to(state: CaptureState, node: Node) -> tuple[list[Node], list[_Step]] | None:
+    """The inputs and the operations, in order, that a number is made by; also those that change a tensor on the way."""
+    if node.graph is not state.graph.graph:
+        return None
+    needed: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        used = waiting.pop()
+        if used in needed:
+            continue
+        needed.add(used)
+        if len(needed) > _MOST_STEPS:
+            return None
+        waiting += _operands(used)
+        waiting += (user for user in _writers(used) if user < node)
+    chosen = sorted(needed)
+    reals = {record.node: record.real for record in state.graph.records}
+    inputs = [earlier for earlier in chosen if earlier.op == "placeholder"]
+    steps = [_step_of(earlier, needed) for earlier in chosen if earlier.op != "placeholder"]
+    if not all(_is_number(place, reals.get(place)) for place in inputs) or None in steps:
+        return None
+    return inputs, [step for step in steps if step is not None]
+
+
+def _operands(node: Node) -> list[Node]:
+    """Of the lists that a foreach operation changes only what is needed itself."""
+    if not _is_foreach(node):
+        return node.all_input_nodes
+    found: list[Node] = []
+    map_arg((node.args[1:], node.kwargs), found.append)
+    return found
+
+
+def _writers(node: Node) -> list[Node]:
+    """What may change a tensor, itself or through a view of it."""
+    if not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return []
+    found = []
+    for user in node.users:
+        result = user.meta.get("example_value")
+        if not _only_reads(user) or isinstance(result, (list, tuple)):
+            found.append(user)
+        elif isinstance(result, torch.Tensor) and memory_of(user) == memory_of(node):
+            found += _writers(user)
+    return found
+
+
+def _is_foreach(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_") and isinstance(node.args[0], (list, tuple))
+
+
+def _only_reads(node: Node) -> bool:
+    """Whether an operation is known to change none of its arguments."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
+    known = isinstance(target, str) or getattr(target, "__module__", None) in ("_operator", None)
+    in_place = (
+        name.endswith("_") or (name.startswith("i") and hasattr(operator, f"__{name}__")) or name == "setitem"
+    )
+    return known and not in_place and node.kwargs.get("out") is None
+
+
+def _step_of(node: Node, needed: set[Node]) -> _Step | None:
+    """How an operation is run; None where it is none of numbers, or not the same each time."""
+    example, target = node.meta["example_value"], node.target
+    if _is_foreach(node):
+        kept = [item for item in node.args[0] if item in needed]  # type: ignore[union-attr]
+        return target, (kept, *node.args[1:]), dict(node.kwargs), node
+    is_number = isinstance(example, (bool, int, float)) or _is_scalar(example)
+    if isinstance(target, str):
+        is_known = target in _METHODS
+    else:
+        is_known = target in _MAKERS or target is float or getattr(target, "__module__", None) == "_operator"
+    return (target, node.args, dict(node.kwargs), node) if is_number and is_known else None
+
+
+def _is_scalar(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and tensor.device.type == "cpu"
+
+
+def _is_number(node: Node, real: Any) -> bool:
+    return _is_scalar(real) and not real.dtype.is_complex and not real.requires_grad
+
+
+def _run(steps: Sequence[_Step], values: dict[Node, Any], wanted: Node) -> Any:
+    for target, args, kwargs, node in steps:
+        given = map_arg(args, values.__getitem__)
+        named = map_arg(kwargs, values.__getitem__)
+        if isinstance(target, str):
+            values[node] = getattr(given[0], target)(*given[1:], **named)
+        else:
+            values[node] = target(*given, **named)
+    return values[wanted]
