@@ -100,6 +100,13 @@ SETTINGS: Mapping[str, Setting] = {
         "True or False",
         "a call whose capture raises is written to a file, which gradsplit.replay captures alone; needs cloudpickle",
     ),
+    "capture_scalar_outputs": Setting(
+        False,
+        _is_flag,
+        "True or False",
+        "a float that the program reads out of a tensor, by item() or float(), stays in the graph where the "
+        "program only computes with it",
+    ),
     "trace_numpy": Setting(
         True,
         _is_flag,

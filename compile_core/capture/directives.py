@@ -132,7 +132,13 @@ def leave_alone(function: Any) -> Any:
 
 
 def is_disabled(function: Any) -> bool:
-    return getattr(function, DISABLED, False) is True
+    return getattr(function, DISABLED, False) is True and not _has_copied_mark(function)
+
+
+def _has_copied_mark(function: Any) -> bool:
+    """Whether an optimizer's wrapper, which runs the hooks, has the mark of what it wraps by ``functools.wraps``."""
+    in_optimizers = getattr(function, "__globals__", {}).get("__name__") == "torch.optim.optimizer"
+    return in_optimizers and getattr(function, _WRAPPER_ID, id(function)) != id(function)
 
 
 def beneath_torch_front_end(function: Any) -> Any:

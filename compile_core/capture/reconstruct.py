@@ -19,6 +19,7 @@ from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, I
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
+from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber
 from gradsplit.compile_core.capture.operations.operator_rules import GetterValue
 from gradsplit.compile_core.capture.rebuild_iterators import build_iterator
@@ -87,6 +88,13 @@ class RunnerWriter(SourceWriter):
         if isinstance(value, SymbolicNumber):
             text = value.text(self.state, self.read)
             return self.bind(text.replace("math.", f"{self.constant(math)}."))
+        if isinstance(value, ScalarValue):
+            dtype = torch.float64 if isinstance(value.example, float) else torch.int64
+            given = [SequenceValue([], tuple), value]
+            held = self.state.call_tensor_op(
+                "call_function", torch.full, given, {"dtype": ConstantValue(dtype)}
+            )
+            return self.bind(f"{self.emit(held)}.item()")
         if isinstance(value, ConstantValue):
             plain = type(value.value) in (type(None), bool, int, str)
             return repr(value.value) if plain else self.constant(value.value)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gradsplit.compile_core import config
 from gradsplit.compile_core.capture import rule_files  # noqa: F401  (whoever has a state has the rules)
 from gradsplit.compile_core.capture.frames.binding import bind_arguments
 from gradsplit.compile_core.capture.frames.frame import Frame
@@ -29,7 +30,11 @@ from gradsplit.compile_core.capture.object_model.objects import bind_class_entry
 from gradsplit.compile_core.capture.object_model.opaque import wrap_opaque
 from gradsplit.compile_core.capture.object_model.type_forms import TYPE_FORMS
 from gradsplit.compile_core.capture.open_numbers.open_floats import takes_probability
-from gradsplit.compile_core.capture.open_numbers.scalars import is_number_in_tensor, read_scalar
+from gradsplit.compile_core.capture.open_numbers.scalars import (
+    check_scalars,
+    is_number_in_tensor,
+    read_scalar,
+)
 from gradsplit.compile_core.capture.open_numbers.size_history import SizeHistory
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicInt, open_probability
 from gradsplit.compile_core.capture.open_numbers.symbolic_sizes import SymbolicSizes
@@ -208,6 +213,8 @@ class Capture(CaptureState):
             and graph_kwargs.get("device") is None
         ):
             graph_kwargs["device"] = self.default_device
+        if config.capture_scalar_outputs:
+            check_scalars(self, target, (graph_args, graph_kwargs))
         try:
             return self._record(op, target, graph_args, graph_kwargs)
         except Unsupported as error:

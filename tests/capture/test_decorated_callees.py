@@ -130,3 +130,9 @@ def test_a_step_with_a_closure_runs_the_closure_and_the_step_in_graphs(name) -> 
     # Once more where gradients exist already; the step has its state from the second call on.
     assert counted.calls("linear") == 2
     assert counted.calls("add_" if name == "sgd" else "addcdiv_") == (0 if "lbfgs" in name else 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_and_closures_run_where_torch_compile_has_marked_the_steps(name) -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    test_a_step_with_a_closure_runs_the_closure_and_the_step_in_graphs(name)

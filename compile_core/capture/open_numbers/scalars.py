@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
+from gradsplit.compile_core.capture.open_numbers.open_floats import takes_open_floats, takes_probability
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import SymbolicNumber, compare_numbers
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue
@@ -108,6 +110,16 @@ def compare_scalar(
         condition, source = f"({f' {symbol} '.join(sides)}) is {value}", number.source_of_value
         state.guards.add([source], condition, [other.value], condition.format(source, c0=other.value))
     return ConstantValue(value)
+
+
+def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
+    """Refuse a number that the program has read where more than elements may depend on it, as ``arange``'s length."""
+    if takes_open_floats(target) and not takes_probability(target):
+        return
+    found: list[fx.Node] = []
+    map_arg(args, found.append)
+    if any(node.target == "item" or type(node.meta["example_value"]) is float for node in found):
+        raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
 
 
 def is_number_in_tensor(value: Value) -> bool:

@@ -1,8 +1,8 @@
 """Which numbers that depend on data become nodes of the graph.
 
-Reading a number out of a tensor ends the graph, as it does in a user's code, where control flow tends to depend on
-it. Some code of torch reads numbers only to compute with them: step counts in optimizers, the number of batches in
-the moving averages of a normalisation.
+Reading a number out of a tensor ends the graph in a user's code, where control flow tends to depend on it, unless
+``config.capture_scalar_outputs`` is on and it is a float. Some code of torch reads numbers only to compute with them:
+step counts in optimizers, the number of batches in the moving averages of a normalisation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradsplit.compile_core import config
 from gradsplit.compile_core.capture.open_numbers.known_numbers import decision_by
 from gradsplit.compile_core.capture.open_numbers.scalars import ScalarValue, compute_scalar, read_scalar
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
@@ -22,14 +23,15 @@ from gradsplit.compile_core.capture.values.tensors import TensorValue, method_ru
 _MODULES = ("torch.optim.", "torch.nn.modules.batchnorm")
 
 
-def reads_scalars(state: CaptureState) -> bool:
-    """Whether the code that runs is known to compute with what it reads."""
-    return state.calling_module().startswith(_MODULES)
+def reads_scalars(state: CaptureState, tensor: TensorValue) -> bool:
+    """Whether the code that runs is known, or said, to compute with what it reads."""
+    said = config.capture_scalar_outputs and tensor.fake.dtype.is_floating_point and tensor.fake.numel() == 1
+    return state.calling_module().startswith(_MODULES) or said
 
 
 @method_rule("item")
 def _item(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-    return read_scalar(state, tensor) if reads_scalars(state) and not args and not kwargs else None
+    return read_scalar(state, tensor) if reads_scalars(state, tensor) and not args and not kwargs else None
 
 
 @method_rule("__bool__")
@@ -40,7 +42,9 @@ def _truth(state: CaptureState, tensor: TensorValue) -> Value | None:
 
 @method_rule("__float__")
 def _float(state: CaptureState, tensor: TensorValue, *args: Value, **kwargs: Value) -> Value | None:
-    return compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state) else None
+    return (
+        compute_scalar(state, float, [read_scalar(state, tensor)]) if reads_scalars(state, tensor) else None
+    )
 
 
 def _tensor_of(function: Any) -> CallRule:
