@@ -1,7 +1,8 @@
 """``Tensor.register_hook`` on what the graph computes: the function becomes a body, which autograd calls.
 
 It may neither change the gradient in place nor anything else, and what it gives must be computed of the gradient: where
-none arrives it is not called. Hooks on tensors that were there before, and handles that are used, end the graph.
+none arrives it is not called. Hooks on leaves that were there before, also those called after their gradient is added,
+are registered once the graph has run: no gradient comes earlier. Handles that are used end the graph.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class HookHandle(Value):
 @method_rule("register_hook")
 def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
     fake = tensor.fake
+    if _is_given_leaf(state, tensor):
+        return _register_later(state, tensor, "register_hook", hook)
     own = tensor.source is None and tensor.node.graph is state.graph.graph and not fake.is_leaf
     if not own or isinstance(state.graph, BodyGraph) or torch.is_autocast_enabled(fake.device.type):
         return None
@@ -48,4 +51,20 @@ def _register_hook(state: CaptureState, tensor: TensorValue, hook: Value) -> Val
         body = graph.close([result.node])
     nodes = [tensor.node, state.graph.hold("hook", body), *graph.lifted]
     state.call_tensor_nodes(higher_order.hook_gradient, nodes, lambda *given: None)
+    return HookHandle()
+
+
+@method_rule("register_post_accumulate_grad_hook")
+def _register_post_accumulate(state: CaptureState, tensor: TensorValue, hook: Value) -> Value | None:
+    leaf = _is_given_leaf(state, tensor)
+    return _register_later(state, tensor, "register_post_accumulate_grad_hook", hook) if leaf else None
+
+
+def _is_given_leaf(state: CaptureState, tensor: TensorValue) -> bool:
+    given = tensor.source is not None and tensor.real is not None and tensor.fake.requires_grad
+    return given and tensor.get_attribute(state, "is_leaf").truth(state)
+
+
+def _register_later(state: CaptureState, tensor: TensorValue, method: str, hook: Value) -> Value:
+    state.effects.message_given(lambda leaf, function: getattr(leaf, method)(function), [tensor, hook])
     return HookHandle()
