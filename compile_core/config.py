@@ -192,6 +192,7 @@ verbose: bool
 replay_record_enabled: bool
 log_level: int | None
 trace_numpy: bool
+capture_scalar_outputs: bool
 patch: Callable[..., contextlib.AbstractContextManager[None]]
 
 for _name, _setting in SETTINGS.items():

@@ -6,8 +6,12 @@ is a side effect, made when the graph has run, and a later read in the same call
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gradsplit.compile_core.capture.torch_rules.modes import set_grad_mode
 from gradsplit.compile_core.capture.values.base import CaptureState, Value
 from gradsplit.compile_core.capture.values.constants import ConstantValue, is_none
 from gradsplit.compile_core.capture.values.tensors import (
@@ -15,6 +19,7 @@ from gradsplit.compile_core.capture.values.tensors import (
     TensorValue,
     attribute_read,
 )
+from gradsplit.compile_core.capture.values.view_copies import note_view_copy
 from gradsplit.compile_core.ir.sources import AttributeSource
 
 
@@ -59,6 +64,8 @@ ATTRIBUTE_STORES["grad"] = store_gradient
 
 @attribute_read("is_leaf")
 def _is_leaf(state: CaptureState, tensor: TensorValue) -> Value:
+    if "data" in tensor.changes:
+        return ConstantValue(True)
     if tensor.real is not None and tensor.source is not None and tensor.real.requires_grad:
         negation = "" if tensor.fake.is_leaf else "not "
         state.guards.add(
@@ -77,7 +84,46 @@ def _grad_fn(state: CaptureState, tensor: TensorValue) -> Value:
 @attribute_read("data")
 def _data(state: CaptureState, tensor: TensorValue) -> Value:
     """The same memory outside of autograd, with a count of changes of its own."""
-    made = state.call_tensor_op("call_function", getattr, [tensor, ConstantValue("data")], {})
+    stored: Any = tensor.changes.get("data", tensor)
+    made = state.call_tensor_op("call_function", getattr, [stored, ConstantValue("data")], {})
     if isinstance(made, TensorValue):
-        state.graph.alias_made(tensor.node, made.fake)
+        state.graph.alias_made(stored.node, made.fake)
     return made
+
+
+def _store_data(state: CaptureState, tensor: TensorValue, value: Value) -> None:
+    """A leaf that was there before gets other memory: it is stored once the graph has run. What the graph computes from
+    here on is of a copy of the leaf, for its gradients, with the new values."""
+    if tensor.source is None or tensor.real is None or not isinstance(value, TensorValue) or tensor.changes:
+        raise state.unsupported("data-store", f"{value.describe()} as the data of {tensor.describe()}")
+    own, new = tensor.fake, value.fake
+    alike = (own.shape, own.stride(), own.dtype, own.device) == (
+        new.shape,
+        new.stride(),
+        new.dtype,
+        new.device,
+    )
+    # What autograd has saved of a leaf has the new values, too.
+    saved = any(
+        isinstance(result, torch.Tensor) and result.requires_grad
+        for user in tensor.node.users
+        for result in tree_leaves(user.meta.get("example_value"))
+    )
+    if not alike or not own.is_contiguous() or saved or not _is_leaf(state, tensor).truth(state):
+        raise state.unsupported("data-store", f"other data of {tensor.describe()}, or after it was used")
+    before = torch.is_grad_enabled()
+    set_grad_mode(state, True)
+    copy = state.call_tensor_op("call_method", "clone", [tensor], {})
+    data = state.call_tensor_op("call_function", getattr, [copy, ConstantValue("data")], {})
+    data.call_method(state, "copy_", [value.call_method(state, "detach", [], {})], {})
+    set_grad_mode(state, before)
+    assert isinstance(copy, TensorValue)
+    note_view_copy(state, copy.node, [value.node], f"the data stored in {tensor.describe()}")
+    del state.tensor_of_fake[id(copy.fake)]
+    tensor.node, tensor.fake, tensor.version = copy.node, copy.fake, copy.version
+    state.tensor_of_fake[id(copy.fake)] = tensor
+    tensor.changes["data"] = value
+    state.effects.attribute_changed(tensor, "data")
+
+
+ATTRIBUTE_STORES["data"] = _store_data
