@@ -13,9 +13,11 @@ from torch import fx
 from gradsplit.compile_core.capture.graph.side_effects import SideEffects
 from gradsplit.compile_core.capture.guards.source_writer import SourceWriter
 from gradsplit.compile_core.capture.numpy_arrays.arrays import ArrayValue
+from gradsplit.compile_core.capture.object_model.classes import ClassValue
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, CellValue, FunctionValue
 from gradsplit.compile_core.capture.object_model.instance_dict import MISSING, InstanceDict
+from gradsplit.compile_core.capture.object_model.made_classes import refuse_made
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.growing_lists import GrowingList
@@ -85,6 +87,7 @@ class RunnerWriter(SourceWriter):
         return name
 
     def _build(self, value: Value) -> str:
+        refuse_made(self.state, value.real if isinstance(value, ClassValue) else value.python_type())
         if isinstance(value, SymbolicNumber):
             text = value.text(self.state, self.read)
             return self.bind(text.replace("math.", f"{self.constant(math)}."))

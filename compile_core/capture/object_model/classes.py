@@ -123,7 +123,12 @@ class ClassValue(ReferenceValue):
     def _check_store(self, state: CaptureState, name: str) -> None:
         cls = self.real
         own = cls.__dict__.get(name)
-        special = name.startswith("__") or hasattr(type(own), "__get__") or hasattr(type(cls), name)
+        special = (
+            name.startswith("__")
+            or cls in state.made_classes
+            or hasattr(type(own), "__get__")
+            or hasattr(type(cls), name)
+        )
         if special or is_library_object(cls) or type(cls).__setattr__ is not type.__setattr__:
             raise state.unsupported("class-attribute-store", f"a store to {cls.__qualname__}.{name}")
         if not cls.__flags__ & (1 << 9):

@@ -17,6 +17,7 @@ from gradsplit.compile_core.capture.object_model.classes import ClassValue, Supe
 from gradsplit.compile_core.capture.object_model.exceptions import ExceptionValue
 from gradsplit.compile_core.capture.object_model.existing_objects import CallableReferenceValue
 from gradsplit.compile_core.capture.object_model.functions import BoundMethodValue, FunctionValue
+from gradsplit.compile_core.capture.object_model.made_classes import make_by_type
 from gradsplit.compile_core.capture.object_model.objects import InstanceValue
 from gradsplit.compile_core.capture.object_model.partials import PartialValue
 from gradsplit.compile_core.capture.open_numbers.symbolic_numbers import call_with_numbers
@@ -99,7 +100,9 @@ answers(
     {
         repr: lambda state, value: texts.representation(state, value),
         ascii: lambda state, value: texts.converted(state, value, ascii),
-        type: lambda state, value: state.wrap(value.python_type(), None),
+        type: lambda state, value, *rest: (
+            make_by_type(state, [value, *rest]) if rest else state.wrap(value.python_type(), None)
+        ),
     }
 )
 

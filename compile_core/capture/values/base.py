@@ -272,6 +272,8 @@ class CaptureState:
         self.tensor_of_fake: dict[int, Any] = {}
         # The arrays of NumPy, by the identity of the tensor that stands for each.
         self.array_of_tensor: dict[int, Any] = {}
+        # Classes that the frame made (``object_model/made_classes.py``).
+        self.made_classes: list[type] = []
         # Copies that stand for views (``graph/view_copies.py``).
         self.view_copies: list[Any] = []
         # What turns modes and switches of torch in the graph; the settings before the capture turned any.
