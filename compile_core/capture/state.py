@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ class Capture(CaptureState):
 
     def wrap(self, real: Any, source: Source | None) -> Value:
         try:
+            if type(real) in weakref.ProxyTypes:
+                raise self.unsupported("weak-proxy", "a weak proxy, which passes for what it stands for")
             return wrap(self, real, source)
         except Unsupported as error:
             # The object may still be passed on; the reason comes up if anything else is done with it.

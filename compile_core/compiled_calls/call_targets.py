@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,6 +150,8 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 def find_callee_target(callee: Any) -> Target | None:
     """The target of what a graph break calls, None for what has no code of the user."""
     if isinstance(callee, (type, types.BuiltinFunctionType)) or not callable(callee):
+        return None
+    if type(callee) in weakref.ProxyTypes:
         return None
     target = find_target(callee)
     library = not runs_code_of_users(target.function)

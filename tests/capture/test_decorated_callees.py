@@ -136,3 +136,61 @@ def test_a_step_with_a_closure_runs_the_closure_and_the_step_in_graphs(name) -> 
 def test_hooks_and_closures_run_where_torch_compile_has_marked_the_steps(name) -> None:
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     test_a_step_with_a_closure_runs_the_closure_and_the_step_in_graphs(name)
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    @traced
+    def scaled(self, x, *, by=1):
+        y = x * self.factor * by
+        breaks()
+        return y + 1
+
+    @classmethod
+    @traced
+    def doubled(cls, x):
+        y = x * 2
+        breaks()
+        return y * 2
+
+    @traced
+    def parts(self, x):
+        yield x * self.factor
+        breaks()
+        yield x * 3
+
+
+def of_two_objects(x):
+    one, other = Scaled(2), Scaled(5)
+    total = one.scaled(x) + other.scaled(x, by=3) + Scaled.doubled(x) + sum(other.parts(x))
+    one.factor += 1
+    return total + one.scaled(x)
+
+
+@torch.no_grad()
+def recurs(x, n):
+    breaks()
+    return x if n == 0 else recurs(x * 2, n - 1) + 1
+
+
+@torch.no_grad()
+def raises(x):
+    y = x * 2
+    breaks()
+    if y.sum() > -1e9:
+        raise ValueError("too large")
+    return y
+
+
+def catches(x):
+    try:
+        return raises(x)
+    except ValueError as error:
+        return x * 3, torch.is_grad_enabled(), str(error), recurs(x, 4) + x
+
+
+@pytest.mark.parametrize("program", [of_two_objects, catches])
+def test_decorated_callees_that_break_equal_plain_ones(program) -> None:
+    check_same(program, lambda: (torch.randn(3, requires_grad=True),), fullgraph=False, calls=3)

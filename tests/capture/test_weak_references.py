@@ -113,3 +113,15 @@ def test_another_member_is_noticed() -> None:
     assert compiled(torch.ones(1), members).item() == 7
     other.factor = 8
     assert compiled(torch.ones(1), members).item() == 8
+
+
+LAYER = torch.nn.Linear(3, 3)
+PROXY, LAYER_PROXY = weakref.proxy(KEPT), weakref.proxy(LAYER)
+
+
+def through_proxies(x):
+    return LAYER_PROXY(x) * PROXY.factor + LAYER_PROXY.weight.sum(), LAYER_PROXY.training
+
+
+def test_what_a_proxy_stands_for_is_left_to_plain_python() -> None:
+    check_same(through_proxies, lambda: (torch.randn(3, requires_grad=True),), fullgraph=False)
