@@ -87,7 +87,8 @@ class RunnerWriter(SourceWriter):
         return name
 
     def _build(self, value: Value) -> str:
-        refuse_made(self.state, value.real if isinstance(value, ClassValue) else value.python_type())
+        if self.state.made_classes:
+            refuse_made(self.state, value.real if isinstance(value, ClassValue) else value.python_type())
         if isinstance(value, SymbolicNumber):
             text = value.text(self.state, self.read)
             return self.bind(text.replace("math.", f"{self.constant(math)}."))

@@ -61,6 +61,7 @@ from gradsplit.compile_core.ir.sources import Source
 from gradsplit.compile_core.torch_facts.thread_state import device_constructors
 
 _DEPTH_LIMIT = 120
+_PROXIES = frozenset(weakref.ProxyTypes)
 
 
 class Capture(CaptureState):
@@ -87,7 +88,7 @@ class Capture(CaptureState):
 
     def wrap(self, real: Any, source: Source | None) -> Value:
         try:
-            if type(real) in weakref.ProxyTypes:
+            if type(real) in _PROXIES:
                 raise self.unsupported("weak-proxy", "a weak proxy, which passes for what it stands for")
             return wrap(self, real, source)
         except Unsupported as error:

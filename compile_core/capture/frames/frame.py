@@ -77,7 +77,7 @@ class Frame:
     def __init__(self, state: CaptureState, function: FunctionValue, arguments: dict[str, Value]) -> None:
         self.state = state
         self.function = function
-        self.arguments = dict(arguments)
+        self.arguments = arguments
         self.code: Code = decode(function.code)
         self.locals: dict[str, Value] = {}
         self.cells: dict[str, CellValue] = {}

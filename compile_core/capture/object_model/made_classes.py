@@ -180,7 +180,7 @@ def _make_dataclass(state: CaptureState, args: list[Value], kwargs: dict[str, Va
 
 def refuse_made(state: CaptureState, cls: Any) -> None:
     """A class that the frame made must stay there."""
-    if state.made_classes and any(cls is made for made in state.made_classes):
+    if any(cls is made for made in state.made_classes):
         raise state.unsupported(
             "made-class", f"the class {cls.__qualname__}, or an object of it, is handed out"
         )
