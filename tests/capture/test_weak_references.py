@@ -125,3 +125,27 @@ def through_proxies(x):
 
 def test_what_a_proxy_stands_for_is_left_to_plain_python() -> None:
     check_same(through_proxies, lambda: (torch.randn(3, requires_grad=True),), fullgraph=False)
+
+
+class Owner:
+    def __init__(self):
+        self.calls, self.held = 0, Thing()
+
+
+def counts_first(x, owner, reference):
+    owner.calls += 1
+    return x * reference().factor
+
+
+def lets_go_first(x, owner, reference):
+    owner.held = None
+    return x * (2 if reference() is None else 3)
+
+
+def test_a_store_counts_where_it_may_let_go_of_the_object() -> None:
+    owner = Owner()
+    reference = weakref.ref(owner.held)
+    counting = gradsplit.compile(counts_first, backend="eager", fullgraph=True)
+    assert counting(torch.ones(1), owner, reference).item() == 3 and owner.calls == 1
+    letting = gradsplit.compile(lets_go_first, backend="eager")
+    assert letting(torch.ones(1), owner, reference).item() == 2

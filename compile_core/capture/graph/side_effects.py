@@ -108,6 +108,15 @@ class SideEffects:
         if self.messages:
             yield "what is warned of or logged"
 
+    def may_have_let_go(self) -> bool:
+        """Whether something that was there may have been dropped: other than numbers and texts."""
+        before: list[Any] = [scope.get(name) for (_, name), (scope, _) in self.globals.items()]
+        for (_, name), owner in self.attributes.items():
+            own = getattr(owner, "real_dict", None)
+            before.append(self if own is None else own().get(name))
+        plain = all(isinstance(value, (type(None), bool, int, float, str)) for value in before)
+        return bool(self.containers or self.cells or self.classes) or not plain
+
     def __bool__(self) -> bool:
         return bool(
             self.containers

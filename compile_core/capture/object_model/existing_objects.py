@@ -115,7 +115,8 @@ def refuse_unless_held(state: CaptureState, target: Value) -> None:
     """Nobody counts references here. What a variable holds is alive, and what was there before the call as long as the
     call has let go of nothing."""
     held = any(target is value for frame in state.frames for value in frame.held_values())
-    existed = target.source is not None and not state.effects and not state.frames[0].dropped_arguments()
+    let_go = state.effects.may_have_let_go() or state.frames[0].dropped_arguments()
+    existed = target.source is not None and not let_go
     if not held and not existed and not is_none(target):
         raise state.unsupported("weak-reference", f"whether {target.describe()} is still alive")
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from gradsplit.compile_core.capture.values.base import CaptureState
 from gradsplit.compile_core.capture.values.view_copies import memory_of
@@ -24,8 +25,16 @@ _COMPARING = ["eq", "ne", "lt", "le", "gt", "ge"]
 _CHANGING = ["add_", "sub_", "mul_", "div_", "fill_", "zero_", "copy_"]
 _METHODS = frozenset([*_READING, *_COMPARING, *_CHANGING])
 
-# One step: the function or the method's name, its arguments and the name of its result.
-_Step = tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any], Node]
+# One step: the function or the method's name, its arguments and the name of its result. A guard lives longer than the
+# graph, of which it must hold nothing.
+_Step = tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any], str]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an earlier step has given, as an argument."""
+
+    name: str
 
 
 def decision_by(state: CaptureState, node: Node, decide: Callable[[Any], bool], text: str) -> bool | None:
@@ -34,12 +43,12 @@ def decision_by(state: CaptureState, node: Node, decide: Callable[[Any], bool], 
     if found is None:
         return None
     inputs, steps = found
+    names, wanted = [place.name for place in inputs], node.name
 
     def outcome(*tensors: torch.Tensor) -> bool:
         with torch.no_grad():
-            return decide(
-                _run(steps, dict(zip(inputs, (t.detach().clone() for t in tensors), strict=True)), node)
-            )
+            copies = (tensor.detach().clone() for tensor in tensors)
+            return decide(_run(steps, dict(zip(names, copies, strict=True)), wanted))
 
     records = [next(r for r in state.graph.records if r.node is place) for place in inputs]
     value = outcome(*(record.real for record in records))
@@ -117,13 +126,22 @@ def _step_of(node: Node, needed: set[Node]) -> _Step | None:
     example, target = node.meta["example_value"], node.target
     if _is_foreach(node):
         kept = [item for item in node.args[0] if item in needed]  # type: ignore[union-attr]
-        return target, (kept, *node.args[1:]), dict(node.kwargs), node
+        return target, _with_results((kept, *node.args[1:])), _with_results(dict(node.kwargs)), node.name
     is_number = isinstance(example, (bool, int, float)) or _is_scalar(example)
     if isinstance(target, str):
         is_known = target in _METHODS
     else:
         is_known = target in _MAKERS or target is float or getattr(target, "__module__", None) == "_operator"
-    return (target, node.args, dict(node.kwargs), node) if is_number and is_known else None
+    if not is_number or not is_known:
+        return None
+    return target, _with_results(node.args), _with_results(dict(node.kwargs)), node.name
+
+
+def _with_results(arguments: Any) -> Any:
+    def result(node: Node) -> Any:
+        return _Result(node.name)
+
+    return map_arg(arguments, result)
 
 
 def _is_scalar(tensor: Any) -> bool:
@@ -134,12 +152,14 @@ def _is_number(node: Node, real: Any) -> bool:
     return _is_scalar(real) and not real.dtype.is_complex and not real.requires_grad
 
 
-def _run(steps: Sequence[_Step], values: dict[Node, Any], wanted: Node) -> Any:
-    for target, args, kwargs, node in steps:
-        given = map_arg(args, values.__getitem__)
-        named = map_arg(kwargs, values.__getitem__)
+def _run(steps: Sequence[_Step], values: dict[str, Any], wanted: str) -> Any:
+    def real(argument: Any) -> Any:
+        return values[argument.name] if isinstance(argument, _Result) else argument
+
+    for target, args, kwargs, name in steps:
+        given, named = map_aggregate(args, real), map_aggregate(kwargs, real)
         if isinstance(target, str):
-            values[node] = getattr(given[0], target)(*given[1:], **named)
+            values[name] = getattr(given[0], target)(*given[1:], **named)
         else:
-            values[node] = target(*given, **named)
+            values[name] = target(*given, **named)
     return values[wanted]
