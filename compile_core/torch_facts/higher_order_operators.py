@@ -29,6 +29,11 @@ call_operator = private(
     "other operators that take functions, in programs",
     PROGRAMS_RUN_PLAIN,
 )
+associative_scan = private(
+    "torch._higher_order_ops.associative_scan:associative_scan_op",
+    "torch.associative_scan of tensors that require gradients, in programs",
+    PROGRAMS_RUN_PLAIN,
+)
 _kernel_key = private(
     "torch._C:DispatchKey.CompositeExplicitAutograd",
     "other operators that take functions, in programs",

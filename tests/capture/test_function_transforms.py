@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.associative_scan import (
+    associative_scan,
+    associative_scan_op,
+    generic_associative_scan,
+)
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import gradsplit
@@ -157,6 +161,27 @@ def test_a_scan_halves_its_rows_until_none_is_left():
         return associative_scan(combine, (factors, terms), dim=1, combine_mode="generic")[1]
 
     check_same(scanned, lambda: (torch.rand(2, 4, requires_grad=True), torch.rand(2, 4)))
+
+
+def test_a_scan_by_torchs_operator_has_the_gradients_of_what_it_computes():
+    """As ``associative_scan`` calls it for tensors of GPUs."""
+
+    def scanned(factors, terms, scan):
+        def combine(factor, term, next_factor, next_term):
+            return factor * next_factor, next_factor * term + next_term
+
+        return scan(combine, [factors, terms], additional_inputs=())[1]
+
+    found = []
+    for scan in (associative_scan_op, generic_associative_scan):
+        torch.manual_seed(0)
+        given = [torch.rand(5, 2, requires_grad=True) for _ in range(2)]
+        is_plain = scan is generic_associative_scan
+        call = scanned if is_plain else gradsplit.compile(scanned, backend="aot_eager", fullgraph=True)
+        result = call(*given, scan)
+        result.square().sum().backward()
+        found.append([result, *[each.grad for each in given]])
+    torch.testing.assert_close(*found)
 
 
 def test_errors_are_torchs_own():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradsplit
 from gradsplit.compile_core.compiled_calls.compiled_function import CompiledFunction
 
 
@@ -62,6 +63,19 @@ def first_of_sequence(x, items):
 def test_same_as_plain(function):
     x = torch.ones(2)
     assert str(compile_eager(function)(x)) == str(function(x))
+
+
+def delegating(items):
+    yield from items
+
+
+def test_a_dropped_generator_of_another_runs_no_code():
+    """Since 3.12 a ``yield from`` has a handler, which takes StopIteration alone."""
+
+    def program(x):
+        return x + next(item for item in delegating(iter([2, 3])) if item > 1)
+
+    assert gradsplit.compile(program, backend="eager", fullgraph=True)(torch.ones(1)).item() == 3
 
 
 def test_a_dropped_generator_runs_no_code():

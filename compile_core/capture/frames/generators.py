@@ -186,6 +186,9 @@ def _runs_code_at_exit(frame: Frame, index: int) -> bool:
     # Since 3.12 the whole body has a handler that only turns StopIteration into RuntimeError.
     if instructions[at].name == "CALL_INTRINSIC_1":
         return INTRINSICS_1.get(instructions[at].arg) != "stopiteration_error"
+    # Likewise a yield from has one that takes StopIteration alone.
+    if instructions[at].name == "CLEANUP_THROW":
+        return _runs_code_at_exit(frame, at)
     if [entry.name for entry in instructions[at : at + 3]] == ["COPY", "POP_EXCEPT", "RERAISE"]:
         return _runs_code_at_exit(frame, at + 2)
     if instructions[at].name != "PUSH_EXC_INFO":

@@ -23,6 +23,7 @@ from gradsplit.compile_core.capture.values.containers import SequenceValue
 from gradsplit.compile_core.capture.values.tensors import TensorValue
 from gradsplit.compile_core.ir import control_flow as nodes
 from gradsplit.compile_core.torch_facts.higher_order_operators import (
+    associative_scan,
     call_operator,
     cond,
     cond_operator,
@@ -77,13 +78,16 @@ def _while_loop(state: CaptureState, cond_fn: Value, body_fn: Value, carried_inp
 
 @call_rule(call_operator)
 def _call_operator(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    """Of other operators that take functions: what they compute with, where they need no gradients."""
+    """Of other operators that take functions: what they compute with, where they need no gradients, or have those of
+    what they compute. (Those of an associative scan are so where its elements are combined one by one; where several
+    tensors are, as in a state space model, torch's own operator leaves out what one is for the others.)"""
     operator, *given = args
-    kernel = python_kernel(getattr(operator, "real", None))
+    real = getattr(operator, "real", None)
+    kernel = python_kernel(real)
     differentiable = torch.is_grad_enabled() and any(
         tensor.node.meta["example_value"].requires_grad for tensor in state.tensor_of_fake.values()
     )
-    if kernel is None or differentiable:
+    if kernel is None or (differentiable and real is not associative_scan):
         raise state.unsupported("higher-order-operator", f"a call of {operator.describe()}")
     return state.wrap(kernel, None).call(state, given, kwargs)
 
