@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.cuda import nccl
 
 from gradsplit.bucketing.link_model import LinkModel, fit_link_model
 
@@ -48,7 +49,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "gpus": gpus,
         "apart": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if gpus and dist.is_nccl_available() else None,
         "fabric": {
             str(port.relative_to("/sys/class/infiniband")): (port / "state").read_text().split()[-1]
             for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))

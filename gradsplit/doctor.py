@@ -78,7 +78,7 @@ class Program:
         Raises:
             TypeError: it is no callable with a tuple of arguments, and perhaps a dictionary.
         """
-        parts = made if isinstance(made, tuple) else (made,)
+        parts = [*made] if isinstance(made, tuple) else [made]
         if not parts or not callable(parts[0]) or len(parts) > 3:
             raise TypeError(
                 "the factory returns a function or module, a tuple of arguments and perhaps a dictionary"

@@ -149,7 +149,7 @@ def _keep(supervisor: socket.socket, survived: Collection[int], note_end: Callab
                 blocked = signal.pthread_sigmask(signal.SIG_BLOCK, survived)
                 pid = os.fork()
                 if pid == 0:
-                    _become(*json.loads(order), *streams, blocked)
+                    _become(*json.loads(order), *streams, blocked=blocked)
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 running.add(pid)
                 for stream in streams:

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+# Takes its inputs in a list that it may empty; a backward that stores gradients also takes ``destinations``.
+Program = Callable[..., Sequence[Any]]
+
 # By destination, who gets the value of its gradient.
 WantedValues = Mapping[str, Callable[[torch.Tensor], None]]
 

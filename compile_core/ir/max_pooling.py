@@ -54,8 +54,8 @@ def _window_starts(pooled: Tensor, stride: Sequence[int], padding: Sequence[int]
 
 
 def _gradient(grad: Tensor, places: Tensor, *windows: Any) -> Tensor:
-    *_, size = windows
-    positions = _positions(places, *windows[:-1], size[1]).flatten(-2)
+    kernel, stride, padding, size = windows
+    positions = _positions(places, kernel, stride, padding, size[1]).flatten(-2)
     # Windows overlap, so several gradients meet in one place: 16-bit floats add up in float32, as in torch's kernel.
     wide = grad.to(compute_dtype(grad.dtype)).flatten(-2)
     planes = wide.new_zeros(*wide.shape[:-1], size[0] * size[1]).scatter_add(-1, positions, wide)

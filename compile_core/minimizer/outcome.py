@@ -59,7 +59,7 @@ class Outcome:
 
 
 def outcome_of(
-    module: torch.nn.Module,
+    module: fx.GraphModule,
     inputs: Sequence[Any],
     compile_graph: CompileGraph,
     compares: bool,

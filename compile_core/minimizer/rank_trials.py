@@ -31,8 +31,8 @@ def on_ranks(run: Callable[[], Outcome], ranks: int) -> Outcome:
 
         def work(rank: int) -> Outcome:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            store = dist.FileStore(str(Path(folder, "store")), ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            store = Path(folder, "store").as_uri()
+            dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
             return run()
 
         started = [_started(lambda rank=rank: work(rank), waiting, end) for rank in range(ranks)]

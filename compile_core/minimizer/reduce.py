@@ -64,8 +64,8 @@ def fewer_calls(candidate: Candidate, values: Mapping[fx.Node, Any], fails: Fail
         subgraph(candidate, values, calls, again=again) if len(calls) < len(candidate.calls) else candidate
     )
     assert found is not None
-    returned = found.module.graph.output_node().args[0]
-    if isinstance(returned, (tuple, list)) and len(returned) > 1:
+    returned = found.module.graph.output_node().all_input_nodes
+    if len(returned) > 1:
         values, again = values_of(found), second_of(found)
         for result in returned:
             alone = subgraph(found, values, found.calls, [result], again)

@@ -88,8 +88,7 @@ def subgraph(
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {"example_value": values[node]}
     if outputs is None:
-        returned = candidate.module.graph.output_node().args[0]
-        was_returned = set(returned) if isinstance(returned, (tuple, list)) else {returned}
+        was_returned = candidate.module.graph.output_node().all_input_nodes
         outputs = [
             node
             for node in order

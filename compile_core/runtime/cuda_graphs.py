@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph
 from gradsplit.compile_core.ir.kept_calls import KeptCall
 from gradsplit.compile_core.ir.regions import graph_inputs, graph_results
 from gradsplit.compile_core.runtime.executable import Executable
-from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Recorder
 from gradsplit.compile_core.runtime.recorded_segments import GraphedBackward, SegmentRecorder, StoringProgram
 
 logger = logging.getLogger(__name__)

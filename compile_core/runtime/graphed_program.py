@@ -32,6 +32,7 @@ import torch
 
 from gradsplit.compile_core.artifact_logs import log_artifact
 from gradsplit.compile_core.errors import InternalError
+from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.pick import picker
 from gradsplit.compile_core.ir.tensor_spec import TensorSpec
 from gradsplit.compile_core.runtime.region_interpreter import region_interpreter
@@ -43,9 +44,6 @@ from gradsplit.compile_core.torch_facts.autograd_engine import (
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
 
 logger = logging.getLogger(__name__)
-
-# Takes its inputs in a list that it may empty.
-Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 _MOST_AT_ONCE = 4  # recordings of one program
 _MOST_EVER = 16  # recordings made of one program, those forgotten included

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.torch_version import TorchVersion
@@ -137,7 +137,7 @@ def native_call(call: ExternCall, device_type: str) -> NativeCall | None:
     return NativeCall(address, SIGNATURES.index(tuple(chain(*kinds))), tuple(arguments))
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.ir.communicator import Destinations
+from gradsplit.compile_core.ir.communicator import Destinations, Program
 from gradsplit.compile_core.runtime.executable import Executable, Region
-from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Program, Recorder
+from gradsplit.compile_core.runtime.graphed_program import GraphedProgram, Recorder
 
 
 class StoringProgram:

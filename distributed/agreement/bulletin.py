@@ -55,15 +55,15 @@ class Bulletin:
     """JSON values by name, shared by ranks; threads may use it at the same time.
 
     Args:
-        store: where entries are kept. It gets a connection of its own: another one may be held by who waits for
-            something.
+        store: a `torch.distributed.Store`, whose type stub lacks ``clone``. It gets a connection of its own: another
+            one may be held by who waits for something.
 
     Attributes:
         session: its name, which is for everybody to see.
         has_session: entries are those of the ranks that there are now; before, none can be posted. See ``enter``.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
         self._secret, self.session = b"", ""
         self._has_warned = False
         self.has_session = False

@@ -220,3 +220,13 @@ def test_optimizers_are_captured_beside_torch_compile():
     ours = Setup(OPTIMIZERS["adam"])
     ours.new_gradients()
     compile_eager(ours.optimizer.step, fullgraph=True)()
+
+
+def test_extrema_of_known_and_unknown_numbers():
+    """A number that depends on data may come after several that do not."""
+    source = "def scale(x, n):\n    return x * max(1.0, 2.0, x.sum().item()) * min(n, 3, x.sum().item())"
+    names = {"__name__": "torch.optim.of_the_test"}
+    exec(source, names)
+    ours = compile_eager(names["scale"], fullgraph=True)
+    for size in (1, 5, 2):
+        assert torch.equal(ours(torch.ones(size), 2), names["scale"](torch.ones(size), 2))

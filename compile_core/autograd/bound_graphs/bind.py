@@ -14,9 +14,10 @@ from gradsplit.compile_core.autograd.bound_graphs.compiled_call import (
     standalone_outputs,
 )
 from gradsplit.compile_core.autograd.bound_graphs.double_backward import DifferentiableBackward
-from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program, returning_draws
+from gradsplit.compile_core.autograd.bound_graphs.returned_draws import returning_draws
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.bound_graphs.updated_inputs import CopyGroup, copy_groups
+from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.graphs import (
     Detachment,
     GraphSignature,

@@ -29,7 +29,6 @@ from gradsplit.compile_core.autograd.bound_graphs.double_backward import (
 from gradsplit.compile_core.autograd.bound_graphs.independent_results import IndependentResults
 from gradsplit.compile_core.autograd.bound_graphs.later_changes import LaterChanges
 from gradsplit.compile_core.autograd.bound_graphs.replaced_memory import ViewedInputs
-from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
 from gradsplit.compile_core.autograd.bound_graphs.separate_results import SeparateResults
 from gradsplit.compile_core.autograd.bound_graphs.stored_gradients import StoredGradients
 from gradsplit.compile_core.autograd.operators.gradient_sources import (
@@ -38,7 +37,7 @@ from gradsplit.compile_core.autograd.operators.gradient_sources import (
     results_of,
 )
 from gradsplit.compile_core.ir.bit_sets import bit_set, is_within, members
-from gradsplit.compile_core.ir.communicator import Destinations, WantedValues
+from gradsplit.compile_core.ir.communicator import Destinations, Program, WantedValues
 from gradsplit.compile_core.ir.graphs import GraphSignature, PartitionedGraph, resolve_spec
 from gradsplit.compile_core.ir.numbers import is_number
 from gradsplit.compile_core.ir.pick import Pick, picker

@@ -6,18 +6,16 @@ GPU's generator gave stays drawn; its kernels fail after the program has returne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.torch_facts.dispatcher import is_random
 from gradsplit.compile_core.torch_facts.torch_switches import saved_tensor_hooks_are_active
-
-# Takes its inputs in a list that it may empty.
-Program = Callable[[list[torch.Tensor]], Sequence[Any]]
 
 
 def returning_draws(program: Program, module: GraphModule) -> Program:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradsplit.compile_core.autograd.bound_graphs.returned_draws import Program
+from gradsplit.compile_core.ir.communicator import Program
 from gradsplit.compile_core.ir.graphs import PartitionedGraph, replaced_inputs
 from gradsplit.compile_core.torch_facts.autograd_engine import foreach_copy, tell_of_changes
 

@@ -97,8 +97,8 @@ def _before_repetition(node: Node) -> Node | None:
     if name == "repeat_interleave":
         given = {**dict(zip(("input", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
         source, repeats = given.get("input"), given.get("repeats")
-        is_plain = isinstance(source, Node) and type(repeats) is int and given.get("dim") in (1, -3)
-        return source if is_plain and _is_tensor(source, 4) else None
+        is_plain = type(repeats) is int and given.get("dim") in (1, -3)
+        return source if is_plain and isinstance(source, Node) and _is_tensor(source, 4) else None
     if name not in _RESHAPES or not isinstance(node.args[0], Node):
         return None
     expanded = node.args[0]

@@ -118,12 +118,13 @@ class _Separation:
         if value in self.kept:
             return self.kept[value]
         example = value.meta["val"]
+        function: Any = value.target
         source: Any = value.args[0] if value.args else None
         if is_view(value) and isinstance(source.meta["val"], torch.Tensor):
             # A view stays one, or what is computed from it might get other strides.
             source = self._zeros_if_absent(source)
             with self.graph.inserting_before(value.next), example.fake_mode:
-                kept = add_call(self.graph, value, value.target, source, *value.args[1:], **value.kwargs)
+                kept = add_call(self.graph, value, function, source, *value.args[1:], **value.kwargs)
         else:
             flag = self._flag(self.sources[value], example)
             like: Any = {"dtype": example.dtype, "device": example.device, "pin_memory": False}

@@ -8,7 +8,7 @@ about shapes cannot be such a number.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -75,7 +75,7 @@ def read_scalar(state: CaptureState, tensor: TensorValue) -> ScalarValue:
     return ScalarValue(node, example, tensor.real.item(), tensor.source)
 
 
-_FILLED = {torch.ones: 1, torch.zeros: 0}
+_FILLED: dict[Any, int] = {torch.ones: 1, torch.zeros: 0}
 
 
 def compare_scalar(
@@ -122,7 +122,7 @@ def check_scalars(state: CaptureState, target: Any, args: Any) -> None:
         raise state.unsupported("data-dependent-value", f"{target} of a number that depends on data")
 
 
-def is_number_in_tensor(value: Value) -> bool:
+def is_number_in_tensor(value: Value) -> TypeGuard[TensorValue]:
     """Whether torch takes a tensor for the number that it holds: one without dims and gradients."""
     if not isinstance(value, TensorValue):
         return False

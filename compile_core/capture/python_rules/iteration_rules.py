@@ -138,6 +138,10 @@ def _product_of_all(state: CaptureState, iterable: Value, *, start: Value | None
 def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
     """``of_numbers`` is the operation on two numbers, which graphs have for what depends on data."""
 
+    def of_pair(state: CaptureState, pair: list[Value]) -> Value:
+        result = compute_scalar(state, of_numbers, pair)
+        return call(state, pair, {}) if result is None else result
+
     def call(state: CaptureState, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if set(kwargs) - {"key", "default"}:
             raise TypeError("unknown keyword argument")
@@ -148,7 +152,7 @@ def _extremum_rule(function: Any, symbol: str, of_numbers: Any) -> CallRule:
             return fold(state, lambda: function(()), [], {})  # raises, in this version's words
         key = kwargs.get("key")
         if key is None and any(isinstance(item, ScalarValue) for item in items):
-            return functools.reduce(lambda one, other: compute_scalar(state, of_numbers, [one, other]), items)
+            return functools.reduce(lambda one, other: of_pair(state, [one, other]), items)
         keys = items if key is None else [key.call(state, [item], {}) for item in items]
         best = 0
         for index in range(1, len(items)):

@@ -105,7 +105,7 @@ def _action(text: str, category: type[Warning], module: str, line: int) -> str:
         here = where is None or (where == module if isinstance(where, str) else where.match(module))
         if matches and here and issubclass(category, kind) and number in (0, line):
             return action
-    return warnings.defaultaction
+    return vars(warnings)["defaultaction"]
 
 
 @answer_to(warnings.warn)

@@ -280,8 +280,9 @@ def _computes_as_tensor(cls: type) -> bool:
     and has no operators of its own."""
     if cls in (torch.Tensor, torch.nn.Parameter):
         return True
+    plain: Any = torch.Tensor
     same = cls.__torch_function__ == torch.nn.Parameter.__torch_function__
-    same = same and cls.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    same = same and cls.__torch_dispatch__ == plain.__torch_dispatch__
     known = type(cls) in (type(torch.Tensor), type(torch.nn.Parameter))
     return same and known and not any(name.startswith("__") for name in _own_names(cls))
 
